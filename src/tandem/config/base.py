@@ -1,0 +1,51 @@
+"""What every config class shares, and the parsing of a command line into one.
+
+`parse` is the front door of every entrypoint: files and flags in, one frozen config out, or one
+message and exit code 2. Nothing heavy is imported here: `--help` has to answer at once.
+"""
+
+import json
+import sys
+import tempfile
+from typing import TypeVar
+
+from pydantic import ConfigDict, ValidationError
+from pydantic_config import BaseConfig, ConfigFileError, cli
+
+from tandem.config.explain import explain_validation_error
+from tandem.config.sources import extract_files
+from tandem.utils.errors import UserError
+
+
+class Config(BaseConfig):
+    """Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = None) -> C:
+    """Parse `argv` (default: the command line); on bad input print one message and exit with code 2."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return load_config(cls, arguments, prog, description)
+    except UserError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def load_config(cls: type[C], arguments: list[str], prog: str = "", description: str = "") -> C:
+    """Defaults < files from left to right < flags. Raises UserError on bad input."""
+    files, flags = extract_files(arguments)
+    # The parser reads files only; what several files give together is handed to it as one.
+    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:
+        json.dump(files, merged)
+        merged.flush()
+        try:
+            return cli(cls, args=["@", merged.name, *flags], prog=prog, description=description)
+        except ConfigFileError as error:
+            if isinstance(error.__cause__, ValidationError):
+                raise UserError(explain_validation_error(cls, error.__cause__)) from error
+            raise UserError(str(error)) from error

@@ -1,0 +1,70 @@
+"""Turns pydantic's validation errors into the sentence a user can act on: key, value, what would be right."""
+
+import difflib
+import types
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+def explain_validation_error(root: type[BaseModel], error: ValidationError) -> str:
+    problems = [_explain(root, details) for details in error.errors()]
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} problems in the configuration:", *(f"  - {problem}" for problem in problems)])
+
+
+def _explain(root: type[BaseModel], details: ErrorDetails) -> str:
+    location = [str(part) for part in details["loc"]]
+    key = ".".join(location)
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        known = _fields_at(root, location[:-1])
+        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(known)}"
+        return f"unknown key {key!r} (value {_short(details['input'])}); {hint}"
+    if kind == "missing":
+        return f"{key} is required and was not given; set it in the file or with --{key.replace('_', '-')}"
+    if kind == "literal_error":
+        return f"{key} = {_short(details['input'])} is not valid; {_nearest_literal(details)}"
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if kind in ("value_error", "assertion_error"):
+        return f"{key}: {message}" if key else message
+    return f"{key} = {_short(details['input'])} is not valid: {message[0].lower()}{message[1:]}"
+
+
+def _nearest_literal(details: ErrorDetails) -> str:
+    expected = details.get("ctx", {}).get("expected", "")
+    choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+    nearest = difflib.get_close_matches(str(details["input"]), choices, n=1, cutoff=0.4)
+    one_of = f"one of: {', '.join(choices)}"
+    return f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
+
+
+def _fields_at(root: type[BaseModel], location: list[str]) -> list[str]:
+    """The field names of the config class found by walking `location` from `root`."""
+    models = [root]
+    for part in location:
+        nested = [
+            inner
+            for model in models
+            if part in model.model_fields
+            for inner in _models_in(model.model_fields[part].annotation)
+        ]
+        # A part that names no field is the tag of a union variant: stay among its models.
+        models = nested or models
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [model for inner in get_args(annotation) for model in _models_in(inner)]
+    return []
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

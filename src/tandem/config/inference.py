@@ -1,0 +1,112 @@
+"""Options of the inference server."""
+
+import os
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tandem.config.base import Config
+from tandem.config.shared import Device, LogLevel, ModelConfig
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class ServerConfig(Config):
+    """Address and access."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs an API key or allow_unauthenticated."""
+
+    port: int = Field(8000, ge=1, le=65535)
+    """Port to bind."""
+
+    api_key: str | None = None
+    """Key required on every route but /health. Prefer api_key_var: a flag is visible to other users."""
+
+    api_key_var: str | None = None
+    """Environment variable that holds the API key."""
+
+    allow_unauthenticated: bool = False
+    """Serve on a non-loopback address without a key."""
+
+    @model_validator(mode="after")
+    def _has_a_key_when_reachable(self) -> "ServerConfig":
+        if self.api_key and self.api_key_var:
+            raise ValueError("api_key and api_key_var are both given; give one of them")
+        keyless = self.api_key is None and self.api_key_var is None
+        if self.host not in LOOPBACK_HOSTS and keyless and not self.allow_unauthenticated:
+            raise ValueError(
+                f"host = {self.host!r} is reachable from other machines and no API key is set; "
+                "set api_key_var, or allow_unauthenticated if the network is trusted"
+            )
+        return self
+
+    def resolve_api_key(self) -> str | None:
+        return resolve_api_key(self.api_key, self.api_key_var, "server.api_key_var")
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+
+def resolve_api_key(key: str | None, variable: str | None, option: str) -> str | None:
+    """The key itself, or the one in the environment variable; an unset variable is an error."""
+    if variable is None:
+        return key
+    value = os.environ.get(variable)
+    if not value:
+        raise ValueError(f"{option} = {variable!r} names an environment variable that is not set; export it")
+    return value
+
+
+class InferenceConfig(Config):
+    """The server that writes the rollouts."""
+
+    model: ModelConfig
+    engine: Literal["native"] = "native"
+    """What runs the model."""
+
+    server: ServerConfig = ServerConfig()
+
+    seq_len: int = Field(2048, ge=2)
+    """Longest prompt + completion, in tokens."""
+
+    max_sequences: int = Field(256, ge=1)
+    """Sequences decoded side by side; more wait in the queue."""
+
+    tokens_per_step: int = Field(8192, ge=1)
+    """Most prompt tokens computed in one forward pass; longer prompts are computed in chunks."""
+
+    block_size: int = Field(16, ge=1)
+    """Tokens in one block of the KV cache."""
+
+    kv_cache_tokens: int | None = Field(None, ge=1)
+    """Size of the KV cache in tokens; None: room for max_sequences of seq_len, at most a quarter of free memory."""
+
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+
+    threads: int | None = Field(None, ge=1)
+    """CPU threads; None: all cores (under `rl`, its share of them)."""
+
+    seed: int = 0
+    """Seeds requests that bring no seed of their own."""
+
+    deterministic: bool = False
+    """A request's tokens and log-probs do not depend on what else is running. Slower."""
+
+    drain_timeout_s: float = Field(5.0, ge=0)
+    """On SIGTERM, how long running requests may still finish."""
+
+    log_level: LogLevel = "info"
+    """Least severe log lines to show."""
+
+    @model_validator(mode="after")
+    def _one_sequence_fits(self) -> "InferenceConfig":
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.seq_len + self.block_size:
+            raise ValueError(
+                f"kv_cache_tokens = {self.kv_cache_tokens} cannot hold one sequence of seq_len = {self.seq_len}; "
+                f"give at least {self.seq_len + self.block_size}"
+            )
+        return self

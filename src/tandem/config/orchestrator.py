@@ -1,0 +1,162 @@
+"""Options of the orchestrator."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tandem.config.base import Config
+from tandem.config.inference import resolve_api_key
+from tandem.config.shared import CheckpointConfig, LogLevel, MetricsConfig, ModelConfig
+
+
+class ClientConfig(Config):
+    """How to reach the inference server."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    """Address of the server."""
+
+    api_key: str | None = None
+    """API key to send. Prefer api_key_var."""
+
+    api_key_var: str | None = None
+    """Environment variable that holds the API key."""
+
+    startup_timeout_s: float = Field(600.0, gt=0)
+    """How long the server may take to answer /health at the start."""
+
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for one request."""
+
+    retries: int = Field(3, ge=0)
+    """How often a request that failed on its way is sent again."""
+
+    def resolve_api_key(self) -> str | None:
+        return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")
+
+
+class EnvConfig(Config):
+    """The task to learn."""
+
+    id: str = "reverse-text"
+    """Name of a registered environment, or "package.module:Class" for one of your own."""
+
+    args: dict[str, Any] = {}
+    """Arguments of the environment."""
+
+
+class SamplingConfig(Config):
+    """How completions are sampled for training."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; the trainer uses the same."""
+
+    max_tokens: int = Field(128, ge=1)
+    """Longest completion, in tokens."""
+
+
+class AdvantageConfig(Config):
+    """How rewards become advantages."""
+
+    type: Literal["grpo"] = "grpo"
+    """grpo: reward minus the mean of its group."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation of the group; off gives Dr. GRPO's estimator."""
+
+
+class EvalConfig(Config):
+    """Evaluation on held-out prompts; always before the first step and after the last."""
+
+    every: int | None = Field(None, ge=1)
+    """Also after every so many steps."""
+
+    num_prompts: int = Field(64, ge=1)
+    """Held-out prompts per evaluation."""
+
+    temperature: float = Field(0.0, ge=0)
+    """0: greedy."""
+
+
+class OrchestratorConfig(Config):
+    """Tasks, rewards, advantages, staleness, batches."""
+
+    model: ModelConfig
+    output_dir: Path = Path("outputs/rl")
+    """Run directory, shared with the trainer."""
+
+    max_steps: int = Field(100, ge=1)
+    """Training steps of the run."""
+
+    seq_len: int = Field(2048, ge=2)
+    """Longest prompt + completion, in tokens."""
+
+    client: ClientConfig = ClientConfig()
+    env: EnvConfig = EnvConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    prompts_per_step: int = Field(16, ge=1)
+    """Prompts in a training batch."""
+
+    group_size: int = Field(8, ge=1)
+    """Completions of each prompt; prompts_per_step x group_size = rollouts_per_step."""
+
+    max_staleness: int = Field(1, ge=0)
+    """How many versions the oldest token of a batch may lag behind the policy being trained.
+    0: strictly on-policy. 1: generation and training overlap. More: fully asynchronous."""
+
+    tokens_per_microbatch: int = Field(8192, ge=2)
+    """Most tokens packed into one forward and backward pass of the trainer."""
+
+    keep_rollouts: int = Field(4, ge=1)
+    """How many training batches to keep on disk after they were trained on."""
+
+    weights_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for new weights from the trainer."""
+
+    max_failed_groups: int = Field(32, ge=0)
+    """So many failed groups in a row end the run."""
+
+    seed: int = 0
+    """Seeds the order of tasks and the sampling."""
+
+    deterministic: bool = False
+    """Repeat bit for bit; needs max_staleness = 0."""
+
+    resume: bool = False
+    """Go on from the newest complete checkpoint in output_dir."""
+
+    log_level: LogLevel = "info"
+    """Least severe log lines to show."""
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "OrchestratorConfig":
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size = {self.group_size} with advantage.type = {self.advantage.type!r}: an advantage "
+                "relative to the group is always zero in a group of one; the nearest valid group_size is 2"
+            )
+        if self.deterministic and self.max_staleness > 0:
+            raise ValueError(
+                f"deterministic = true needs max_staleness = 0, not {self.max_staleness}: with overlap, "
+                "which weights a rollout meets depends on timing"
+            )
+        if self.sampling.max_tokens >= self.seq_len:
+            raise ValueError(
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"seq_len = {self.seq_len}; the largest valid value is {self.seq_len - 1}"
+            )
+        if self.tokens_per_microbatch < self.seq_len:
+            raise ValueError(
+                f"tokens_per_microbatch = {self.tokens_per_microbatch} cannot hold one sequence of "
+                f"seq_len = {self.seq_len}; the smallest valid value is {self.seq_len}"
+            )
+        return self

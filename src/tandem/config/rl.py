@@ -1,0 +1,170 @@
+"""Options of `rl`: the three processes and what they share.
+
+A shared value may be given once, at the top or in any section, and reaches every section that has it;
+given twice, it has to be the same.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from tandem.config.base import Config
+from tandem.config.inference import InferenceConfig
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.shared import CheckpointConfig, LogLevel, ModelConfig
+from tandem.config.trainer import TrainerConfig
+
+SECTIONS: dict[str, type[Config]] = {
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+}
+SHARED_KEYS = (
+    "model",
+    "output_dir",
+    "max_steps",
+    "seq_len",
+    "seed",
+    "deterministic",
+    "checkpoint",
+    "resume",
+    "log_level",
+)
+
+
+class RLConfig(Config):
+    """Inference server, orchestrator and trainer in one command."""
+
+    model: ModelConfig
+    output_dir: Path = Path("outputs/rl")
+    """Run directory of all processes."""
+
+    max_steps: int = Field(100, ge=1)
+    """Training steps of the run."""
+
+    seq_len: int = Field(2048, ge=2)
+    """Longest prompt + completion, in tokens."""
+
+    seed: int = 0
+    """Seeds the order of tasks and the sampling."""
+
+    deterministic: bool = False
+    """Repeat bit for bit on the same machine; needs orchestrator.max_staleness = 0."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    trainer: TrainerConfig
+    orchestrator: OrchestratorConfig
+    inference: InferenceConfig | None = None
+    """Left out: no server is started, and the one at orchestrator.client.base-url is used."""
+
+    resume: bool = False
+    """Go on with the run in output_dir from its newest complete checkpoint."""
+
+    clean: bool = False
+    """Delete the run that output_dir holds."""
+
+    dry_run: bool = False
+    """Check everything, write the resolved configuration and the process plan, start nothing."""
+
+    show: Literal["auto", "live", "lines"] = "auto"
+    """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""
+
+    log_level: LogLevel = "info"
+    """Least severe log lines to show."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any) -> Any:
+        return share_values(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _client_finds_server(self) -> "RLConfig":
+        if self.inference is None:
+            return self
+        client_port = urlsplit(self.orchestrator.client.base_url).port
+        if client_port != self.inference.server.port:
+            raise ValueError(
+                f"orchestrator.client.base_url = {self.orchestrator.client.base_url!r} does not lead to the server "
+                f"that would be started (inference.server.port = {self.inference.server.port}); leave it out, "
+                "or leave out the inference section to use a server that runs already"
+            )
+        return self
+
+
+def share_values(data: dict[str, Any]) -> dict[str, Any]:
+    """Spread each shared value over the top and the sections that take it; refuse contradictions."""
+    sections = {name: data.get(name) for name in SECTIONS}
+    if not all(section is None or isinstance(section, dict) for section in sections.values()):
+        return data  # a section of the wrong type: the field's own validation says so
+    result = dict(data)
+    for name in ("trainer", "orchestrator", "inference"):
+        if name != "inference" or "inference" in data:
+            result[name] = None if name in data and data[name] is None else dict(data.get(name) or {})
+    for key in SHARED_KEYS:
+        _share_key(result, (key,))
+    _share_server(result)
+    return result
+
+
+def _share_key(data: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Share the value at `path`; tables are shared key by key, so that each may be given anywhere."""
+    places = {"": data} | {
+        name: data[name]
+        for name, cls in SECTIONS.items()
+        if isinstance(data.get(name), dict) and path[0] in cls.model_fields
+    }
+    given = {name: value for name, tree in places.items() if (value := _get(tree, path)) is not None}
+    if not given:
+        return
+    if all(isinstance(value, dict) for value in given.values()):
+        for key in {key: None for value in given.values() for key in value}:
+            _share_key(data, (*path, key))
+        return
+    (first, value), *others = given.items()
+    for name, other in others:
+        if str(other) != str(value):
+            dotted = ".".join(path)
+            raise ValueError(
+                f"{_dotted(first, dotted)} = {value!r} and {_dotted(name, dotted)} = {other!r} contradict each other; "
+                f"give {dotted} once"
+            )
+    for tree in places.values():
+        _set(tree, path, value)
+
+
+def _share_server(data: dict[str, Any]) -> None:
+    """The server `rl` starts is the one the orchestrator talks to, unless another address is given."""
+    inference, orchestrator = data.get("inference"), data.get("orchestrator")
+    if not isinstance(inference, dict) or not isinstance(orchestrator, dict):
+        return
+    server = inference.get("server", {})
+    client = orchestrator.get("client", {})
+    if not isinstance(server, dict) or not isinstance(client, dict):
+        return
+    shared = {key: server[key] for key in ("api_key", "api_key_var") if server.get(key)}
+    host = server.get("host", "127.0.0.1")
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    shared["base_url"] = f"http://{host}:{server.get('port', 8000)}"
+    orchestrator["client"] = shared | client
+
+
+def _dotted(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
+
+
+def _get(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
+    value: Any = tree
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _set(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    *parents, last = path
+    for key in parents:
+        tree[key] = dict(tree.get(key) or {})
+        tree = tree[key]
+    tree[last] = value

@@ -1,0 +1,80 @@
+"""Options that more than one process takes. Each is defined here once and included where it is needed."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from tandem.config.base import Config
+
+
+class ModelConfig(Config):
+    """The model: a local directory in Hugging Face format."""
+
+    name: Path
+    """Directory with config.json, *.safetensors and tokenizer.json."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of computing. The trainer keeps its master weights in float32 either way."""
+
+
+class CheckpointConfig(Config):
+    """When to save everything needed to go on."""
+
+    every: int | None = Field(None, ge=1)
+    """Save after every so many steps; None: never."""
+
+    keep_last: int = Field(2, ge=1)
+    """How many complete checkpoints to keep."""
+
+
+class MetricsConfig(Config):
+    """Where metrics go besides metrics.jsonl."""
+
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Trackers to forward to; each needs its extra installed."""
+
+    project: str = "tandem"
+    """Project name in W&B and trackio."""
+
+    run_name: str | None = None
+    """Run name in W&B and trackio; None: the name of the output directory."""
+
+    wandb_mode: Literal["online", "offline"] = "online"
+    """W&B mode; offline writes under the run directory and uploads nothing."""
+
+
+class OptimizerConfig(Config):
+    """AdamW."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the moment estimates."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Term that keeps the denominator away from zero."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay; applied to matrices only."""
+
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The global gradient norm is clipped to this."""
+
+
+class SchedulerConfig(Config):
+    """Learning rate over the steps."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from zero."""
+
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The last learning rate, as a fraction of the peak; for linear and cosine."""
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Device = Literal["auto", "cpu", "cuda"]

@@ -1,0 +1,135 @@
+"""The decoder that both the trainer and the native engine run: Llama, Qwen2, Qwen3, Mistral families.
+
+Tokens of all sequences lie in one flat dimension. How they attend to each other is the caller's
+business: the trainer passes packed attention, the engine passes attention over its KV cache.
+Query, key and value projections are one matrix, and so are gate and up; `hf.py` maps them to the
+names and shapes of Hugging Face files.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tandem.models.spec import ModelSpec
+
+
+class AttentionContext(Protocol):
+    """Who may attend to whom. `window` bounds how far back a token sees (None: to the start)."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim) -> like q."""
+        ...
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.window = spec.sliding_windows[layer]
+        self.split = [spec.q_size, spec.kv_size, spec.kv_size]
+        self.qkv_proj = nn.Linear(spec.hidden_size, sum(self.split), bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        q, k, v = self.qkv_proj(x).split(self.split, dim=-1)
+        q = rotate(self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))), cos, sin)
+        k = rotate(self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))), cos, sin)
+        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        out = context.attend(self.layer, q, k, v, self.window)  # (tokens, heads, head_dim)
+        return self.o_proj(out.flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.self_attn = Attention(spec, layer)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.lm_head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.inv_freq = rotary_frequencies(spec)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """token_ids and positions (tokens,) -> hidden states after the last norm (tokens, hidden)."""
+        x = self.embed_tokens(token_ids)
+        cos, sin = self.rotary(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, context)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (tokens, hidden) -> (tokens, vocab)."""
+        return F.linear(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (tokens, 1, head_dim), computed in float32 whatever the model runs in."""
+        self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[:, None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x (tokens, heads, head_dim); the two halves of a head form the pairs."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotary_frequencies(spec: ModelSpec) -> Tensor:
+    """(head_dim / 2,) in float32."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64, device="cpu").float() / spec.head_dim
+    frequencies = 1.0 / (spec.rope_theta**exponents)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequencies
+    # Wavelengths beyond the original context are stretched, short ones stay, those between are blended.
+    wavelengths = 2 * math.pi / frequencies
+    blend = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies

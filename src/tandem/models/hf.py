@@ -1,0 +1,107 @@
+"""Weights in and out in Hugging Face format.
+
+A fused parameter of ours holds several tensors of a file, stacked along the first dimension; both
+directions go through one table, so that what is saved is byte for byte what was trained.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tandem.models.decoder import Decoder
+from tandem.models.spec import ModelSpec
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json
+
+
+class WeightMismatch(ValueError):
+    """Files whose tensors do not fit the model."""
+
+
+def load_decoder(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model of a directory, in `dtype` on `device`."""
+    with torch.device("meta"):
+        decoder = Decoder(ModelSpec.load(model_dir))
+    decoder = decoder.to(dtype).to_empty(device=device)
+    copy_weights(decoder, read_tensors(model_dir))
+    return decoder
+
+
+def new_decoder(spec: ModelSpec, seed: int) -> Decoder:
+    """A decoder with fresh random weights (normal, standard deviation 0.02; norms at one, biases at zero)."""
+    decoder = Decoder(spec)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+    return decoder
+
+
+def named_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """The weights under their Hugging Face names; slices of fused parameters are views."""
+    return dict(_hf_views(decoder))
+
+
+def copy_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite the decoder's weights in place, after checking that every tensor is there and fits."""
+    views = named_tensors(decoder)
+    check_tensors(views, tensors)
+    with torch.no_grad():
+        for name, view in views.items():
+            view.copy_(tensors[name])
+
+
+def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    missing = sorted(set(expected) - set(tensors))
+    if missing:
+        raise WeightMismatch(f"{len(missing)} tensors are missing, first {missing[0]!r}")
+    # Tied models may carry the output matrix once more; anything else unknown is a different model.
+    unknown = sorted(set(tensors) - set(expected) - {"lm_head.weight"})
+    if unknown:
+        raise WeightMismatch(f"{len(unknown)} tensors belong to no parameter, first {unknown[0]!r}")
+    for name, view in expected.items():
+        if tensors[name].shape != view.shape:
+            raise WeightMismatch(
+                f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(view.shape)}"
+            )
+
+
+def read_tensors(model_dir: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, from one file or from shards."""
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(model_dir):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        return [model_dir / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    path = model_dir / "model.safetensors"
+    if not path.exists():
+        raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no model.safetensors in it")
+    return [path]
+
+
+def _hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    spec = decoder.spec
+    qkv = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+    fused = {"qkv_proj": qkv, "gate_up_proj": gate_up}
+    for name, parameter in decoder.named_parameters():
+        prefix = "" if name.startswith("lm_head") else "model."
+        *path, module, kind = name.split(".")
+        if module not in fused:
+            yield prefix + name, parameter.data
+            continue
+        parts = parameter.data.split(list(fused[module].values()))
+        for part, view in zip(fused[module], parts, strict=True):
+            yield prefix + ".".join([*path, part, kind]), view

@@ -1,0 +1,128 @@
+"""The shape of a model, read from a Hugging Face config.json. No torch.
+
+One spec covers the Llama, Qwen2, Qwen3 and Mistral families: they differ in biases, in query/key
+norms, in rotary scaling and in sliding windows, and in nothing else.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of the low rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    norm_eps: float
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]  # one entry a layer
+    max_positions: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "ModelSpec":
+        return cls.from_config(read_json(model_dir / "config.json"))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "ModelSpec":
+        architecture = (config.get("architectures") or ["?"])[0]
+        if architecture not in FAMILIES:
+            raise UserError(
+                f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            )
+        family = FAMILIES[architecture]
+        if config.get("hidden_act", "silu") != "silu":
+            raise UserError(f"hidden_act = {config['hidden_act']!r} is not supported; supported: silu")
+        num_heads = config["num_attention_heads"]
+        attention_bias = config.get("attention_bias", False)
+        rope_theta, rope_scaling = _rope(config)
+        return cls(
+            family=family,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            tied_embeddings=config.get("tie_word_embeddings", False),
+            qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias and family != "qwen2",
+            mlp_bias=config.get("mlp_bias", False),
+            qk_norm=family == "qwen3",
+            sliding_windows=_sliding_windows(config, family),
+            max_positions=config.get("max_position_embeddings", 2048),
+        )
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling; newer config files keep both in `rope_parameters`."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"rope_type = {kind!r} is not supported; supported: default, llama3")
+    return theta, RopeScaling(
+        factor=parameters["factor"],
+        low_freq_factor=parameters["low_freq_factor"],
+        high_freq_factor=parameters["high_freq_factor"],
+        original_max_positions=parameters["original_max_position_embeddings"],
+    )
+
+
+def _sliding_windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
+    num_layers = config["num_hidden_layers"]
+    window = config.get("sliding_window")
+    if family == "mistral":
+        return (window,) * num_layers
+    if not config.get("use_sliding_window") or window is None:
+        return (None,) * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        full = config.get("max_window_layers", num_layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])

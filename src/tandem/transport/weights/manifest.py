@@ -1,0 +1,48 @@
+"""The manifest of a weights directory: which files, how large, with which checksums. No torch.
+
+A directory without a manifest is not there yet; one whose files do not match it is damaged.
+"""
+
+from pathlib import Path
+
+from tandem.utils.files import checksum, read_json, write_json
+
+MANIFEST = "manifest.json"
+
+
+class DamagedWeights(ValueError):
+    """A weights directory that must not be loaded, with the reason."""
+
+
+def write_manifest(folder: Path, version: int) -> None:
+    files = {
+        str(path.relative_to(folder)): {"size_bytes": path.stat().st_size, "sha256": checksum(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    write_json(folder / MANIFEST, {"version": version, "files": files})
+
+
+def verify_manifest(folder: Path, version: int | None = None) -> None:
+    """Raise DamagedWeights unless every file is there, of the right size and content."""
+    if not folder.is_dir():
+        raise DamagedWeights(f"there is no directory {folder}")
+    if not (folder / MANIFEST).exists():
+        raise DamagedWeights(f"{folder} has no {MANIFEST}: it is unfinished or not a published version")
+    try:
+        manifest = read_json(folder / MANIFEST)
+        files, written_version = manifest["files"], manifest["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedWeights(f"{folder / MANIFEST} cannot be read: {error}") from error
+    if version is not None and written_version != version:
+        raise DamagedWeights(f"{folder} holds version {written_version}, not {version}")
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedWeights(f"{path} is missing")
+        if path.stat().st_size != expected["size_bytes"]:
+            raise DamagedWeights(
+                f"{path} has {path.stat().st_size} bytes, the manifest says {expected['size_bytes']}"
+            )
+        if checksum(path) != expected["sha256"]:
+            raise DamagedWeights(f"{path} does not match its checksum")

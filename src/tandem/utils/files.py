@@ -1,0 +1,86 @@
+"""Files that are never seen half-written.
+
+Writers put everything under a temporary name, flush it to disk and rename it; a directory is
+complete only once its marker file is there. Readers trust markers and nothing else.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a directory entry to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write `content` so that `path` holds either the old bytes or all of the new ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_path(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
+def publish_directory(staging: Path, final: Path) -> None:
+    """Flush every file of `staging` and rename it to `final`, replacing an unfinished one."""
+    for file in staging.rglob("*"):
+        fsync_path(file)
+    fsync_path(staging)
+    if final.exists():
+        shutil.rmtree(final)
+    staging.rename(final)
+    fsync_path(final.parent)
+
+
+def staging_directory(final: Path) -> Path:
+    """A fresh, empty directory beside `final`, to be filled and then published."""
+    staging = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def append_json_line(path: Path, value: Any) -> None:
+    """Append one line; the lock keeps lines of several processes whole, on network file systems too."""
+    line = (json.dumps(value) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a JSON-lines file; none if there is no file yet."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines if line]
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

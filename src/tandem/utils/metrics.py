@@ -1,0 +1,135 @@
+"""metrics.jsonl and events.jsonl, and the forwarding of metrics to the trackers people use.
+
+Every process appends to the same two files of the run directory: they are the truth. The process
+that owns the run (the orchestrator, or `sft`) also forwards new metric lines to TensorBoard, W&B
+or trackio, so that one run shows up there once, whoever wrote the line.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.utils.errors import UserError
+from tandem.utils.files import append_json_line
+from tandem.utils.run_dir import RunDir
+
+Number = int | float
+
+
+class RunLog:
+    """Appends the metrics and events of one process."""
+
+    def __init__(self, run_dir: RunDir, process: str) -> None:
+        self.run_dir = run_dir
+        self.process = process
+
+    def metrics(self, step: int, values: Mapping[str, Number]) -> None:
+        line = {"time": time.time(), "process": self.process, "step": step, **values}
+        append_json_line(self.run_dir.metrics, line)
+
+    def event(self, name: str, **details: Any) -> None:
+        append_json_line(
+            self.run_dir.events, {"time": time.time(), "process": self.process, "event": name, **details}
+        )
+
+
+class Tracker(Protocol):
+    """Somewhere metrics are shown."""
+
+    def log(self, step: int, values: Mapping[str, Number]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    def __init__(self, run_dir: RunDir) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir.root / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, Number]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """One W&B run; every line is a row of its own, drawn over the `step` column, since steps of the
+    trainer and the orchestrator arrive interleaved."""
+
+    def __init__(self, run_dir: RunDir, project: str, name: str, mode: str) -> None:
+        import wandb
+
+        self._run = wandb.init(project=project, name=name, dir=str(run_dir.root), mode=mode)  # type: ignore[arg-type]
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, Number]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    def __init__(self, project: str, name: str) -> None:
+        import trackio
+
+        self._run = trackio.init(project=project, name=name, embed=False)
+
+    def log(self, step: int, values: Mapping[str, Number]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKER_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+def refuse_missing_trackers(report_to: list[str]) -> None:
+    """A tracker whose package is not installed is refused before anything starts."""
+    for tracker in report_to:
+        if find_spec(TRACKER_PACKAGES[tracker]) is None:
+            raise UserError(
+                f"metrics.report_to names {tracker!r}, but the package {TRACKER_PACKAGES[tracker]!r} is not "
+                f"installed; install it with: pip install 'tandem-rl[{tracker}]'"
+            )
+
+
+class MetricsForwarder:
+    """Follows metrics.jsonl and hands each new line to the trackers."""
+
+    def __init__(self, metrics_file: Path, trackers: list[Tracker]) -> None:
+        self._file = metrics_file
+        self._trackers = trackers
+        # A resumed run goes on where the file ends: earlier lines were forwarded by the first start.
+        self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
+
+    def forward(self) -> None:
+        """Hand over the lines that have come since the last call."""
+        if not self._trackers or not self._file.exists():
+            return
+        with self._file.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                record = json.loads(line)
+                process = record.pop("process")
+                step = record.pop("step")
+                record.pop("time")
+                values = {f"{process}/{name}": value for name, value in record.items()}
+                for tracker in self._trackers:
+                    tracker.log(step, values)
+
+    def close(self) -> None:
+        self.forward()
+        for tracker in self._trackers:
+            tracker.close()

@@ -1,0 +1,102 @@
+"""The run directory: where everything of a run lies. Every process and tool finds files through this."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.utils.errors import UserError
+
+RUN_ENTRIES = ("config", "logs", "rollouts", "weights", "checkpoints", "samples", "metrics.jsonl", "events.jsonl")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def log(self, process: str) -> Path:
+        return self.root / "logs" / f"{process}.log"
+
+    def samples(self, step: int) -> Path:
+        return self.root / "samples" / f"{step_name(step)}.jsonl"
+
+    def eval_samples(self, version: int) -> Path:
+        return self.root / "samples" / f"eval_{step_name(version)}.jsonl"
+
+    def holds_a_run(self) -> bool:
+        return any((self.root / entry).exists() for entry in RUN_ENTRIES)
+
+    def create(self) -> None:
+        for folder in (self.config, self.root / "logs", self.root / "samples"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def clean(self) -> None:
+        """Remove what a run wrote, and only that: other files in the directory stay."""
+        for entry in RUN_ENTRIES:
+            path = self.root / entry
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def refuse_another_run(self, *, resume: bool, clean: bool) -> None:
+        if resume and clean:
+            raise UserError("resume and clean exclude each other: --resume goes on with a run, --clean deletes it")
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
+        if self.holds_a_run() and not resume and not clean:
+            raise UserError(
+                f"output_dir = {str(self.root)!r} holds another run; go on with it (--resume), "
+                "delete it (--clean), or choose another --output-dir"
+            )
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a name such as step_000012, or None where the name is another's."""
+    head, _, digits = path.name.partition("_")
+    return int(digits) if head == "step" and digits.isdigit() else None
+
+
+def steps_with(folder: Path, marker: str) -> list[int]:
+    """The steps below `folder` whose marker file is there, in order."""
+    if not folder.exists():
+        return []
+    found = [step_of(path) for path in folder.iterdir() if (path / marker).exists()]
+    return sorted(step for step in found if step is not None)
+
+
+def remove_old_steps(folder: Path, keep_from: int) -> None:
+    """Delete the step directories below `keep_from`."""
+    if not folder.exists():
+        return
+    for path in folder.iterdir():
+        step = step_of(path)
+        if step is not None and step < keep_from:
+            shutil.rmtree(path, ignore_errors=True)
