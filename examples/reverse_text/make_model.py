@@ -1,6 +1,6 @@
 """Make the tiny model of this example: Qwen3 architecture, character tokenizer, random weights.
 
-    python examples/reverse_text/make_model.py models/reverse_text
+python examples/reverse_text/make_model.py models/reverse_text
 """
 
 import sys

@@ -4,6 +4,9 @@
 message and exit code 2. Nothing heavy is imported here: `--help` has to answer at once.
 """
 
+import ast
+import functools
+import inspect
 import json
 import sys
 import tempfile
@@ -29,6 +32,8 @@ C = TypeVar("C", bound=Config)
 def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = None) -> C:
     """Parse `argv` (default: the command line); on bad input print one message and exit with code 2."""
     arguments = sys.argv[1:] if argv is None else argv
+    if "--help" in arguments or "-h" in arguments:
+        _remember_sources()
     try:
         return load_config(cls, arguments, prog, description)
     except UserError as error:
@@ -49,3 +54,10 @@ def load_config(cls: type[C], arguments: list[str], prog: str = "", description:
             if isinstance(error.__cause__, ValidationError):
                 raise UserError(explain_validation_error(cls, error.__cause__)) from error
             raise UserError(str(error)) from error
+
+
+def _remember_sources() -> None:
+    """Let --help answer at once: the parser finds descriptions in the source of each class, and without a
+    memory it reads and parses that of pydantic's base class again for every group of options."""
+    inspect.getsource = functools.cache(inspect.getsource)
+    ast.parse = functools.cache(ast.parse)

@@ -8,16 +8,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 
-def explain_validation_error(root: type[BaseModel], error: ValidationError) -> str:
-    problems = [_explain(root, details) for details in error.errors()]
+def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
+    """One message for all problems; `prefix` leads to where `root` stands in the whole configuration."""
+    problems = [_explain(root, details, prefix) for details in error.errors()]
     if len(problems) == 1:
         return problems[0]
-    return "\n".join([f"{len(problems)} problems in the configuration:", *(f"  - {problem}" for problem in problems)])
+    return "\n".join(
+        [f"{len(problems)} problems in the configuration:", *(f"  - {problem}" for problem in problems)]
+    )
 
 
-def _explain(root: type[BaseModel], details: ErrorDetails) -> str:
+def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
     location = [str(part) for part in details["loc"]]
-    key = ".".join(location)
+    key = prefix + ".".join(location)
     kind = details["type"]
     if kind == "extra_forbidden":
         known = _fields_at(root, location[:-1])

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from tandem.config.base import Config
 from tandem.config.shared import Device, LogLevel, ModelConfig
+from tandem.utils.errors import UserError
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -56,7 +57,7 @@ def resolve_api_key(key: str | None, variable: str | None, option: str) -> str |
         return key
     value = os.environ.get(variable)
     if not value:
-        raise ValueError(f"{option} = {variable!r} names an environment variable that is not set; export it")
+        raise UserError(f"{option} = {variable!r} names an environment variable that is not set; export it")
     return value
 
 

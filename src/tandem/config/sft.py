@@ -5,7 +5,14 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
-from tandem.config.shared import Device, LogLevel, MetricsConfig, ModelConfig, OptimizerConfig, SchedulerConfig
+from tandem.config.shared import (
+    Device,
+    LogLevel,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 
 
 class SFTDataConfig(Config):

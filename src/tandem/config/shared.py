@@ -27,6 +27,9 @@ class CheckpointConfig(Config):
     keep_last: int = Field(2, ge=1)
     """How many complete checkpoints to keep."""
 
+    def is_due(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
 
 class MetricsConfig(Config):
     """Where metrics go besides metrics.jsonl."""

@@ -11,7 +11,9 @@ def pack(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[MicroBat
     """Fewest micro-batches we can find cheaply: longest first, each into the first that has room."""
     longest = max((len(sample.token_ids) for sample in samples), default=0)
     if longest > tokens_per_microbatch:
-        raise ValueError(f"a sequence of {longest} tokens does not fit tokens_per_microbatch = {tokens_per_microbatch}")
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit tokens_per_microbatch = {tokens_per_microbatch}"
+        )
     bins: list[list[Sample]] = []
     room: list[int] = []
     for sample in sorted(samples, key=lambda sample: -len(sample.token_ids)):

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -18,12 +20,26 @@ from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class GenerationTag(Extension):
+    """{% generation %} … {% endgeneration %} marks what the assistant wrote; it renders as what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
 
 class Tokenizer:
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
         if not path.exists():
-            raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
+            raise UserError(
+                f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it"
+            )
         self._tokenizer = FastTokenizer.from_file(str(path))
         config_path = model_dir / "tokenizer_config.json"
         self._config: dict[str, Any] = read_json(config_path) if config_path.exists() else {}
@@ -49,12 +65,16 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token)
 
     def render(
-        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The conversation as the model's chat template writes it."""
         if self._template is None:
             raise UserError("the model has no chat template; give plain prompts instead of messages")
-        special = {name: _text(self._config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        special = {name: _text(self._config.get(name)) for name in SPECIAL_TOKENS}
         try:
             return self._template.render(
                 messages=messages,
@@ -62,18 +82,22 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **{name: text for name, text in special.items() if text is not None},
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: content that is no text, where text is added
             raise UserError(f"the chat template refuses these messages: {error}") from error
 
     def encode_chat(
-        self, messages: list[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def _read_template(self, model_dir: Path) -> str | None:
         path = model_dir / "chat_template.jinja"
         if path.exists():
-            return path.read_text()
+            return path.read_text(encoding="utf-8")
         template = self._config.get("chat_template")
         if isinstance(template, list):
             return next((entry["template"] for entry in template if entry["name"] == "default"), None)
@@ -100,15 +124,29 @@ def _text(token: Any) -> str | None:
 
 
 def _compile(template: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment.from_string(template)
+    try:
+        return environment.from_string(template)
+    except TemplateError as error:
+        raise UserError(f"the model's chat template cannot be read: {error}") from error
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a prompt must not."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

@@ -23,8 +23,9 @@ class PackedAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         q, k, v = (self._to_rows(x) for x in (q, k, v))  # (sequences, heads, longest, head_dim)
-        windowed = window is not None and window < self.longest
-        mask = self._window_mask(window, q.device) if windowed else None
+        mask = None
+        if window is not None and window < self.longest:
+            mask = self._window_mask(window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -37,7 +38,7 @@ class PackedAttention:
             x = padded.index_copy(0, self.cells, x)
         return x.view(self.num_sequences, self.longest, *x.shape[1:]).transpose(1, 2)
 
-    def _window_mask(self, window: int | None, device: torch.device) -> Tensor:
+    def _window_mask(self, window: int, device: torch.device) -> Tensor:
         positions = torch.arange(self.longest, device=device)
         distance = positions[:, None] - positions[None, :]
         return (distance >= 0) & (distance < window)

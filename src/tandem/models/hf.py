@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
+from tandem.models.files import weight_files
 from tandem.models.spec import ModelSpec
-from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightMismatch(ValueError):
@@ -25,8 +26,13 @@ def load_decoder(model_dir: Path, dtype: torch.dtype, device: torch.device) -> D
     """The model of a directory, in `dtype` on `device`."""
     with torch.device("meta"):
         decoder = Decoder(ModelSpec.load(model_dir))
+    tensors = read_tensors(model_dir)
+    try:
+        check_tensors(named_tensors(decoder), tensors)
+    except WeightMismatch as error:
+        raise WeightMismatch(f"{model_dir}: {error}") from error
     decoder = decoder.to(dtype).to_empty(device=device)
-    copy_weights(decoder, read_tensors(model_dir))
+    copy_weights(decoder, tensors)
     return decoder
 
 
@@ -61,8 +67,10 @@ def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor])
     missing = sorted(set(expected) - set(tensors))
     if missing:
         raise WeightMismatch(f"{len(missing)} tensors are missing, first {missing[0]!r}")
-    # Tied models may carry the output matrix once more; anything else unknown is a different model.
-    unknown = sorted(set(tensors) - set(expected) - {"lm_head.weight"})
+    # Old Llama files carry the rotary frequencies, and tied models may carry the output matrix once more;
+    # anything else unknown is a different model.
+    extra = set(tensors) - set(expected) - {OUTPUT}
+    unknown = sorted(name for name in extra if not name.endswith(".rotary_emb.inv_freq"))
     if unknown:
         raise WeightMismatch(f"{len(unknown)} tensors belong to no parameter, first {unknown[0]!r}")
     for name, view in expected.items():
@@ -70,25 +78,20 @@ def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor])
             raise WeightMismatch(
                 f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(view.shape)}"
             )
+    if OUTPUT in tensors and OUTPUT not in expected and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING]):
+        raise WeightMismatch(f"{OUTPUT} differs from {EMBEDDING}, yet tie_word_embeddings is true")
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     """All tensors of a directory, from one file or from shards."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(model_dir):
-        with safe_open(path, framework="pt") as file:
-            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise WeightMismatch(f"{path} cannot be read: {error}") from error
     return tensors
-
-
-def weight_files(model_dir: Path) -> list[Path]:
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        return [model_dir / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    path = model_dir / "model.safetensors"
-    if not path.exists():
-        raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no model.safetensors in it")
-    return [path]
 
 
 def _hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

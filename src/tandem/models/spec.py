@@ -17,6 +17,25 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# What transformers assumes where a config.json is silent.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
+}
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -60,20 +79,42 @@ class ModelSpec:
 
     @classmethod
     def load(cls, model_dir: Path) -> "ModelSpec":
-        return cls.from_config(read_json(model_dir / "config.json"))
+        path = model_dir / "config.json"
+        if not path.exists():
+            raise UserError(f"model.name = {str(model_dir)!r} holds no model: there is no config.json in it")
+        try:
+            config = read_json(path)
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON: {error}") from error
+        try:
+            return cls.from_config(config)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ModelSpec":
         architecture = (config.get("architectures") or ["?"])[0]
         if architecture not in FAMILIES:
             raise UserError(
-                f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+                f"model architecture {architecture!r} is not supported; "
+                f"supported: {', '.join(sorted(FAMILIES))}"
             )
         family = FAMILIES[architecture]
+        missing = [key for key in REQUIRED if config.get(key) is None]
+        if missing:
+            raise UserError(f"the model config lacks {', '.join(missing)}")
+        config = DEFAULTS[family] | config
         if config.get("hidden_act", "silu") != "silu":
             raise UserError(f"hidden_act = {config['hidden_act']!r} is not supported; supported: silu")
         num_heads = config["num_attention_heads"]
-        attention_bias = config.get("attention_bias", False)
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            raise UserError(
+                f"num_key_value_heads must divide num_attention_heads: "
+                f"{num_kv_heads} does not divide {num_heads}"
+            )
+        # The other families have no such option; transformers ignores it there.
+        attention_bias = family in ("llama", "qwen3") and config.get("attention_bias", False)
         rope_theta, rope_scaling = _rope(config)
         return cls(
             family=family,
@@ -82,25 +123,28 @@ class ModelSpec:
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             norm_eps=config.get("rms_norm_eps", 1e-6),
             tied_embeddings=config.get("tie_word_embeddings", False),
             qkv_bias=attention_bias or family == "qwen2",
-            output_bias=attention_bias and family != "qwen2",
-            mlp_bias=config.get("mlp_bias", False),
+            output_bias=attention_bias,
+            mlp_bias=family == "llama" and config.get("mlp_bias", False),
             qk_norm=family == "qwen3",
             sliding_windows=_sliding_windows(config, family),
-            max_positions=config.get("max_position_embeddings", 2048),
+            max_positions=config["max_position_embeddings"],
         )
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling; newer config files keep both in `rope_parameters`."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UserError(f"partial_rotary_factor = {partial} is not supported; supported: 1.0")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -110,7 +154,8 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         factor=parameters["factor"],
         low_freq_factor=parameters["low_freq_factor"],
         high_freq_factor=parameters["high_freq_factor"],
-        original_max_positions=parameters["original_max_position_embeddings"],
+        original_max_positions=parameters.get("original_max_position_embeddings")
+        or config["max_position_embeddings"],
     )
 
 
@@ -123,6 +168,6 @@ def _sliding_windows(config: dict[str, Any], family: str) -> tuple[int | None, .
         return (None,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
-        full = config.get("max_window_layers", num_layers)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
+        full = config["max_window_layers"]
+        return tuple(window if layer >= full else None for layer in range(num_layers))
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

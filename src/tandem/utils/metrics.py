@@ -7,7 +7,7 @@ or trackio, so that one run shows up there once, whoever wrote the line.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,7 +92,7 @@ class TrackioTracker:
 TRACKER_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 
-def refuse_missing_trackers(report_to: list[str]) -> None:
+def refuse_missing_trackers(report_to: Sequence[str]) -> None:
     """A tracker whose package is not installed is refused before anything starts."""
     for tracker in report_to:
         if find_spec(TRACKER_PACKAGES[tracker]) is None:
@@ -133,3 +133,16 @@ class MetricsForwarder:
         self.forward()
         for tracker in self._trackers:
             tracker.close()
+
+
+def open_forwarder(
+    run_dir: RunDir, *, report_to: Sequence[str], project: str, run_name: str | None, wandb_mode: str
+) -> MetricsForwarder:
+    """Start the trackers that `report_to` names and forward to them."""
+    name = run_name or run_dir.root.resolve().name
+    openers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoardTracker(run_dir),
+        "wandb": lambda: WandbTracker(run_dir, project, name, wandb_mode),
+        "trackio": lambda: TrackioTracker(project, name),
+    }
+    return MetricsForwarder(run_dir.metrics, [openers[tracker]() for tracker in report_to])

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from tandem.utils.errors import UserError
 
-RUN_ENTRIES = ("config", "logs", "rollouts", "weights", "checkpoints", "samples", "metrics.jsonl", "events.jsonl")
+# What makes a directory a run, and what a run leaves besides.
+RUN_CONTENT = ("rollouts", "weights", "checkpoints", "metrics.jsonl", "events.jsonl")
+RUN_SURROUNDINGS = ("config", "logs", "samples", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,10 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.root / "config"
+
+    @property
+    def dry_run(self) -> Path:
+        return self.root / "dry_run"
 
     @property
     def metrics(self) -> Path:
@@ -47,7 +53,7 @@ class RunDir:
         return self.root / "samples" / f"eval_{step_name(version)}.jsonl"
 
     def holds_a_run(self) -> bool:
-        return any((self.root / entry).exists() for entry in RUN_ENTRIES)
+        return any((self.root / entry).exists() for entry in RUN_CONTENT)
 
     def create(self) -> None:
         for folder in (self.config, self.root / "logs", self.root / "samples"):
@@ -55,7 +61,7 @@ class RunDir:
 
     def clean(self) -> None:
         """Remove what a run wrote, and only that: other files in the directory stay."""
-        for entry in RUN_ENTRIES:
+        for entry in RUN_CONTENT + RUN_SURROUNDINGS:
             path = self.root / entry
             if path.is_dir():
                 shutil.rmtree(path)
@@ -64,7 +70,9 @@ class RunDir:
 
     def refuse_another_run(self, *, resume: bool, clean: bool) -> None:
         if resume and clean:
-            raise UserError("resume and clean exclude each other: --resume goes on with a run, --clean deletes it")
+            raise UserError(
+                "resume and clean exclude each other: --resume goes on with a run, --clean deletes it"
+            )
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
         if self.holds_a_run() and not resume and not clean:

@@ -68,7 +68,9 @@ class RolloutReader:
         sizes = read_json(path / MARKER)["files"]
         actual = (path / RANK_FILE).stat().st_size
         if actual != sizes[RANK_FILE]:
-            raise ValueError(f"{path / RANK_FILE} is damaged: {actual} bytes, {sizes[RANK_FILE]} were written")
+            raise ValueError(
+                f"{path / RANK_FILE} is damaged: {actual} bytes, {sizes[RANK_FILE]} were written"
+            )
         return _load(path / RANK_FILE)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tandem.transport.weights.manifest import MANIFEST, write_manifest
+from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import publish_directory, read_json, staging_directory, write_json
 from tandem.utils.run_dir import remove_old_steps, step_name
 
@@ -62,7 +62,3 @@ def write_model(folder: Path, tensors: Mapping[str, torch.Tensor], config: dict[
     cast = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     save_file(cast, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
-
-
-def has_version(folder: Path, version: int) -> bool:
-    return (folder / step_name(version) / MANIFEST).exists()

@@ -6,12 +6,19 @@ A directory without a manifest is not there yet; one whose files do not match it
 from pathlib import Path
 
 from tandem.utils.files import checksum, read_json, write_json
+from tandem.utils.run_dir import steps_with
 
 MANIFEST = "manifest.json"
 
 
 class DamagedWeights(ValueError):
     """A weights directory that must not be loaded, with the reason."""
+
+
+def newest_version(folder: Path) -> int | None:
+    """The newest version published below `folder`, or None."""
+    versions = steps_with(folder, MANIFEST)
+    return versions[-1] if versions else None
 
 
 def write_manifest(folder: Path, version: int) -> None:

@@ -1,0 +1,55 @@
+"""`orchestrator`: tasks, rewards, advantages, staleness, batches. Needs an inference server and a trainer."""
+
+import asyncio
+
+from tandem.config.base import parse
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.utils.processes import run_entrypoint
+
+
+def main() -> None:
+    config = parse(
+        OrchestratorConfig, "orchestrator", "Writes training batches from the rollouts of a server."
+    )
+    run_entrypoint("orchestrator", lambda: orchestrate(config))
+
+
+def orchestrate(config: OrchestratorConfig) -> None:
+    from tandem.data.tokenizer import Tokenizer
+    from tandem.envs.registry import make_environment
+    from tandem.orchestrator.client import InferenceClient
+    from tandem.orchestrator.loop import Orchestrator
+    from tandem.orchestrator.state import OrchestratorState
+    from tandem.orchestrator.tasks import check_prompts
+    from tandem.transport.checkpoints import start_step
+    from tandem.transport.rollouts.filesystem import MARKER
+    from tandem.utils.log import setup_logging
+    from tandem.utils.metrics import open_forwarder, refuse_missing_trackers
+    from tandem.utils.run_dir import RunDir
+
+    setup_logging(config.log_level)
+    run_dir = RunDir(config.output_dir)
+    tokenizer = Tokenizer(config.model.name)
+    environment = make_environment(config.env)
+    check_prompts(environment, tokenizer, config)
+    refuse_missing_trackers(config.metrics.report_to)
+    step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
+    resumed_from = OrchestratorState.load(run_dir, step) if step else None
+    run_dir.create()
+    forwarder = open_forwarder(run_dir, **config.metrics.model_dump())
+
+    async def run() -> None:
+        client = InferenceClient(config.client)
+        try:
+            await Orchestrator(config, environment, tokenizer, client, forwarder, resumed_from).run()
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        forwarder.close()
+
+
+if __name__ == "__main__":
+    main()

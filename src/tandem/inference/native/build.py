@@ -1,0 +1,75 @@
+"""From a configuration to an engine: the device, the model, and how large the KV cache may be."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from tandem.config.inference import InferenceConfig
+from tandem.inference.native.attention import KVCache
+from tandem.inference.native.blocks import BlockManager
+from tandem.inference.native.engine import EngineParts, NativeEngine
+from tandem.inference.native.runner import Runner
+from tandem.inference.native.scheduler import Scheduler
+from tandem.inference.native.state import SlotState
+from tandem.models.hf import load_decoder
+from tandem.models.spec import ModelSpec
+from tandem.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    config: InferenceConfig, eos_token_ids: list[int], on_failure: Callable[[str], None]
+) -> NativeEngine:
+    """Load the model and lay out the cache; the engine is not started yet."""
+    device = choose_device(config.device)
+    dtype = getattr(torch, config.model.dtype)
+    decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
+    spec = decoder.spec
+    num_blocks = cache_blocks(config, spec, dtype.itemsize, free_memory_bytes(device))
+    cache = KVCache(
+        spec.num_layers, num_blocks, config.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
+    )
+    state = SlotState(config.max_sequences, config.seq_len, config.block_size)
+    blocks = BlockManager(num_blocks, config.block_size)
+    scheduler = Scheduler(state, blocks, config.tokens_per_step, isolate=config.deterministic)
+    runner = Runner(decoder, cache, state, device)
+    parts = EngineParts(decoder, cache, state, scheduler, runner)
+    logger.info(
+        "native engine on %s, %s, KV cache of %d tokens",
+        device,
+        config.model.dtype,
+        num_blocks * config.block_size,
+    )
+    return NativeEngine(parts, eos_token_ids, config.seed, on_failure)
+
+
+def choose_device(wanted: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise UserError("device = 'cuda', but this machine has no usable GPU; give cpu or auto")
+    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+
+
+def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, free_bytes: int) -> int:
+    """Blocks as configured, or as many as max_sequences can fill, within a quarter of the free memory."""
+    if config.kv_cache_tokens is not None:
+        return config.kv_cache_tokens // config.block_size
+    blocks_per_sequence = -(-config.seq_len // config.block_size)
+    block_bytes = 2 * spec.num_layers * spec.kv_size * config.block_size * element_bytes
+    affordable = free_bytes // 4 // block_bytes
+    if affordable < blocks_per_sequence:
+        raise UserError(
+            f"seq_len = {config.seq_len} needs a KV cache of {blocks_per_sequence * block_bytes >> 20} MiB for one "
+            f"sequence, a quarter of the free memory is {free_bytes // 4 >> 20} MiB; lower seq_len, "
+            "or set kv_cache_tokens to take more memory"
+        )
+    return min(config.max_sequences * blocks_per_sequence, affordable)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

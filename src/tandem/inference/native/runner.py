@@ -1,0 +1,46 @@
+"""One forward pass over the rows of a step: from their arrays to logits where a token is to be drawn."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.inference.native.attention import KVCache, PagedAttention, make_groups, split_chunks
+from tandem.inference.native.state import Rows, SlotState
+from tandem.models.decoder import Decoder
+
+
+class Runner:
+    def __init__(self, decoder: Decoder, cache: KVCache, state: SlotState, device: torch.device) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.state = state
+        self.device = device
+
+    def forward(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Tensor:
+        """Compute the next `chunk` tokens of each row into the cache; logits (wanted, vocab) of the last
+        token of the rows at these indices."""
+        state, block_size = self.state, self.state.block_size
+        start = state.computed[rows]
+        if len(rows) == chunk.sum():
+            token_rows, positions, last = rows, start, wanted
+        else:
+            token_rows = np.repeat(rows, chunk)
+            ends = chunk.cumsum()
+            positions = np.arange(ends[-1]) + np.repeat(start - (ends - chunk), chunk)
+            last = ends[wanted] - 1
+        block = state.block_table[token_rows, positions // block_size]
+        write_to = block * block_size + positions % block_size
+        num_blocks = -(-int((start + chunk).max()) // block_size)
+        pieces = split_chunks(state.block_table[rows, :num_blocks], start, chunk)
+        context = PagedAttention(
+            self.cache, self._tensor(write_to), make_groups(pieces, block_size, self.device)
+        )
+        token_ids = self._tensor(state.tokens[token_rows, positions])
+        hidden = self.decoder(token_ids, self._tensor(positions), context)
+        if len(last) < len(hidden):
+            hidden = hidden[self._tensor(last)]
+        return self.decoder.logits(hidden)
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)

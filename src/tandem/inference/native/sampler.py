@@ -1,0 +1,95 @@
+"""From logits to tokens.
+
+Each draw takes one uniform number, a hash of (seed, sample index, position), and inverts the
+cumulative distribution with it: what a sequence draws depends on its seed and its logits, never on
+its place in the batch. The log-prob is that of the distribution at the row's temperature before
+top_k and top_p cut it (temperature 0: at temperature 1), which is what RL needs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """One entry a row."""
+
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    seed: NDArray[np.uint64]
+    sample_index: NDArray[np.uint64]
+    position: NDArray[np.int64]  # of the token to be drawn
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """logits (rows, vocab) -> tokens and log-probs (rows,); a row of unusable logits has log-prob NaN."""
+    logits = logits.float()
+    greedy = rows.temperature == 0
+    if not (rows.temperature == 1).all():
+        divisors = np.where(greedy, np.float32(1), rows.temperature)
+        logits = logits / torch.from_numpy(divisors).to(logits.device)[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)  # (rows, vocab)
+    tokens = _draw(_truncate(logprobs, rows), rows)
+    if greedy.any():
+        is_greedy = torch.from_numpy(greedy).to(logits.device)
+        tokens = torch.where(is_greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
+    chosen = logprobs.gather(1, tokens)
+    return tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy()
+
+
+def uniforms(
+    seed: NDArray[np.uint64], sample_index: NDArray[np.uint64], position: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """One number in [0, 1) for each triple, exact in float32."""
+    state = splitmix64(seed)
+    state = splitmix64(state ^ sample_index)
+    state = splitmix64(state ^ position.astype(np.uint64))
+    return (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = state + _GOLDEN
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def _draw(logprobs: Tensor, rows: SamplingRows) -> Tensor:
+    """Inverse of the cumulative distribution at a uniform number; (rows, 1)."""
+    cumulative = logprobs.exp().cumsum_(dim=-1)
+    total = cumulative[:, -1:]
+    u = torch.from_numpy(uniforms(rows.seed, rows.sample_index, rows.position)).to(logprobs.device)[:, None]
+    # Below the total even after rounding: the first entry above the target then has probability above zero.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(u * total, below_total)
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # only NaN reaches past the end
+
+
+def _truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
+    """Rows that ask for top_k or top_p keep only those tokens; top_p counts among what top_k has left."""
+    asking = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1))
+    if len(asking) == 0:
+        return logprobs
+    device = logprobs.device
+    index = torch.from_numpy(asking).to(device)
+    top_k = torch.from_numpy(rows.top_k[asking]).to(device)[:, None]
+    top_p = torch.from_numpy(rows.top_p[asking]).to(device)[:, None]
+    sorted_logprobs, order = logprobs[index].sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logprobs.shape[-1], device=device)
+    sorted_logprobs.masked_fill_((top_k > 0) & (rank >= top_k), -torch.inf)
+    probs = sorted_logprobs.softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    # The likeliest token stays whatever top_p says; a top_p of 1 must cut nothing for want of precision.
+    sorted_logprobs.masked_fill_((mass_before >= top_p) & (rank > 0) & (top_p < 1), -torch.inf)
+    kept = torch.full_like(sorted_logprobs, -torch.inf).scatter_(1, order, sorted_logprobs)
+    return logprobs.index_copy(0, index, kept)

@@ -1,0 +1,231 @@
+"""Who runs: admission, the forking of groups, blocks for growing sequences, preemption. No torch.
+
+    submit ─► queue of groups ─admit─► rows (leader computes the prompt, followers wait)
+                  ▲                       │ prompt computed
+                  │                       ▼
+                  └──── preempt ◄──── all rows run, sharing the prompt's full blocks ──► finished
+
+Admission goes in order and takes as many samples of the first group as there is room for. When a
+running sequence needs a block and none is free, the one admitted last gives its blocks up, goes back
+to the front of the queue and is computed again later. One sequence always fits into the cache, so the
+oldest one always moves on.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.inference.native.blocks import BlockManager
+from tandem.inference.native.state import Request, Rows, Sample, SlotState
+
+
+@dataclass
+class WaitingGroup:
+    """Samples of one request that wait for a row."""
+
+    request: Request
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """What follows from rows having computed all they had: who draws a token, and which blocks to copy."""
+
+    drawing: Rows
+    logits_index: (
+        NDArray[np.int64] | None
+    )  # which computed row each drawing row takes its logits from; None: its own
+    copy_from: NDArray[np.int64]
+    copy_to: NDArray[np.int64]
+
+
+NO_BLOCKS = np.zeros(0, np.int64)
+
+
+class Scheduler:
+    def __init__(
+        self, state: SlotState, blocks: BlockManager, tokens_per_step: int, *, isolate: bool
+    ) -> None:
+        """`isolate`: a request's batches must not depend on other requests. Then its samples are admitted in
+        waves whose size depends on nothing else, with blocks up to their greatest length."""
+        self.state = state
+        self.blocks = blocks
+        self.tokens_per_step = tokens_per_step
+        self.isolate = isolate
+        self.queue: deque[WaitingGroup] = deque()
+        self._followers: dict[int, list[int]] = {}  # by their leader, until the prompt is computed
+        self._next_order = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queue) or len(self.state.free_slots) < self.state.num_slots
+
+    def add(self, request: Request) -> None:
+        samples = [Sample(request, index) for index in range(len(request.results))]
+        self.queue.append(WaitingGroup(request, samples))
+
+    def prepare_step(self) -> None:
+        """Make room for the running sequences, then admit what fits beside them."""
+        if not self._make_room():
+            self._admit()
+
+    def batches(self) -> list[tuple[Rows, NDArray[np.int64]]]:
+        """Rows to compute together, and how many tokens of each."""
+        rows = np.flatnonzero(self.state.running)
+        if not self.isolate:
+            return [self._chunks(rows)] if len(rows) else []
+        groups = self.state.group[rows]
+        return [self._chunks(rows[groups == group]) for group in np.unique(groups)]
+
+    def _chunks(self, rows: Rows) -> tuple[Rows, NDArray[np.int64]]:
+        """Decoding rows first, then prompts in order of admission until the step's tokens are spent."""
+        pending = self.state.target[rows] - self.state.computed[rows]
+        if pending.max() == 1:
+            return rows, pending
+        decoding, prompts = rows[pending == 1], rows[pending > 1]
+        prompts = prompts[np.argsort(self.state.order[prompts])]
+        wanted = self.state.target[prompts] - self.state.computed[prompts]
+        before = wanted.cumsum() - wanted
+        granted = np.clip(self.tokens_per_step - before, 0, wanted)
+        rows = np.concatenate([decoding, prompts[granted > 0]])
+        return rows, np.concatenate([np.ones(len(decoding), np.int64), granted[granted > 0]])
+
+    def fork(self, rows: Rows) -> Fork:
+        """`rows` have computed up to their target. Leaders among them wake their followers, who share the
+        prompt's full blocks already and get copies of its last, partial one."""
+        if not self._followers or not any(slot in self._followers for slot in rows.tolist()):
+            return Fork(rows, None, NO_BLOCKS, NO_BLOCKS)
+        state, members, index = self.state, [], []
+        copy_from, copy_to = [], []
+        for i, slot in enumerate(rows.tolist()):
+            followers = self._followers.pop(slot, [])
+            prompt_length = int(state.computed[slot])
+            if followers and prompt_length % self.blocks.block_size:
+                partial = prompt_length // self.blocks.block_size
+                copy_from += [state.block_table[slot, partial]] * len(followers)
+                copy_to += state.block_table[followers, partial].tolist()
+            for member in [slot, *followers]:
+                state.computed[member] = prompt_length
+                state.target[member] = state.length[member]
+                state.running[member] = True
+                if state.length[member] == prompt_length:
+                    members.append(member)
+                    index.append(i)
+        return Fork(*(np.array(values, np.int64) for values in (members, index, copy_from, copy_to)))
+
+    def finish(self, slot: int) -> Sample:
+        self.blocks.release(self.state.blocks(slot))
+        return self.state.give_back(slot)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request wherever it stands."""
+        for slot in self._slots_of(request):
+            self._followers.pop(slot, None)
+            self.finish(slot)
+        self.queue = deque(group for group in self.queue if group.request is not request)
+
+    def requeue_all(self) -> None:
+        """Every running sequence is computed again from its first token; what it generated stays."""
+        self._followers.clear()
+        for slot in sorted(self.state.admitted(), key=lambda slot: -self.state.order[slot]):
+            self._requeue(slot)
+
+    def check_invariants(self) -> None:
+        state = self.state
+        admitted = state.admitted()
+        self.blocks.check_invariants([state.blocks(slot) for slot in admitted])
+        assert sorted(admitted + state.free_slots) == list(range(state.num_slots)), "a row is lost"
+        assert not state.running[state.free_slots].any(), "a free row runs"
+        waiting = {slot for followers in self._followers.values() for slot in followers}
+        assert waiting == {slot for slot in admitted if not state.running[slot]}, "a row waits for nobody"
+
+    def _make_room(self) -> bool:
+        """A block for each sequence that has filled its last; True if others had to give way."""
+        state, preempted = self.state, False
+        while True:
+            rows = np.flatnonzero(state.running)
+            short = rows[state.target[rows] > state.num_blocks[rows] * state.block_size]
+            if len(short) <= self.blocks.num_free:
+                break
+            self._preempt_last()
+            preempted = True
+        if len(short):
+            state.block_table[short, state.num_blocks[short]] = self.blocks.allocate(len(short))
+            state.num_blocks[short] += 1
+        return preempted
+
+    def _preempt_last(self) -> None:
+        admitted = self.state.admitted()
+        assert len(admitted) > 1, "one sequence alone does not fit into the cache"
+        victim = max(admitted, key=lambda slot: self.state.order[slot])
+        group = self.state.group[victim]
+        leader = next((slot for slot in self._followers if self.state.group[slot] == group), None)
+        if leader is None:
+            self._requeue(victim)
+            return
+        # The prompt is not computed yet: without it neither leader nor followers are worth keeping.
+        for slot in [*reversed(self._followers.pop(leader)), leader]:
+            self._requeue(slot)
+
+    def _requeue(self, slot: int) -> None:
+        sample = self.finish(slot)
+        if self.queue and self.queue[0].request is sample.request:
+            self.queue[0].samples.insert(0, sample)
+        else:
+            self.queue.appendleft(WaitingGroup(sample.request, [sample]))
+
+    def _admit(self) -> None:
+        state = self.state
+        pending = (state.target - state.computed)[state.running]
+        prompt_tokens = int(pending[pending > 1].sum())
+        while self.queue and state.free_slots and prompt_tokens < self.tokens_per_step:
+            group = self.queue[0]
+            count = self._num_admissible(group)
+            if count == 0:
+                return
+            prompt_tokens += self._start(group.request, group.samples[:count])
+            del group.samples[:count]
+            if not group.samples:
+                self.queue.popleft()
+
+    def _num_admissible(self, group: WaitingGroup) -> int:
+        """How many samples of the group there are rows and blocks for now."""
+        num_free, num_admitted = len(self.state.free_slots), self.state.num_slots - len(self.state.free_slots)
+        shared = len(group.request.prompt) // self.blocks.block_size
+        if self.isolate:
+            own = self.blocks.blocks_for(group.request.max_length) - shared
+            wave = min(len(group.samples), self.state.num_slots, (self.blocks.num_blocks - shared) // own)
+            return wave if wave <= num_free and shared + wave * own <= self.blocks.num_free else 0
+        # Running sequences will soon want more blocks; admitting into the last ones would only preempt.
+        available = self.blocks.num_free - shared - num_admitted // 4
+        for count, sample in enumerate(group.samples[:num_free]):
+            available -= self.blocks.blocks_for(sample.length) - shared
+            if available < 0:
+                return count
+        return min(len(group.samples), num_free)
+
+    def _start(self, request: Request, samples: list[Sample]) -> int:
+        """Rows and blocks for these samples; returns the tokens that have to be computed for them."""
+        state, num_shared = self.state, len(request.prompt) // self.blocks.block_size
+        shared = self.blocks.allocate(num_shared)
+        self.blocks.share(shared, len(samples) - 1)
+        group, slots = self._next_order, []
+        for sample in samples:
+            reach = request.max_length if self.isolate else sample.length
+            own = self.blocks.allocate(self.blocks.blocks_for(reach) - num_shared)
+            slots.append(state.take(sample, np.concatenate([shared, own]), self._next_order, group))
+            self._next_order += 1
+        leader, followers = slots[0], slots[1:]
+        state.running[leader] = True
+        if followers:
+            state.target[leader] = len(request.prompt)
+            self._followers[leader] = followers
+        return len(request.prompt) + sum(len(sample.tokens) for sample in samples)
+
+    def _slots_of(self, request: Request) -> list[int]:
+        samples = self.state.samples
+        return [
+            slot for slot in self.state.admitted() if (sample := samples[slot]) and sample.request is request
+        ]

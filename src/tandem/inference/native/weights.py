@@ -1,0 +1,40 @@
+"""Weights that may be swapped in: everything that can be wrong with them is found before serving stops."""
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tandem.inference.engine import WeightUpdateRefused
+from tandem.models.decoder import Decoder
+from tandem.models.hf import check_tensors, named_tensors, read_tensors
+from tandem.models.spec import ModelSpec
+from tandem.transport.weights.manifest import MANIFEST, verify_manifest
+
+
+def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str, Tensor]:
+    """The tensors of a published version that fits the model. Raises WeightUpdateRefused with the reason."""
+    if version < 0:
+        raise WeightUpdateRefused(f"version must be 0 or more, not {version}")
+    try:
+        _verify_files(path, version)
+        if ModelSpec.load(path) != decoder.spec:
+            raise WeightUpdateRefused(
+                f"{path} / config.json describes another model than the one being served"
+            )
+        tensors = read_tensors(path)
+        check_tensors(named_tensors(decoder), tensors)
+    except WeightUpdateRefused:
+        raise
+    except (ValueError, KeyError, OSError, SafetensorError) as error:
+        raise WeightUpdateRefused(f"{path}: {error}") from error
+    return tensors
+
+
+def _verify_files(path: Path, version: int) -> None:
+    """Version 0 is the policy before training: any model directory, whose manifest, if it has one, may name
+    the last version of the run that made it. Later versions are published ones."""
+    if version > 0:
+        verify_manifest(path, version)
+    elif (path / MANIFEST).exists():
+        verify_manifest(path)

@@ -1,0 +1,82 @@
+"""What would be started: one entry a process, with its configuration, its share of the cores and its log."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.config.rl import RLConfig
+from tandem.utils.run_dir import RunDir
+
+API_KEY_VAR = "TANDEM_API_KEY"
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    name: str
+    command: list[str]
+    environment: dict[str, str]  # on top of the launcher's own
+    config: dict[str, Any]
+    log: Path
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as `--dry-run` writes it; values of environment variables may be secrets and stay out."""
+        return {"command": self.command, "environment": sorted(self.environment), "log": str(self.log)}
+
+
+def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = None) -> list[ProcessPlan]:
+    """The processes of a run in the order they are started."""
+    run_dir = RunDir(config.output_dir)
+    threads = share_cores(config, num_cores or len(os.sched_getaffinity(0)))
+    configs: dict[str, dict[str, Any]] = {}
+    secrets: dict[str, str] = {}
+    if config.inference is not None:
+        configs["inference"] = config.inference.model_dump(mode="json")
+        secrets |= _hide_key(configs["inference"]["server"])
+    configs["orchestrator"] = config.orchestrator.model_dump(mode="json")
+    secrets |= _hide_key(configs["orchestrator"]["client"])
+    configs["trainer"] = config.trainer.model_dump(mode="json")
+    for name in threads:
+        configs[name]["threads"] = threads[name]
+    return [
+        ProcessPlan(
+            name=name,
+            command=[
+                sys.executable,
+                "-m",
+                f"tandem.entrypoints.{name}",
+                "@",
+                str(config_folder / f"{name}.json"),
+            ],
+            environment={"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE", **secrets},
+            config=process_config,
+            log=run_dir.log(name),
+        )
+        for name, process_config in configs.items()
+    ]
+
+
+def share_cores(config: RLConfig, num_cores: int) -> dict[str, int]:
+    """CPU threads of trainer and server. Overlapped, they split the cores; taking turns, each gets all.
+
+    Two processes whose threads spin on the same cores are many times slower than either alone.
+    """
+    trainer, inference = config.trainer.threads, config.inference.threads if config.inference else None
+    overlapped = config.orchestrator.max_staleness > 0 and config.inference is not None
+    for_inference = max(1, num_cores // 2) if overlapped else num_cores
+    for_trainer = max(1, num_cores - for_inference) if overlapped else num_cores
+    threads = {"trainer": trainer or for_trainer}
+    if config.inference is not None:
+        threads["inference"] = inference or for_inference
+    return threads
+
+
+def _hide_key(section: dict[str, Any]) -> dict[str, str]:
+    """API keys travel in the environment, never in a config file on a shared disk."""
+    key = section["api_key"]
+    if key is None:
+        return {}
+    section["api_key"] = None
+    section["api_key_var"] = API_KEY_VAR
+    return {API_KEY_VAR: key}

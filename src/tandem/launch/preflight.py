@@ -1,0 +1,70 @@
+"""Everything that can be refused before a process is started. No torch."""
+
+import logging
+
+import httpx
+
+from tandem.config.rl import RLConfig
+from tandem.data.tokenizer import Tokenizer
+from tandem.envs.registry import make_environment
+from tandem.models.files import check_model_dir
+from tandem.orchestrator.tasks import check_prompts
+from tandem.transport.checkpoints import newest_checkpoint
+from tandem.utils.errors import UserError
+from tandem.utils.metrics import refuse_missing_trackers
+from tandem.utils.ports import nearest_free_port, port_is_free
+from tandem.utils.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+def check(config: RLConfig) -> int:
+    """Refuse what cannot work; returns the step the run starts after."""
+    run_dir = RunDir(config.output_dir)
+    run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
+    start = _starting_step(config, run_dir)
+    check_model_dir(config.model.name)
+    refuse_missing_trackers(config.orchestrator.metrics.report_to)
+    check_prompts(
+        make_environment(config.orchestrator.env), Tokenizer(config.model.name), config.orchestrator
+    )
+    _check_server(config)
+    return start
+
+
+def _starting_step(config: RLConfig, run_dir: RunDir) -> int:
+    if not config.resume:
+        return 0
+    step = newest_checkpoint(run_dir)
+    if step is None:
+        raise UserError(
+            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; "
+            "start anew with --clean, and set checkpoint.every so that the next run can be resumed"
+        )
+    if step >= config.max_steps:
+        raise UserError(
+            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step} and max_steps = "
+            f"{config.max_steps}; give a larger max_steps to go on"
+        )
+    return step
+
+
+def _check_server(config: RLConfig) -> None:
+    config.orchestrator.client.resolve_api_key()
+    if config.inference is not None:
+        server = config.inference.server
+        server.resolve_api_key()
+        if not port_is_free(server.host, server.port):
+            free = nearest_free_port(server.host, server.port)
+            raise UserError(
+                f"inference.server.port = {server.port} is in use; the nearest free port is {free}"
+            )
+        return
+    url = config.orchestrator.client.base_url
+    try:
+        httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
+    except httpx.HTTPError as error:
+        raise UserError(
+            f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
+            "`inference @ …`, or give `rl` an inference section so that it starts its own"
+        ) from error

@@ -1,0 +1,55 @@
+"""Finished groups between generation and training. Owns staleness: who may start, who is too old.
+
+With P prompts a step, version v and staleness s: steps up to v + 1 + s may train on rollouts started
+now, so (v + 1 + s) * P groups may have been started in all. Groups that are dropped give their place back.
+"""
+
+from tandem.types.rollout import Group
+
+
+class GroupBuffer:
+    def __init__(self, prompts_per_step: int, max_staleness: int, start_step: int = 0) -> None:
+        self.prompts_per_step = prompts_per_step
+        self.max_staleness = max_staleness
+        self.num_started = start_step * prompts_per_step  # consumed, waiting or in flight; dropped ones leave
+        self.num_dropped_stale = 0
+        self._groups: list[Group] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def waiting_orders(self) -> list[int]:
+        return sorted(group.order for group in self._groups)
+
+    def can_start(self, version: int) -> bool:
+        """Whether a group started at `version` is sure to be trained on in time."""
+        return self.num_started < (version + 1 + self.max_staleness) * self.prompts_per_step
+
+    def started(self) -> None:
+        self.num_started += 1
+
+    def give_up(self) -> None:
+        """A started group will never arrive; another may take its place."""
+        self.num_started -= 1
+
+    def add(self, group: Group) -> None:
+        self._groups.append(group)
+
+    def take(self, step: int) -> list[Group] | None:
+        """The oldest P groups fresh enough for `step`, in the order of their tasks; None if there are too few."""
+        fresh = [group for group in self._groups if staleness(group, step) <= self.max_staleness]
+        num_stale = len(self._groups) - len(fresh)
+        self.num_dropped_stale += num_stale
+        self.num_started -= num_stale
+        self._groups = fresh
+        if len(fresh) < self.prompts_per_step:
+            return None
+        fresh.sort(key=lambda group: (group.oldest_version, group.order))
+        taken, self._groups = fresh[: self.prompts_per_step], fresh[self.prompts_per_step :]
+        return sorted(taken, key=lambda group: group.order)
+
+
+def staleness(group: Group, step: int) -> int:
+    """Training step n turns version n-1 into n; a group ages with its oldest token."""
+    return (step - 1) - group.oldest_version

@@ -1,0 +1,66 @@
+"""Evaluation on held-out tasks."""
+
+import asyncio
+import logging
+import statistics
+import time
+
+from tandem.config.orchestrator import EvalConfig
+from tandem.orchestrator.rollouts import RolloutMaker
+from tandem.orchestrator.samples import write_samples
+from tandem.orchestrator.tasks import request_seed
+from tandem.types.rollout import Group, Task
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    def __init__(
+        self,
+        maker: RolloutMaker,
+        config: EvalConfig,
+        tasks: list[Task],
+        max_tokens: int,
+        seed: int,
+        run_log: RunLog,
+    ) -> None:
+        self.maker = maker
+        self.config = config
+        self.tasks = tasks[: config.num_prompts]
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.run_log = run_log
+
+    def is_due(self, previous: int, version: int, last_version: int) -> bool:
+        """Whether going from version `previous` to `version` passes an evaluation; the last one always is."""
+        every = self.config.every
+        return version == last_version or (every is not None and version // every > previous // every)
+
+    async def run(self, version: int, run_dir: RunDir) -> float:
+        """Mean reward over the held-out tasks, one completion each."""
+        started = time.monotonic()
+        groups = await asyncio.gather(*(self._group(order, task) for order, task in enumerate(self.tasks)))
+        reward = statistics.fmean(reward for group in groups for reward in group.rewards)
+        write_samples(run_dir.eval_samples(version), groups, advantages=None)
+        self.run_log.metrics(
+            version,
+            {
+                "eval/reward": reward,
+                "eval/num_prompts": len(groups),
+                "eval/seconds": time.monotonic() - started,
+            },
+        )
+        logger.info("held-out reward of version %d: %.3f over %d prompts", version, reward, len(groups))
+        return reward
+
+    async def _group(self, order: int, task: Task) -> Group:
+        return await self.maker.make_group(
+            task,
+            order,
+            n=1,
+            max_tokens=self.max_tokens,
+            temperature=self.config.temperature,
+            seed=request_seed(self.seed, "eval", order),
+        )

@@ -1,0 +1,184 @@
+"""The run: generation and training kept overlapped, as far as staleness allows.
+
+Two tasks run side by side:
+
+    batches   dispatcher ─► groups ─► advantages ─► rollouts/step_n ─► metrics, samples
+    policy    weights/step_n ─► /update_weights ─► evaluation where due
+
+The trainer is met only through the run directory, the inference server only through its client.
+"""
+
+import asyncio
+import logging
+import time
+
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.data.order import ShuffledOrder
+from tandem.data.tokenizer import Tokenizer
+from tandem.envs.protocol import Environment
+from tandem.orchestrator.advantages import make_advantage_function
+from tandem.orchestrator.batches import batch_metrics, make_batch
+from tandem.orchestrator.buffer import GroupBuffer
+from tandem.orchestrator.client import InferenceClient
+from tandem.orchestrator.dispatcher import Dispatcher
+from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.policy import Policy
+from tandem.orchestrator.rollouts import RolloutMaker
+from tandem.orchestrator.samples import write_samples
+from tandem.orchestrator.state import OrchestratorState
+from tandem.orchestrator.tasks import request_seed
+from tandem.transport.rollouts.filesystem import RolloutWriter
+from tandem.transport.weights.manifest import MANIFEST
+from tandem.types.rollout import Group
+from tandem.utils.metrics import MetricsForwarder, RunLog
+from tandem.utils.run_dir import RunDir, step_name
+from tandem.utils.waiting import Deadline
+
+logger = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """Everything the loop holds on to; `run` is the loop."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        environment: Environment,
+        tokenizer: Tokenizer,
+        client: InferenceClient,
+        forwarder: MetricsForwarder,
+        resumed_from: OrchestratorState | None,
+    ) -> None:
+        self.config = config
+        self.run_dir = RunDir(config.output_dir)
+        self.run_log = RunLog(self.run_dir, "orchestrator")
+        self.client = client
+        self.forwarder = forwarder
+        self.start = resumed_from or OrchestratorState(step=0, next_order=0, unfinished=[])
+        self.tasks = environment.train_tasks
+        self.order = ShuffledOrder(len(self.tasks), config.seed)
+        self.advantages = make_advantage_function(config.advantage)
+        self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
+        self.maker = RolloutMaker(client, environment, tokenizer)
+        self.evaluator = Evaluator(
+            self.maker,
+            config.eval,
+            list(environment.eval_tasks),
+            config.sampling.max_tokens,
+            config.seed,
+            self.run_log,
+        )
+
+    async def run(self) -> None:
+        await self.client.wait_until_ready()
+        policy = await self._serve_first_version()
+        if self.start.step == 0:
+            await self.evaluator.run(0, self.run_dir)
+        async with asyncio.TaskGroup() as tasks:
+            forwarding = tasks.create_task(self._forward_metrics())
+            following = tasks.create_task(policy.follow(self.config.max_steps, self._on_version))
+            await self._write_batches(policy)
+            await self._wait_for_last_version(following)
+            forwarding.cancel()
+        self.run_log.event("finished", version=policy.version)
+
+    async def _serve_first_version(self) -> Policy:
+        """Whatever the server served before, it now serves the weights this run starts from."""
+        version = self.start.step
+        path = self.config.model.name if version == 0 else self.run_dir.weights / step_name(version)
+        policy = Policy(self.client, self.run_dir.weights, version)
+        if version > 0:
+            deadline = self._weights_deadline(version)
+            while not (path / MANIFEST).exists():
+                deadline.check()
+                await asyncio.sleep(0.02)
+        await policy.load(path, version)
+        return policy
+
+    async def _write_batches(self, policy: Policy) -> None:
+        config, step_size = self.config, self.config.prompts_per_step
+        buffer = GroupBuffer(step_size, config.max_staleness, self.start.step)
+        dispatcher = Dispatcher(
+            self._make_group,
+            buffer,
+            policy,
+            self.run_log,
+            next_order=self.start.next_order,
+            retry=self.start.unfinished,
+            max_orders=config.max_steps * step_size,
+            max_failed_groups=config.max_failed_groups,
+        )
+        try:
+            for step in range(self.start.step + 1, config.max_steps + 1):
+                started = time.monotonic()
+                deadline = self._weights_deadline(policy.version + 1)
+                groups = await dispatcher.next_batch(step, deadline)
+                if config.checkpoint.is_due(step):
+                    state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders)
+                    state.save(self.run_dir)
+                self._write_batch(groups, step)
+                seconds = time.monotonic() - started
+                self._log_step(groups, step, policy.version, seconds, buffer.num_dropped_stale)
+        finally:
+            await dispatcher.close()
+
+    async def _make_group(self, order: int) -> Group:
+        config = self.config
+        return await self.maker.make_group(
+            self.tasks[self.order[order]],
+            order,
+            n=config.group_size,
+            max_tokens=config.sampling.max_tokens,
+            temperature=config.sampling.temperature,
+            seed=request_seed(config.seed, "train", order),
+        )
+
+    def _write_batch(self, groups: list[Group], step: int) -> None:
+        config = self.config
+        advantages = [self.advantages(group.rewards) for group in groups]
+        batch = make_batch(
+            groups, advantages, step, config.tokens_per_microbatch, config.sampling.temperature
+        )
+        self.writer.write(batch)
+        write_samples(self.run_dir.samples(step), groups, advantages)
+
+    def _log_step(self, groups: list[Group], step: int, version: int, seconds: float, num_stale: int) -> None:
+        metrics = batch_metrics(groups, step)
+        tokens_per_s = metrics["completion_tokens/total"] / max(seconds, 1e-9)
+        times = {
+            "step_s": seconds,
+            "tokens_per_s": tokens_per_s,
+            "version": version,
+            "groups/stale": num_stale,
+        }
+        self.run_log.metrics(step, metrics | times)
+        logger.info(
+            "step %d: reward %.3f, staleness %d, %.0f tokens/s",
+            step,
+            metrics["reward/mean"],
+            metrics["staleness/max"],
+            tokens_per_s,
+        )
+
+    async def _on_version(self, previous: int, version: int) -> None:
+        self.writer.remove_trained(version)
+        if self.evaluator.is_due(previous, version, self.config.max_steps):
+            await self.evaluator.run(version, self.run_dir)
+
+    async def _wait_for_last_version(self, following: asyncio.Task[None]) -> None:
+        deadline = self._weights_deadline(self.config.max_steps)
+        while not following.done():
+            deadline.check()
+            await asyncio.wait([following], timeout=1.0)
+
+    async def _forward_metrics(self) -> None:
+        while True:
+            self.forwarder.forward()
+            await asyncio.sleep(1.0)
+
+    def _weights_deadline(self, version: int) -> Deadline:
+        return Deadline(
+            what=f"the trainer's weights {self.run_dir.weights / step_name(version)}",
+            timeout_s=self.config.weights_timeout_s,
+            hint="is the trainer running? see logs/trainer.log",
+        )

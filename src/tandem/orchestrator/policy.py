@@ -1,0 +1,45 @@
+"""The policy as the inference server serves it: follows the weights the trainer publishes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tandem.orchestrator.client import InferenceClient
+from tandem.transport.weights.manifest import newest_version
+from tandem.utils.run_dir import step_name
+
+POLL_S = 0.005
+
+VersionListener = Callable[[int, int], Awaitable[None]]
+
+
+class Policy:
+    """Knows the version being served. One task runs `follow`; others wait on `next_update`, a future that
+    is done when another version is served, and then replaced by a new one."""
+
+    def __init__(self, client: InferenceClient, weights_folder: Path, version: int) -> None:
+        self.client = client
+        self.weights_folder = weights_folder
+        self.version = version
+        self.next_update: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def load(self, path: Path, version: int) -> None:
+        await self.client.update_weights(path, version)
+        self.version = version
+        self.next_update.set_result(version)
+        self.next_update = asyncio.get_running_loop().create_future()
+
+    async def follow(self, last_version: int, on_update: VersionListener) -> None:
+        """Hand each new version to the server as it appears, until `last_version` is served.
+
+        `on_update(old, new)` runs before the next version is looked for: an evaluation started there
+        meets one version only.
+        """
+        while self.version < last_version:
+            newest = newest_version(self.weights_folder)
+            if newest is None or newest <= self.version:
+                await asyncio.sleep(POLL_S)
+                continue
+            previous = self.version
+            await self.load(self.weights_folder / step_name(newest), newest)
+            await on_update(previous, newest)

@@ -1,0 +1,24 @@
+"""What the orchestrator has to remember between a checkpoint and a resumed run."""
+
+from dataclasses import asdict, dataclass
+
+from tandem.utils.files import read_json, write_json
+from tandem.utils.run_dir import RunDir, step_name
+
+FILE = "orchestrator.json"
+
+
+@dataclass(frozen=True)
+class OrchestratorState:
+    """After the batch of `step`: tasks below `next_order` were started; `unfinished` of them not trained on."""
+
+    step: int
+    next_order: int
+    unfinished: list[int]
+
+    def save(self, run_dir: RunDir) -> None:
+        write_json(run_dir.checkpoints / step_name(self.step) / FILE, asdict(self))
+
+    @classmethod
+    def load(cls, run_dir: RunDir, step: int) -> "OrchestratorState":
+        return cls(**read_json(run_dir.checkpoints / step_name(step) / FILE))

@@ -1,0 +1,87 @@
+"""One optimizer step: forward and backward over the micro-batches, then clip and update.
+
+The loss is normalized by the token count of the whole step, so that the update does not depend on how
+the step is cut into micro-batches.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tandem.models.attention import PackedAttention
+from tandem.models.decoder import Decoder
+from tandem.trainer.logprobs import token_logprobs
+from tandem.types.rollout import MicroBatch
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What the model says of the tokens that carry loss, and where they stand in the micro-batch."""
+
+    logprobs: Tensor  # (loss tokens,)
+    entropy: Tensor  # (loss tokens,)
+    positions: Tensor  # (loss tokens,)
+
+
+# Loss summed over the tokens of one micro-batch, and sums of metrics.
+MicroBatchLoss = Callable[[MicroBatch, Predictions], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Stepper:
+    """Holds what every step needs; `step` does one."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        loss: MicroBatchLoss,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        max_grad_norm: float,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self.max_grad_norm = max_grad_norm
+
+    def step(
+        self, micro_batches: Iterable[MicroBatch], num_loss_tokens: int, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Update the model; returns metrics averaged over the tokens of the step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        totals: dict[str, Tensor] = {}
+        for micro_batch in micro_batches:
+            predictions = self.predict(micro_batch, temperature)
+            loss, metrics = self.loss(micro_batch, predictions)
+            (loss / num_loss_tokens).backward()
+            sums = {"loss": loss.detach(), "entropy": predictions.entropy.sum(), **metrics}
+            for name, value in sums.items():
+                totals[name] = totals[name] + value if name in totals else value
+        grad_norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True
+        )
+        self.optimizer.step()
+        averages = {name: float(total) / num_loss_tokens for name, total in totals.items()}
+        return averages | {"grad_norm": float(grad_norm)}
+
+    def predict(self, micro_batch: MicroBatch, temperature: float) -> Predictions:
+        """Only positions that carry loss go through the output matrix."""
+        token_ids = torch.from_numpy(micro_batch.token_ids).to(self.device)
+        positions = torch.from_numpy(micro_batch.positions).to(self.device)
+        lengths = torch.from_numpy(micro_batch.sequence_lengths).to(self.device)
+        targets = torch.from_numpy(micro_batch.loss_mask.nonzero()[0]).to(self.device)
+        autocast = torch.autocast(
+            self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32
+        )
+        with autocast:
+            hidden = self.model(token_ids, positions, PackedAttention(lengths))
+            # The first token of a sequence never carries loss, so the one before a target is of its own sequence.
+            logprobs, entropy = token_logprobs(
+                hidden[targets - 1], self.model.output_weight, token_ids[targets], temperature
+            )
+        return Predictions(logprobs, entropy, targets)

@@ -1,0 +1,34 @@
+"""Small process matters every entrypoint shares."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from tandem.utils.errors import UserError
+
+SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_supervisor() -> None:
+    """Started by a supervisor that is killed, this process is ended by the kernel: no orphans. Linux only."""
+    supervisor = os.environ.get(SUPERVISOR_PID)
+    if supervisor is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(supervisor):
+        raise SystemExit("the supervisor is gone")
+
+
+def run_entrypoint(name: str, body: Callable[[], None]) -> None:
+    """Run a process's main part; a user's mistake becomes one line on standard error and exit code 2."""
+    die_with_supervisor()
+    try:
+        body()
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
