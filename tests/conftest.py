@@ -3,32 +3,38 @@
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def script_main(path: Path) -> Callable[[Path], None]:
-    """The `main` of an example script; examples are files to run, not a package to import."""
-    spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[str], ModuleType]:
+    """Loads a script below examples/ as a module: examples are files to run, not a package to import."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name.replace("/", "_"), EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reverse_text model: Qwen3, 0.5M random parameters, character tokenizer. Read it, do not change it."""
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, load_script: Callable[[str], ModuleType]) -> Path:
+    """The reverse_text model: Qwen3, random weights, character tokenizer. Read it, do not change it."""
     target = tmp_path_factory.mktemp("models") / "reverse_text"
-    script_main(EXAMPLES / "reverse_text" / "make_model.py")(target)
+    load_script("reverse_text/make_model").main(target)
     return target
 
 
 @pytest.fixture(scope="session")
-def smollm2_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2_model(tmp_path_factory: pytest.TempPathFactory, load_script: Callable[[str], ModuleType]) -> Path:
     """SmolLM2-135M-Instruct in float32 (about 10 s to make, 538 MB). Read it, do not change it."""
     target = tmp_path_factory.mktemp("models") / "smollm2"
-    script_main(EXAMPLES / "smollm2" / "convert.py")(target)
+    load_script("smollm2/convert").main(target)
     return target

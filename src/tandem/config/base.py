@@ -12,10 +12,10 @@ import sys
 import tempfile
 from typing import TypeVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
-from tandem.config.explain import explain_validation_error
+from tandem.config.explain import explain_validation_error, models_in
 from tandem.config.sources import extract_files
 from tandem.utils.errors import UserError
 
@@ -43,7 +43,7 @@ def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = No
 
 def load_config(cls: type[C], arguments: list[str], prog: str = "", description: str = "") -> C:
     """Defaults < files from left to right < flags. Raises UserError on bad input."""
-    files, flags = extract_files(arguments)
+    files, flags = extract_files(arguments, find_switches(cls))
     # The parser reads files only; what several files give together is handed to it as one.
     with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:
         json.dump(files, merged)
@@ -54,6 +54,18 @@ def load_config(cls: type[C], arguments: list[str], prog: str = "", description:
             if isinstance(error.__cause__, ValidationError):
                 raise UserError(explain_validation_error(cls, error.__cause__)) from error
             raise UserError(str(error)) from error
+
+
+def find_switches(cls: type[BaseModel], prefix: str = "") -> set[str]:
+    """The flags of yes-or-no options, with and without their `no-`: the ones that take no value."""
+    switches: set[str] = set()
+    for name, field in cls.model_fields.items():
+        path = prefix + name.replace("_", "-")
+        if field.annotation is bool:
+            switches |= {f"--{path}", f"--no-{path}"}
+        for inner in models_in(field.annotation):
+            switches |= find_switches(inner, path + ".")
+    return switches
 
 
 def _remember_sources() -> None:

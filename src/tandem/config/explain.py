@@ -13,9 +13,7 @@ def explain_validation_error(root: type[BaseModel], error: ValidationError, pref
     problems = [_explain(root, details, prefix) for details in error.errors()]
     if len(problems) == 1:
         return problems[0]
-    return "\n".join(
-        [f"{len(problems)} problems in the configuration:", *(f"  - {problem}" for problem in problems)]
-    )
+    return "\n".join([f"{len(problems)} problems in the configuration:", *(f"  - {problem}" for problem in problems)])
 
 
 def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
@@ -53,18 +51,18 @@ def _fields_at(root: type[BaseModel], location: list[str]) -> list[str]:
             inner
             for model in models
             if part in model.model_fields
-            for inner in _models_in(model.model_fields[part].annotation)
+            for inner in models_in(model.model_fields[part].annotation)
         ]
         # A part that names no field is the tag of a union variant: stay among its models.
         models = nested or models
     return sorted({name for model in models for name in model.model_fields})
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, types.UnionType):
-        return [model for inner in get_args(annotation) for model in _models_in(inner)]
+        return [model for inner in get_args(annotation) for model in models_in(inner)]
     return []
 
 

@@ -18,7 +18,7 @@ class ServerConfig(Config):
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs an API key or allow_unauthenticated."""
 
-    port: int = Field(8000, ge=1, le=65535)
+    port: int = Field(default=8000, ge=1, le=65535)
     """Port to bind."""
 
     api_key: str | None = None
@@ -70,25 +70,25 @@ class InferenceConfig(Config):
 
     server: ServerConfig = ServerConfig()
 
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2)
     """Longest prompt + completion, in tokens."""
 
-    max_sequences: int = Field(256, ge=1)
+    max_sequences: int = Field(default=256, ge=1)
     """Sequences decoded side by side; more wait in the queue."""
 
-    tokens_per_step: int = Field(8192, ge=1)
+    tokens_per_step: int = Field(default=8192, ge=1)
     """Most prompt tokens computed in one forward pass; longer prompts are computed in chunks."""
 
-    block_size: int = Field(16, ge=1)
+    block_size: int = Field(default=16, ge=1)
     """Tokens in one block of the KV cache."""
 
-    kv_cache_tokens: int | None = Field(None, ge=1)
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Size of the KV cache in tokens; None: room for max_sequences of seq_len, at most a quarter of free memory."""
 
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
 
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     """CPU threads; None: all cores (under `rl`, its share of them)."""
 
     seed: int = 0
@@ -97,7 +97,7 @@ class InferenceConfig(Config):
     deterministic: bool = False
     """A request's tokens and log-probs do not depend on what else is running. Slower."""
 
-    drain_timeout_s: float = Field(5.0, ge=0)
+    drain_timeout_s: float = Field(default=5.0, ge=0)
     """On SIGTERM, how long running requests may still finish."""
 
     log_level: LogLevel = "info"

@@ -22,14 +22,20 @@ class ClientConfig(Config):
     api_key_var: str | None = None
     """Environment variable that holds the API key."""
 
-    startup_timeout_s: float = Field(600.0, gt=0)
+    startup_timeout_s: float = Field(default=600.0, gt=0)
     """How long the server may take to answer /health at the start."""
 
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for one request."""
 
-    retries: int = Field(3, ge=0)
+    retries: int = Field(default=3, ge=0)
     """How often a request that failed on its way is sent again."""
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> "ClientConfig":
+        if self.api_key and self.api_key_var:
+            raise ValueError("api_key and api_key_var are both given; give one of them")
+        return self
 
     def resolve_api_key(self) -> str | None:
         return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")
@@ -48,10 +54,10 @@ class EnvConfig(Config):
 class SamplingConfig(Config):
     """How completions are sampled for training."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; the trainer uses the same."""
 
-    max_tokens: int = Field(128, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
     """Longest completion, in tokens."""
 
 
@@ -68,13 +74,13 @@ class AdvantageConfig(Config):
 class EvalConfig(Config):
     """Evaluation on held-out prompts; always before the first step and after the last."""
 
-    every: int | None = Field(None, ge=1)
+    every: int | None = Field(default=None, ge=1)
     """Also after every so many steps."""
 
-    num_prompts: int = Field(64, ge=1)
+    num_prompts: int = Field(default=64, ge=1)
     """Held-out prompts per evaluation."""
 
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     """0: greedy."""
 
 
@@ -85,10 +91,10 @@ class OrchestratorConfig(Config):
     output_dir: Path = Path("outputs/rl")
     """Run directory, shared with the trainer."""
 
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Training steps of the run."""
 
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2)
     """Longest prompt + completion, in tokens."""
 
     client: ClientConfig = ClientConfig()
@@ -99,26 +105,26 @@ class OrchestratorConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
-    prompts_per_step: int = Field(16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
     """Prompts in a training batch."""
 
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(default=8, ge=1)
     """Completions of each prompt; prompts_per_step x group_size = rollouts_per_step."""
 
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: int = Field(default=1, ge=0)
     """How many versions the oldest token of a batch may lag behind the policy being trained.
     0: strictly on-policy. 1: generation and training overlap. More: fully asynchronous."""
 
-    tokens_per_microbatch: int = Field(8192, ge=2)
+    tokens_per_microbatch: int = Field(default=8192, ge=2)
     """Most tokens packed into one forward and backward pass of the trainer."""
 
-    keep_rollouts: int = Field(4, ge=1)
+    keep_rollouts: int = Field(default=4, ge=1)
     """How many training batches to keep on disk after they were trained on."""
 
-    weights_timeout_s: float = Field(1800.0, gt=0)
+    weights_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for new weights from the trainer."""
 
-    max_failed_groups: int = Field(32, ge=0)
+    max_failed_groups: int = Field(default=32, ge=0)
     """So many failed groups in a row end the run."""
 
     seed: int = 0

@@ -41,10 +41,10 @@ class RLConfig(Config):
     output_dir: Path = Path("outputs/rl")
     """Run directory of all processes."""
 
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Training steps of the run."""
 
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2)
     """Longest prompt + completion, in tokens."""
 
     seed: int = 0
@@ -91,11 +91,19 @@ class RLConfig(Config):
                 f"that would be started (inference.server.port = {self.inference.server.port}); leave it out, "
                 "or leave out the inference section to use a server that runs already"
             )
+        server_key, client_key = self.inference.server.api_key, self.orchestrator.client.api_key
+        if server_key is not None and client_key is not None and server_key != client_key:
+            raise ValueError(
+                "inference.server.api_key and orchestrator.client.api_key differ, so the server would refuse its "
+                "client; give the key once, at inference.server"
+            )
         return self
 
 
 def share_values(data: dict[str, Any]) -> dict[str, Any]:
     """Spread each shared value over the top and the sections that take it; refuse contradictions."""
+    # A section may be switched off from the command line, where None is text.
+    data = data | {name: None for name in SECTIONS if data.get(name) == "None"}
     sections = {name: data.get(name) for name in SECTIONS}
     if not all(section is None or isinstance(section, dict) for section in sections.values()):
         return data  # a section of the wrong type: the field's own validation says so
@@ -144,7 +152,8 @@ def _share_server(data: dict[str, Any]) -> None:
     client = orchestrator.get("client", {})
     if not isinstance(server, dict) or not isinstance(client, dict):
         return
-    shared = {key: server[key] for key in ("api_key", "api_key_var") if server.get(key)}
+    keys = ("api_key", "api_key_var")
+    shared = {} if any(client.get(key) for key in keys) else {key: server[key] for key in keys if server.get(key)}
     host = server.get("host", "127.0.0.1")
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     shared["base_url"] = f"http://{host}:{server.get('port', 8000)}"

@@ -33,16 +33,16 @@ class SFTConfig(Config):
     output_dir: Path = Path("outputs/sft")
     """Run directory; the model ends up in weights/latest."""
 
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
 
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2)
     """Longest conversation, in tokens."""
 
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     """Conversations per step."""
 
-    tokens_per_microbatch: int = Field(8192, ge=2)
+    tokens_per_microbatch: int = Field(default=8192, ge=2)
     """Most tokens packed into one forward and backward pass."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -52,7 +52,7 @@ class SFTConfig(Config):
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
 
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     """CPU threads; None: all cores."""
 
     seed: int = 0

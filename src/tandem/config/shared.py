@@ -21,10 +21,10 @@ class ModelConfig(Config):
 class CheckpointConfig(Config):
     """When to save everything needed to go on."""
 
-    every: int | None = Field(None, ge=1)
+    every: int | None = Field(default=None, ge=1)
     """Save after every so many steps; None: never."""
 
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     """How many complete checkpoints to keep."""
 
     def is_due(self, step: int) -> bool:
@@ -50,19 +50,19 @@ class MetricsConfig(Config):
 class OptimizerConfig(Config):
     """AdamW."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the moment estimates."""
 
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Term that keeps the denominator away from zero."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay; applied to matrices only."""
 
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """The global gradient norm is clipped to this."""
 
 
@@ -72,10 +72,10 @@ class SchedulerConfig(Config):
     type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
 
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from zero."""
 
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The last learning rate, as a fraction of the peak; for linear and cosine."""
 
 

@@ -6,6 +6,7 @@ Later files win over earlier ones, table by table and key by key.
 import difflib
 import json
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ Tree = dict[str, Any]
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
-def extract_files(arguments: list[str]) -> tuple[Tree, list[str]]:
-    """Split a command line into what its files say, merged from left to right, and the other flags."""
+def extract_files(arguments: list[str], switches: Collection[str] = ()) -> tuple[Tree, list[str]]:
+    """Split a command line into what its files say, merged from left to right, and the other flags.
+
+    A flag before an `@` names the section its file belongs to, unless it is one of `switches`, which take no value.
+    """
     tree: Tree = {}
     flags: list[str] = []
     position = 0
@@ -26,7 +30,7 @@ def extract_files(arguments: list[str]) -> tuple[Tree, list[str]]:
         argument = arguments[position]
         following = arguments[position + 1] if position + 1 < len(arguments) else ""
         section: list[str] = []
-        if argument.startswith("--") and following.startswith("@"):
+        if argument.startswith("--") and following.startswith("@") and argument not in switches:
             section = argument[2:].replace("-", "_").split(".")
             position += 1
             argument = following

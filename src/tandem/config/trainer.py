@@ -22,10 +22,10 @@ class LossConfig(Config):
     type: Literal["grpo"] = "grpo"
     """grpo: clipped importance ratio to the sampling policy, averaged over tokens."""
 
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low."""
 
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped above at 1 + clip_high."""
 
 
@@ -36,7 +36,7 @@ class TrainerConfig(Config):
     output_dir: Path = Path("outputs/rl")
     """Run directory, shared with the orchestrator."""
 
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Training steps of the run."""
 
     loss: LossConfig = LossConfig()
@@ -44,16 +44,16 @@ class TrainerConfig(Config):
     scheduler: SchedulerConfig = SchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    keep_weights: int = Field(4, ge=2)
+    keep_weights: int = Field(default=4, ge=2)
     """How many published versions to keep on disk."""
 
-    rollout_timeout_s: float = Field(1800.0, gt=0)
+    rollout_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for a batch from the orchestrator."""
 
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
 
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     """CPU threads; None: all cores (under `rl`, its share of them)."""
 
     seed: int = 0

@@ -31,7 +31,7 @@ def read_conversations(path: Path) -> list[tuple[int, list[Message]]]:
     if not path.is_file():
         raise UserError(f"data.path = {str(path)!r} does not exist")
     conversations = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             try:
                 conversations.append((number, _messages(json.loads(line))))
@@ -55,6 +55,12 @@ def _messages(row: Any) -> list[Message]:
         ]
     else:
         raise ValueError(f"a row needs 'messages', or 'prompt' and 'completion'; it has {sorted(row)}")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("'messages' must be a list of messages, each a table with 'role' and 'content'")
+    for index, message in enumerate(messages):
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"message {index} needs {key!r} as text; it has {message.get(key)!r}")
     if not any(message["role"] == "assistant" and message["content"] for message in messages):
         raise ValueError("there is no assistant message to learn")
     return messages

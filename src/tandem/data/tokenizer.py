@@ -26,7 +26,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class GenerationTag(Extension):
     """{% generation %} … {% endgeneration %} marks what the assistant wrote; it renders as what it holds."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
@@ -37,9 +37,7 @@ class Tokenizer:
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
         if not path.exists():
-            raise UserError(
-                f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it"
-            )
+            raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
         self._tokenizer = FastTokenizer.from_file(str(path))
         config_path = model_dir / "tokenizer_config.json"
         self._config: dict[str, Any] = read_json(config_path) if config_path.exists() else {}
@@ -144,9 +142,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which a prompt must not."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

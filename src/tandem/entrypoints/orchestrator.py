@@ -8,9 +8,7 @@ from tandem.utils.processes import run_entrypoint
 
 
 def main() -> None:
-    config = parse(
-        OrchestratorConfig, "orchestrator", "Writes training batches from the rollouts of a server."
-    )
+    config = parse(OrchestratorConfig, "orchestrator", "Writes training batches from the rollouts of a server.")
     run_entrypoint("orchestrator", lambda: orchestrate(config))
 
 

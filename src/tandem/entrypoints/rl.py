@@ -42,9 +42,7 @@ def launch(config: RLConfig) -> None:
     resolved = {plan.name: plan.config for plan in plans}
     shared = config.model_dump(mode="json", exclude={"trainer", "orchestrator", "inference"})
     if config.dry_run:
-        write_run_config(
-            folder, {"rl": shared | resolved, **resolved, "plan": {p.name: p.describe() for p in plans}}
-        )
+        write_run_config(folder, {"rl": shared | resolved, **resolved, "plan": {p.name: p.describe() for p in plans}})
         print(f"dry run: everything fits; configuration and process plan are in {folder}")
         return
     if config.clean:

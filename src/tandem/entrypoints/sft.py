@@ -6,9 +6,7 @@ from tandem.utils.processes import run_entrypoint
 
 
 def main() -> None:
-    config = parse(
-        SFTConfig, "sft", "Fine-tunes a model on conversations; only assistant messages are learned."
-    )
+    config = parse(SFTConfig, "sft", "Fine-tunes a model on conversations; only assistant messages are learned.")
     run_entrypoint("sft", lambda: fine_tune(config))
 
 
@@ -30,9 +28,7 @@ def fine_tune(config: SFTConfig) -> None:
     resolved = {"sft": config.model_dump(mode="json")}
     if config.dry_run:
         write_run_config(run_dir.dry_run, resolved)
-        print(
-            f"dry run: {len(samples)} conversations fit; the resolved configuration is in {run_dir.dry_run}"
-        )
+        print(f"dry run: {len(samples)} conversations fit; the resolved configuration is in {run_dir.dry_run}")
         return
     if config.clean:
         run_dir.clean()

@@ -12,10 +12,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ReverseTextArgs(Config):
-    min_length: int = Field(8, ge=1)
-    max_length: int = Field(8, ge=1)
-    num_train: int = Field(4096, ge=1)
-    num_eval: int = Field(256, ge=1)
+    min_length: int = Field(default=8, ge=1)
+    max_length: int = Field(default=8, ge=1)
+    num_train: int = Field(default=4096, ge=1)
+    num_eval: int = Field(default=256, ge=1)
     seed: int = 0
 
 
@@ -27,9 +27,7 @@ class ReverseText:
     def __init__(self, **args: object) -> None:
         self.args = self.Args.model_validate(args)
         if self.args.min_length > self.args.max_length:
-            raise ValueError(
-                f"min_length = {self.args.min_length} is above max_length = {self.args.max_length}"
-            )
+            raise ValueError(f"min_length = {self.args.min_length} is above max_length = {self.args.max_length}")
         rows = self._distinct_rows(self.args.num_eval + self.args.num_train)
         tasks = [reverse_task(index, row) for index, row in enumerate(rows)]
         self.eval_tasks = tasks[: self.args.num_eval]

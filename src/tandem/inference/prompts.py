@@ -8,6 +8,8 @@ from tandem.inference.engine import GenerationRequest, Sampling
 from tandem.types.openai import ChatCompletionRequest, CompletionRequest, GenerationOptions
 from tandem.utils.errors import UserError
 
+MAX_CHOICES = 4096
+
 
 class BadRequest(ValueError):
     """Refused with the field that is wrong."""
@@ -30,12 +32,11 @@ class PromptReader:
 
     def chat_request(self, body: ChatCompletionRequest) -> GenerationRequest:
         if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-            raise BadRequest(
-                "max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens"
-            )
+            message = "max_tokens and max_completion_tokens differ; give one of them"
+            raise BadRequest(message, "max_completion_tokens")
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         try:
-            prompt = self.tokenizer.encode_chat(messages, add_generation_prompt=True)
+            prompt = self._encode(self.tokenizer.render(messages, add_generation_prompt=True), "messages")
         except UserError as error:
             raise BadRequest(str(error), "messages") from error
         return self._requests([prompt], body, body.max_completion_tokens or body.max_tokens, "messages")[0]
@@ -45,17 +46,13 @@ class PromptReader:
     ) -> list[GenerationRequest]:
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         if len(prompts) * body.n > MAX_CHOICES:
-            raise BadRequest(
-                f"{len(prompts)} prompts × n = {body.n} are more than {MAX_CHOICES} choices", "n"
-            )
+            raise BadRequest(f"{len(prompts)} prompts × n = {body.n} are more than {MAX_CHOICES} choices", "n")
         return [
             GenerationRequest(prompt, self._sampling(prompt, body, max_tokens, param), body.n, index * body.n)
             for index, prompt in enumerate(prompts)
         ]
 
-    def _sampling(
-        self, prompt: list[int], body: GenerationOptions, max_tokens: int | None, param: str
-    ) -> Sampling:
+    def _sampling(self, prompt: list[int], body: GenerationOptions, max_tokens: int | None, param: str) -> Sampling:
         if not prompt:
             raise BadRequest("the prompt is empty; give at least one token", param)
         room = self.seq_len - len(prompt)
@@ -79,18 +76,19 @@ class PromptReader:
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
+            return self._encode(prompt, "prompt", add_special_tokens=True)
         self._check_ids(prompt, "prompt")
         return prompt
 
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
+        # JSON can spell half a character, which no encoding can write.
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise BadRequest("the text is not valid Unicode: it holds a lone surrogate", param)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
-            raise BadRequest(
-                f"token id {max(token_ids)} is outside the vocabulary of {self.vocab_size} tokens", param
-            )
-
-
-MAX_CHOICES = 4096
+            raise BadRequest(f"token id {max(token_ids)} is outside the vocabulary of {self.vocab_size} tokens", param)
 
 
 def as_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

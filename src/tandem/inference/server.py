@@ -19,6 +19,7 @@ from tandem.inference.engine import (
     EngineError,
     GeneratedSample,
     GenerationRequest,
+    OnDone,
     Outcome,
     UnusableWeights,
     WeightUpdateRefused,
@@ -105,9 +106,7 @@ def create_app(
         request = prompts.chat_request(body)
         [samples] = await generate(engine, [request], http)
         choices = [
-            chat_choice(
-                texts, sample, request.prompt_ids, logprobs=body.logprobs, token_ids=body.return_token_ids
-            )
+            chat_choice(texts, sample, request.prompt_ids, logprobs=body.logprobs, token_ids=body.return_token_ids)
             for sample in samples
         ]
         return Answer(envelope("chat.completion", model, choices, usage([request.prompt_ids], [samples])))
@@ -130,18 +129,11 @@ def create_app(
     return app
 
 
-async def generate(
-    engine: Engine, requests: list[GenerationRequest], http: Request
-) -> list[list[GeneratedSample]]:
+async def generate(engine: Engine, requests: list[GenerationRequest], http: Request) -> list[list[GeneratedSample]]:
     """The samples of every request; if the client goes away first, the engine is told to forget them."""
     loop = asyncio.get_running_loop()
     futures = [loop.create_future() for _ in requests]
-    ids = [
-        engine.submit(
-            request, lambda outcome, future=future: loop.call_soon_threadsafe(settle, future, outcome)
-        )
-        for request, future in zip(requests, futures, strict=True)
-    ]
+    ids = [engine.submit(request, answer_in(loop, future)) for request, future in zip(requests, futures, strict=True)]
     everything = asyncio.gather(*futures)
     gone = asyncio.ensure_future(disconnected(http))
     try:
@@ -155,6 +147,15 @@ async def generate(
             everything.cancel()
             for request_id in ids:
                 engine.cancel(request_id)
+
+
+def answer_in(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[list[GeneratedSample]]") -> OnDone:
+    """What the engine's thread calls to settle a future of the event loop."""
+
+    def on_done(outcome: Outcome) -> None:
+        loop.call_soon_threadsafe(settle, future, outcome)
+
+    return on_done
 
 
 def settle(future: "asyncio.Future[list[GeneratedSample]]", outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -36,4 +37,4 @@ def resample(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [index * len(values) // width for index in range(width + 1)]
-    return [statistics.fmean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]

@@ -1,8 +1,7 @@
 """Everything that can be refused before a process is started. No torch."""
 
 import logging
-
-import httpx
+import urllib.request
 
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
@@ -25,9 +24,7 @@ def check(config: RLConfig) -> int:
     start = _starting_step(config, run_dir)
     check_model_dir(config.model.name)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
-    check_prompts(
-        make_environment(config.orchestrator.env), Tokenizer(config.model.name), config.orchestrator
-    )
+    check_prompts(make_environment(config.orchestrator.env), Tokenizer(config.model.name), config.orchestrator)
     _check_server(config)
     return start
 
@@ -56,14 +53,12 @@ def _check_server(config: RLConfig) -> None:
         server.resolve_api_key()
         if not port_is_free(server.host, server.port):
             free = nearest_free_port(server.host, server.port)
-            raise UserError(
-                f"inference.server.port = {server.port} is in use; the nearest free port is {free}"
-            )
+            raise UserError(f"inference.server.port = {server.port} is in use; the nearest free port is {free}")
         return
     url = config.orchestrator.client.base_url
     try:
-        httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
-    except httpx.HTTPError as error:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+    except (OSError, ValueError) as error:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
             "`inference @ …`, or give `rl` an inference section so that it starts its own"

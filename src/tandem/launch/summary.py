@@ -12,25 +12,23 @@ from tandem.utils.run_dir import RunDir
 
 def print_summary(console: Console, run_dir: RunDir, seconds: float) -> None:
     lines = read_json_lines(run_dir.metrics)
-    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    # A resumed run writes the steps after its checkpoint again: the last line of a step counts.
+    steps = {line["step"]: line for line in lines if "reward/mean" in line}
+    rewards = [steps[step]["reward/mean"] for step in sorted(steps)]
     held_out = [(line["step"], line["eval/reward"]) for line in lines if "eval/reward" in line]
     staleness = max((line["staleness/max"] for line in lines if "staleness/max" in line), default=0)
     tokens = sum(line["completion_tokens/total"] for line in lines if "completion_tokens/total" in line)
     console.print()
     if held_out:
         (_, before), (last, after) = held_out[0], held_out[-1]
-        console.print(
-            f"[bold]Held-out reward[/] {before:.3f} before, [bold green]{after:.3f}[/] after {last} steps"
-        )
-    console.print(
-        f"{len(rewards)} steps in {seconds:.0f} s, {tokens:,} sampled tokens, staleness at most {staleness}"
-    )
+        console.print(f"[bold]Held-out reward[/] {before:.3f} before, [bold green]{after:.3f}[/] after {last} steps")
+    console.print(f"{len(rewards)} steps in {seconds:.0f} s, {tokens:,} sampled tokens, staleness at most {staleness}")
     console.print("\nTraining reward")
     for row in plot(rewards, width=60, height=6):
         console.print(Text(row, style="green"))
     weights = run_dir.weights / "latest"
     console.print(f"\nRun directory   {run_dir.root}", highlight=False, soft_wrap=True)
     console.print(f"Trained model   {weights}", highlight=False, soft_wrap=True)
-    console.print(f"Rollouts        {run_dir.samples(len(rewards))}", highlight=False, soft_wrap=True)
+    console.print(f"Rollouts        {run_dir.samples(max(steps, default=0))}", highlight=False, soft_wrap=True)
     inference = f"{sys.executable.rsplit('/', 1)[0]}/inference"
     console.print(f"\nTalk to it:     {inference} --model.name {weights}", highlight=False, soft_wrap=True)

@@ -44,9 +44,7 @@ class Supervisor:
 
     def run(self, on_tick: Callable[[], None]) -> None:
         """Start everything and wait for the end; no process is left when this returns or raises."""
-        handlers = {
-            number: signal.signal(number, _raise_interrupted) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        handlers = {number: signal.signal(number, _raise_interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for plan in self.plans.values():
                 self._start(plan)
@@ -66,9 +64,7 @@ class Supervisor:
         """Ask every process group to end, then make it."""
         self._signal_all(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(
-            process.poll() is None for process in self.processes.values()
-        ):
+        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes.values()):
             time.sleep(POLL_S)
         self._signal_all(signal.SIGKILL)
         for process in self.processes.values():

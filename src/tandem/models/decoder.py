@@ -86,9 +86,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.lm_head = (
-            None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
-        )
+        self.lm_head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.inv_freq = rotary_frequencies(spec)
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:

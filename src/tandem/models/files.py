@@ -18,9 +18,7 @@ def check_model_dir(model_dir: Path) -> None:
     ModelSpec.load(model_dir)
     weight_files(model_dir)
     if not (model_dir / "tokenizer.json").exists():
-        raise UserError(
-            f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it"
-        )
+        raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -31,7 +29,5 @@ def weight_files(model_dir: Path) -> list[Path]:
     paths = [model_dir / name for name in sorted(names)]
     for path in paths:
         if not path.exists():
-            raise UserError(
-                f"model.name = {str(model_dir)!r} holds no weights: there is no {path.name} in it"
-            )
+            raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no {path.name} in it")
     return paths

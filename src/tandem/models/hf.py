@@ -75,9 +75,7 @@ def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor])
         raise WeightMismatch(f"{len(unknown)} tensors belong to no parameter, first {unknown[0]!r}")
     for name, view in expected.items():
         if tensors[name].shape != view.shape:
-            raise WeightMismatch(
-                f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(view.shape)}"
-            )
+            raise WeightMismatch(f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(view.shape)}")
     if OUTPUT in tensors and OUTPUT not in expected and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING]):
         raise WeightMismatch(f"{OUTPUT} differs from {EMBEDDING}, yet tie_word_embeddings is true")
 

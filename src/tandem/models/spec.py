@@ -96,8 +96,7 @@ class ModelSpec:
         architecture = (config.get("architectures") or ["?"])[0]
         if architecture not in FAMILIES:
             raise UserError(
-                f"model architecture {architecture!r} is not supported; "
-                f"supported: {', '.join(sorted(FAMILIES))}"
+                f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
             )
         family = FAMILIES[architecture]
         missing = [key for key in REQUIRED if config.get(key) is None]
@@ -110,8 +109,7 @@ class ModelSpec:
         num_kv_heads = config.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
             raise UserError(
-                f"num_key_value_heads must divide num_attention_heads: "
-                f"{num_kv_heads} does not divide {num_heads}"
+                f"num_key_value_heads must divide num_attention_heads: {num_kv_heads} does not divide {num_heads}"
             )
         # The other families have no such option; transformers ignores it there.
         attention_bias = family in ("llama", "qwen3") and config.get("attention_bias", False)
@@ -154,8 +152,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         factor=parameters["factor"],
         low_freq_factor=parameters["low_freq_factor"],
         high_freq_factor=parameters["high_freq_factor"],
-        original_max_positions=parameters.get("original_max_position_embeddings")
-        or config["max_position_embeddings"],
+        original_max_positions=parameters.get("original_max_position_embeddings") or config["max_position_embeddings"],
     )
 
 

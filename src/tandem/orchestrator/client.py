@@ -4,11 +4,12 @@ Requests that fail on their way are sent again; what the server refuses is raise
 """
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from tandem.config.orchestrator import ClientConfig
 from tandem.types.rollout import Completion
@@ -23,21 +24,20 @@ class InferenceError(RuntimeError):
 
 
 class InferenceClient:
+    """Made inside a running event loop, closed by whoever made it."""
+
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
+        self.base_url = config.base_url.rstrip("/")
         key = config.resolve_api_key()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(
-            base_url=config.base_url,
-            headers=headers,
-            timeout=config.timeout_s,
-            limits=limits,
-            trust_env=False,
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=aiohttp.ClientTimeout(total=config.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0),
         )
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def wait_until_ready(self) -> None:
         deadline = Deadline(
@@ -51,8 +51,9 @@ class InferenceClient:
 
     async def _is_healthy(self) -> bool:
         try:
-            return (await self._http.get("/health", timeout=5)).status_code == 200
-        except httpx.TransportError:
+            async with self._http.get(f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
             return False
 
     async def generate(
@@ -69,9 +70,7 @@ class InferenceClient:
             "return_token_ids": True,
         }
         answer = await self._post("/v1/completions", body)
-        return [
-            _completion(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
-        ]
+        return [_completion(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
 
     async def update_weights(self, path: Path, version: int) -> None:
         await self._post("/update_weights", {"path": str(path.resolve()), "version": version})
@@ -82,17 +81,16 @@ class InferenceClient:
             if attempt:
                 await asyncio.sleep(min(0.25 * 2**attempt, 5))
             try:
-                response = await self._http.post(route, json=body)
-            except httpx.TransportError as error:
+                async with self._http.post(f"{self.base_url}{route}", json=body) as response:
+                    if response.status == 200:
+                        return await response.json()
+                    problem = f"{response.status}: {_reason(await response.text())}"
+                    if response.status not in RETRY_STATUS:
+                        break
+            except (aiohttp.ClientError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
-                logger.warning("%s%s: %s (attempt %d)", self.config.base_url, route, problem, attempt + 1)
-                continue
-            if response.status_code == 200:
-                return response.json()
-            problem = f"{response.status_code}: {_reason(response)}"
-            if response.status_code not in RETRY_STATUS:
-                break
-        raise InferenceError(f"{self.config.base_url}{route} failed: {problem}")
+                logger.warning("%s%s: %s (attempt %d)", self.base_url, route, problem, attempt + 1)
+        raise InferenceError(f"{self.base_url}{route} failed: {problem}")
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
@@ -104,8 +102,8 @@ def _completion(choice: dict[str, Any]) -> Completion:
     )
 
 
-def _reason(response: httpx.Response) -> str:
+def _reason(body: str) -> str:
     try:
-        return response.json()["error"]["message"]
+        return json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return response.text[:200]
+        return body[:200]

@@ -136,9 +136,7 @@ class Orchestrator:
     def _write_batch(self, groups: list[Group], step: int) -> None:
         config = self.config
         advantages = [self.advantages(group.rewards) for group in groups]
-        batch = make_batch(
-            groups, advantages, step, config.tokens_per_microbatch, config.sampling.temperature
-        )
+        batch = make_batch(groups, advantages, step, config.tokens_per_microbatch, config.sampling.temperature)
         self.writer.write(batch)
         write_samples(self.run_dir.samples(step), groups, advantages)
 

@@ -21,9 +21,7 @@ class RolloutMaker:
         completions = await self.client.generate(
             prompt_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed
         )
-        rollouts = await asyncio.gather(
-            *(self._judge(task, prompt_ids, completion) for completion in completions)
-        )
+        rollouts = await asyncio.gather(*(self._judge(task, prompt_ids, completion) for completion in completions))
         return Group(task, order, list(rollouts))
 
     async def _judge(self, task: Task, prompt_ids: list[int], completion: Completion) -> Rollout:

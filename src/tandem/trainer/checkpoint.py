@@ -51,7 +51,7 @@ class Checkpointer:
                 parameter.copy_(saved[name])
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         tensors = {
             f"{key}/{names[parameter]}": value.detach().cpu()
             for parameter, state in self.optimizer.state.items()
@@ -66,6 +66,5 @@ class Checkpointer:
         for key, value in saved.items():
             kind, name = key.split("/", 1)
             parameter = parameters[name]
-            # AdamW counts its steps in a float32 scalar; moments follow the parameter.
-            target = value if kind == "step" else value.to(parameter.device, parameter.dtype)
-            self.optimizer.state[parameter][kind] = target
+            # Fused AdamW keeps everything beside the parameter, its step counter too.
+            self.optimizer.state[parameter][kind] = value.to(parameter.device)

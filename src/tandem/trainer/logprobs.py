@@ -9,9 +9,7 @@ from torch.utils.checkpoint import checkpoint
 MAX_LOGITS = 2**24
 
 
-def token_logprobs(
-    hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """hidden (tokens, hidden), labels (tokens,) -> log-prob of each label and entropy, both (tokens,), float32.
 
     The entropy carries no gradient.
@@ -27,9 +25,7 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk_logprobs(
-    hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, output_weight).float() / temperature  # (tokens, vocab)
     distribution = logits.log_softmax(dim=-1)
     with torch.no_grad():

@@ -6,8 +6,11 @@ the step is cut into micro-batches.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tandem.models.attention import PackedAttention
@@ -18,11 +21,10 @@ from tandem.types.rollout import MicroBatch
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the model says of the tokens that carry loss, and where they stand in the micro-batch."""
+    """What the model says of the tokens that carry loss, in their order."""
 
     logprobs: Tensor  # (loss tokens,)
     entropy: Tensor  # (loss tokens,)
-    positions: Tensor  # (loss tokens,)
 
 
 # Loss summed over the tokens of one micro-batch, and sums of metrics.
@@ -62,26 +64,39 @@ class Stepper:
             sums = {"loss": loss.detach(), "entropy": predictions.entropy.sum(), **metrics}
             for name, value in sums.items():
                 totals[name] = totals[name] + value if name in totals else value
-        grad_norm = nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True
-        )
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
         self.optimizer.step()
         averages = {name: float(total) / num_loss_tokens for name, total in totals.items()}
         return averages | {"grad_norm": float(grad_norm)}
 
     def predict(self, micro_batch: MicroBatch, temperature: float) -> Predictions:
         """Only positions that carry loss go through the output matrix."""
-        token_ids = torch.from_numpy(micro_batch.token_ids).to(self.device)
-        positions = torch.from_numpy(micro_batch.positions).to(self.device)
-        lengths = torch.from_numpy(micro_batch.sequence_lengths).to(self.device)
-        targets = torch.from_numpy(micro_batch.loss_mask.nonzero()[0]).to(self.device)
+        token_ids = self._to_device(micro_batch.token_ids)
+        positions = self._to_device(micro_batch.positions)
+        attention = PackedAttention(
+            self._to_device(micro_batch.segment_lengths), self._to_device(micro_batch.segment_parents)
+        )
+        targets = self._to_device(micro_batch.loss_mask.nonzero()[0])
+        sources = self._to_device(previous_tokens(micro_batch)[micro_batch.loss_mask])
         autocast = torch.autocast(
             self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32
         )
         with autocast:
-            hidden = self.model(token_ids, positions, PackedAttention(lengths))
-            # The first token of a sequence never carries loss, so the one before a target is of its own sequence.
+            hidden = self.model(token_ids, positions, attention)
             logprobs, entropy = token_logprobs(
-                hidden[targets - 1], self.model.output_weight, token_ids[targets], temperature
+                hidden.index_select(0, sources), self.model.output_weight, token_ids[targets], temperature
             )
-        return Predictions(logprobs, entropy, targets)
+        return Predictions(logprobs, entropy)
+
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def previous_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:
+    """For each token the one it is predicted from: its neighbour, or the last of the beginning it shares."""
+    previous = np.arange(-1, len(micro_batch.token_ids) - 1, dtype=np.int64)
+    ends = micro_batch.segment_lengths.cumsum()
+    starts = ends - micro_batch.segment_lengths
+    is_child = micro_batch.segment_parents >= 0
+    previous[starts[is_child]] = ends[micro_batch.segment_parents[is_child]] - 1
+    return previous

@@ -52,9 +52,7 @@ def train_sft(config: SFTConfig, samples: list[Sample], forwarder: MetricsForwar
         stats = stepper.step(micro_batches, num_loss_tokens)
         seconds = time.monotonic() - started
         num_tokens = sum(len(sample.token_ids) for sample in batch)
-        run_log.metrics(
-            step, stats | {"lr": lr, "num_tokens": num_tokens, "tokens_per_s": num_tokens / seconds}
-        )
+        run_log.metrics(step, stats | {"lr": lr, "num_tokens": num_tokens, "tokens_per_s": num_tokens / seconds})
         forwarder.forward()
         if time.monotonic() - last_line > LOG_EVERY_S or step == config.max_steps:
             last_line = time.monotonic()

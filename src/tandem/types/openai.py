@@ -55,11 +55,8 @@ class GenerationOptions(ApiModel):
     )  # fmt: skip
     @classmethod
     def _null_is_the_default(cls, value: Any, info: Any) -> Any:
-        return (
-            cls.model_fields[info.field_name].get_default(call_default_factory=True)
-            if value is None
-            else value
-        )
+        default = cls.model_fields[info.field_name].get_default(call_default_factory=True)
+        return default if value is None else value
 
     @field_validator("stream", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
     @classmethod
@@ -122,9 +119,7 @@ class ChatCompletionRequest(GenerationOptions):
     @classmethod
     def _no_alternatives_yet(cls, value: int | None) -> int | None:
         if value:
-            raise ValueError(
-                f"{value} alternatives are not supported by this server yet; leave the field out"
-            )
+            raise ValueError(f"{value} alternatives are not supported by this server yet; give 0")
         return value
 
 

@@ -82,11 +82,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed end to end; what one forward and backward pass sees."""
+    """Sequences packed end to end; what one forward and backward pass sees.
+
+    A sequence is one segment, or two: the beginning it shares with others, which is there once, and its own rest.
+    """
 
     token_ids: NDArray[np.int64]  # (tokens,)
     positions: NDArray[np.int64]  # (tokens,), from 0 in each sequence
-    sequence_lengths: NDArray[np.int64]  # (sequences,)
+    segment_lengths: NDArray[np.int64]  # (segments,)
+    segment_parents: NDArray[np.int64]  # (segments,): the segment with the shared beginning, -1 if there is none
     loss_mask: NDArray[np.bool_]  # (tokens,)
     advantages: NDArray[np.float32]  # (tokens,)
     logprobs: NDArray[np.float32]  # (tokens,), of the sampling policy

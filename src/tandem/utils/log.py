@@ -11,5 +11,5 @@ def setup_logging(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "asyncio"):
+    for noisy in ("asyncio",):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -31,9 +31,7 @@ class RunLog:
         append_json_line(self.run_dir.metrics, line)
 
     def event(self, name: str, **details: Any) -> None:
-        append_json_line(
-            self.run_dir.events, {"time": time.time(), "process": self.process, "event": name, **details}
-        )
+        append_json_line(self.run_dir.events, {"time": time.time(), "process": self.process, "event": name, **details})
 
 
 class Tracker(Protocol):
@@ -46,7 +44,7 @@ class Tracker(Protocol):
 
 class TensorBoardTracker:
     def __init__(self, run_dir: RunDir) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
         self._writer = SummaryWriter(str(run_dir.root / "tensorboard"))
 
@@ -63,9 +61,9 @@ class WandbTracker:
     trainer and the orchestrator arrive interleaved."""
 
     def __init__(self, run_dir: RunDir, project: str, name: str, mode: str) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
-        self._run = wandb.init(project=project, name=name, dir=str(run_dir.root), mode=mode)  # type: ignore[arg-type]
+        self._run = wandb.init(project=project, name=name, dir=str(run_dir.root), mode=mode)  # pyright: ignore[reportArgumentType]
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -78,7 +76,7 @@ class WandbTracker:
 
 class TrackioTracker:
     def __init__(self, project: str, name: str) -> None:
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         self._run = trackio.init(project=project, name=name, embed=False)
 

@@ -26,13 +26,17 @@ def without_secrets(arguments: list[str]) -> list[str]:
     shown: list[str] = []
     for argument in arguments:
         flag, separator, _ = argument.partition("=")
-        if flag.endswith("api-key") and separator:
+        if _names_a_key(flag) and separator:
             shown.append(f"{flag}=***")
-        elif shown and shown[-1].endswith("api-key"):
+        elif shown and _names_a_key(shown[-1]):
             shown.append("***")
         else:
             shown.append(argument)
     return shown
+
+
+def _names_a_key(flag: str) -> bool:
+    return flag.replace("_", "-").endswith("api-key")
 
 
 def package_versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ from tandem.utils.errors import UserError
 
 # What makes a directory a run, and what a run leaves besides.
 RUN_CONTENT = ("rollouts", "weights", "checkpoints", "metrics.jsonl", "events.jsonl")
-RUN_SURROUNDINGS = ("config", "logs", "samples", "dry_run")
+RUN_SURROUNDINGS = ("config", "logs", "samples", "dry_run", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class RunDir:
 
     def refuse_another_run(self, *, resume: bool, clean: bool) -> None:
         if resume and clean:
-            raise UserError(
-                "resume and clean exclude each other: --resume goes on with a run, --clean deletes it"
-            )
+            raise UserError("resume and clean exclude each other: --resume goes on with a run, --clean deletes it")
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
         if self.holds_a_run() and not resume and not clean:

@@ -1,5 +1,6 @@
 """Tiny random models of each family, engines over them, and transformers as the slow reference."""
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -128,3 +129,24 @@ def reference_logprobs(make_model: MakeModel) -> Callable[..., list[float]]:
         return [logprobs[at, token].item() for at, token in zip(positions, completion, strict=True)]
 
     return compute
+
+
+@pytest.fixture
+def hold_after() -> Callable[[NativeEngine, int], threading.Event]:
+    """Pause an engine from within after so many forward passes; the event tells when."""
+
+    def install(engine: NativeEngine, steps: int) -> threading.Event:
+        reached = threading.Event()
+        forward, done = engine.runner.forward, []
+
+        def counted(*arguments: Any) -> torch.Tensor:
+            done.append(1)
+            if len(done) == steps:
+                engine.paused = True
+                reached.set()
+            return forward(*arguments)
+
+        engine.runner.forward = counted  # type: ignore[method-assign]
+        return reached
+
+    return install

@@ -19,6 +19,7 @@ from tandem.models.hf import named_tensors
 
 EOS = 1
 Generate = Callable[[NativeEngine, list[GenerationRequest]], list[list[GeneratedSample]]]
+HoldAfter = Callable[[NativeEngine, int], threading.Event]
 Start = Callable[[NativeEngine, GenerationRequest], "Future[list[GeneratedSample]]"]
 
 
@@ -103,9 +104,7 @@ def test_logprobs_match_transformers_under_any_schedule(
 
 
 def test_tokens_do_not_depend_on_preemption(make_engine: Callable[..., NativeEngine], generate: Generate) -> None:
-    asked = [
-        GenerationRequest(prompt_of(9, i), Sampling(30, seed=i, ignore_eos=True), n=3) for i in range(4)
-    ]
+    asked = [GenerationRequest(prompt_of(9, i), Sampling(30, seed=i, ignore_eos=True), n=3) for i in range(4)]
     roomy = make_engine()
     tight = make_engine(kv_cache_tokens=80)
     preemptions = []
@@ -138,9 +137,7 @@ def test_samples_of_a_prompt_are_prefilled_once_and_share_its_blocks(
     assert used == [2 + 6] * 3
 
 
-def test_more_samples_than_fit_at_once_all_finish(
-    make_engine: Callable[..., NativeEngine], generate: Generate
-) -> None:
+def test_more_samples_than_fit_at_once_all_finish(make_engine: Callable[..., NativeEngine], generate: Generate) -> None:
     engine = make_engine(max_sequences=3, kv_cache_tokens=68)
     [samples] = generate(engine, [GenerationRequest(prompt_of(6), Sampling(5, ignore_eos=True), n=17)])
     assert [len(sample.token_ids) for sample in samples] == [5] * 17
@@ -184,15 +181,15 @@ def test_pause_keeps_requests_waiting_and_resume_answers_them(
     assert len(future.result(timeout=30)[0].token_ids) == 2
 
 
-def test_a_cancelled_request_frees_its_blocks(make_engine: Callable[..., NativeEngine], start: Start) -> None:
+def test_a_cancelled_request_frees_its_blocks(
+    make_engine: Callable[..., NativeEngine], start: Start, hold_after: HoldAfter
+) -> None:
     engine = make_engine()
     blocks = engine.scheduler.blocks
-    stepped = hold_after(engine, steps=3)
+    stepped = hold_after(engine, 3)
     cancelled: list[Any] = []
-    request_id = engine.submit(
-        GenerationRequest(prompt_of(9), Sampling(40, ignore_eos=True), n=3), cancelled.append
-    )
-    stepped.wait(30)
+    request_id = engine.submit(GenerationRequest(prompt_of(9), Sampling(40, ignore_eos=True), n=3), cancelled.append)
+    assert stepped.wait(30)
     held: list[int] = []
     engine.inspect(lambda: held.append(blocks.num_blocks - blocks.num_free))
     engine.cancel(request_id)
@@ -254,19 +251,3 @@ def test_logits_that_are_no_numbers_are_an_error_and_poison_nobody_else(
     engine.inspect(lambda: engine._apply_weights(tensors, 1))
     after = generate(engine, [healthy])
     assert after[0][0].logprobs == before[0][0].logprobs
-
-
-def hold_after(engine: NativeEngine, steps: int) -> threading.Event:
-    """Pause the engine from within after so many forward passes."""
-    reached = threading.Event()
-    forward, done = engine.runner.forward, []
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        done.append(1)
-        if len(done) == steps:
-            engine.paused = True
-            reached.set()
-        return forward(*arguments)
-
-    engine.runner.forward = counted
-    return reached

@@ -88,9 +88,7 @@ class AttentionGroup:
             if window is not None:
                 visible &= distance < window
             # Added to the scores: a mask of booleans would be turned into this one again in every layer.
-            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-                ~visible, -torch.inf
-            )
+            mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
             self.masks[window] = mask.repeat(1, folded_heads, 1)[:, None]
         return self.masks[window]
 
@@ -188,9 +186,7 @@ def _make_group(
     whole = len(tokens) == inside.size
     in_one_run = len(tokens) == tokens[-1] - tokens[0] + 1 and bool((np.diff(tokens) == 1).all())
     return AttentionGroup(
-        tokens=slice(int(tokens[0]), int(tokens[-1]) + 1)
-        if in_one_run
-        else torch.from_numpy(tokens).to(device),
+        tokens=slice(int(tokens[0]), int(tokens[-1]) + 1) if in_one_run else torch.from_numpy(tokens).to(device),
         cells=None if whole else torch.from_numpy(np.flatnonzero(inside)).to(device),
         num_pieces=len(members),
         num_queries=num_queries,

@@ -20,18 +20,14 @@ from tandem.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-def build_engine(
-    config: InferenceConfig, eos_token_ids: list[int], on_failure: Callable[[str], None]
-) -> NativeEngine:
+def build_engine(config: InferenceConfig, eos_token_ids: list[int], on_failure: Callable[[str], None]) -> NativeEngine:
     """Load the model and lay out the cache; the engine is not started yet."""
     device = choose_device(config.device)
     dtype = getattr(torch, config.model.dtype)
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec
     num_blocks = cache_blocks(config, spec, dtype.itemsize, free_memory_bytes(device))
-    cache = KVCache(
-        spec.num_layers, num_blocks, config.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
-    )
+    cache = KVCache(spec.num_layers, num_blocks, config.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
     scheduler = Scheduler(state, blocks, config.tokens_per_step, isolate=config.deterministic)
@@ -62,8 +58,9 @@ def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, f
     affordable = free_bytes // 4 // block_bytes
     if affordable < blocks_per_sequence:
         raise UserError(
-            f"seq_len = {config.seq_len} needs a KV cache of {blocks_per_sequence * block_bytes >> 20} MiB for one "
-            f"sequence, a quarter of the free memory is {free_bytes // 4 >> 20} MiB; lower seq_len, "
+            f"seq_len = {config.seq_len}: the KV cache of one sequence takes "
+            f"{blocks_per_sequence * block_bytes >> 20} MiB, a quarter of the free memory is "
+            f"{free_bytes // 4 >> 20} MiB; lower seq_len, "
             "or set kv_cache_tokens to take more memory"
         )
     return min(config.max_sequences * blocks_per_sequence, affordable)

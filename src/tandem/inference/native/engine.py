@@ -212,9 +212,7 @@ class NativeEngine:
     def _fail_broken(self, rows: Rows) -> None:
         """Requests whose logits are no numbers, as diverged weights give them, are answered with an error."""
         self._cache_is_poisoned = True
-        error = UnusableWeights(
-            f"the logits are not finite: the weights of version {self.version} are unusable"
-        )
+        error = UnusableWeights(f"the logits are not finite: the weights of version {self.version} are unusable")
         requests = {row.request.id: row.request for slot in rows if (row := self.state.samples[slot])}
         for request in requests.values():
             self._drop(request.id)

@@ -33,9 +33,7 @@ class Runner:
         write_to = block * block_size + positions % block_size
         num_blocks = -(-int((start + chunk).max()) // block_size)
         pieces = split_chunks(state.block_table[rows, :num_blocks], start, chunk)
-        context = PagedAttention(
-            self.cache, self._tensor(write_to), make_groups(pieces, block_size, self.device)
-        )
+        context = PagedAttention(self.cache, self._tensor(write_to), make_groups(pieces, block_size, self.device))
         token_ids = self._tensor(state.tokens[token_rows, positions])
         hidden = self.decoder(token_ids, self._tensor(positions), context)
         if len(last) < len(hidden):

@@ -38,7 +38,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int64], NDArr
         divisors = np.where(greedy, np.float32(1), rows.temperature)
         logits = logits / torch.from_numpy(divisors).to(logits.device)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)  # (rows, vocab)
-    tokens = _draw(_truncate(logprobs, rows), rows)
+    u = uniforms(rows.seed, rows.sample_index, rows.position)
+    tokens = invert_cdf(_truncate(logprobs, rows), u)
     if greedy.any():
         is_greedy = torch.from_numpy(greedy).to(logits.device)
         tokens = torch.where(is_greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
@@ -63,11 +64,11 @@ def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _draw(logprobs: Tensor, rows: SamplingRows) -> Tensor:
-    """Inverse of the cumulative distribution at a uniform number; (rows, 1)."""
+def invert_cdf(logprobs: Tensor, uniform: NDArray[np.float32]) -> Tensor:
+    """The first token at which the cumulative distribution passes the row's uniform number; (rows, 1)."""
     cumulative = logprobs.exp().cumsum_(dim=-1)
     total = cumulative[:, -1:]
-    u = torch.from_numpy(uniforms(rows.seed, rows.sample_index, rows.position)).to(logprobs.device)[:, None]
+    u = torch.from_numpy(uniform).to(logprobs.device)[:, None]
     # Below the total even after rounding: the first entry above the target then has probability above zero.
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(u * total, below_total)

@@ -34,9 +34,7 @@ class Fork:
     """What follows from rows having computed all they had: who draws a token, and which blocks to copy."""
 
     drawing: Rows
-    logits_index: (
-        NDArray[np.int64] | None
-    )  # which computed row each drawing row takes its logits from; None: its own
+    logits_index: NDArray[np.int64] | None  # the computed row whose logits each drawing row takes; None: its own
     copy_from: NDArray[np.int64]
     copy_to: NDArray[np.int64]
 
@@ -45,9 +43,7 @@ NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class Scheduler:
-    def __init__(
-        self, state: SlotState, blocks: BlockManager, tokens_per_step: int, *, isolate: bool
-    ) -> None:
+    def __init__(self, state: SlotState, blocks: BlockManager, tokens_per_step: int, *, isolate: bool) -> None:
         """`isolate`: a request's batches must not depend on other requests. Then its samples are admitted in
         waves whose size depends on nothing else, with blocks up to their greatest length."""
         self.state = state
@@ -226,6 +222,4 @@ class Scheduler:
 
     def _slots_of(self, request: Request) -> list[int]:
         samples = self.state.samples
-        return [
-            slot for slot in self.state.admitted() if (sample := samples[slot]) and sample.request is request
-        ]
+        return [slot for slot in self.state.admitted() if (sample := samples[slot]) and sample.request is request]

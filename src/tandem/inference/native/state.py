@@ -123,9 +123,7 @@ class SlotState:
         self.free_slots.append(slot)
         return sample
 
-    def append(
-        self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
-    ) -> None:
+    def append(self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
         """Write one sampled token to each row."""
         at = self.length[rows]
         self.tokens[rows, at] = tokens

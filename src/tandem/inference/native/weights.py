@@ -19,9 +19,7 @@ def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str
     try:
         _verify_files(path, version)
         if ModelSpec.load(path) != decoder.spec:
-            raise WeightUpdateRefused(
-                f"{path} / config.json describes another model than the one being served"
-            )
+            raise WeightUpdateRefused(f"{path} / config.json describes another model than the one being served")
         tensors = read_tensors(path)
         check_tensors(named_tensors(decoder), tensors)
     except WeightUpdateRefused:

@@ -34,8 +34,6 @@ def grpo_loss(streams: PolicyStreams, clip_low: float, clip_high: float) -> Loss
         metrics = {
             "clip_fraction": (gain < unclipped_gain).float().sum(),
             "ratio": ratio.sum(),
-            "mismatch_kl": (
-                ratio - 1 - log_ratio
-            ).sum(),  # k3 estimate of KL(sampling policy || trained policy)
+            "mismatch_kl": (ratio - 1 - log_ratio).sum(),  # k3 estimate of KL(sampling policy || trained policy)
         }
     return LossOutput(-gain.sum(), metrics)

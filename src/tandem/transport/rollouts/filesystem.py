@@ -20,6 +20,7 @@ from tandem.utils.waiting import Deadline, wait_for
 MARKER = "done.json"
 RANK_FILE = "rank_0.safetensors"
 STREAMS = tuple(field.name for field in fields(MicroBatch))
+PER_SEGMENT = ("segment_lengths", "segment_parents")
 
 
 class RolloutWriter:
@@ -35,11 +36,11 @@ class RolloutWriter:
             name: np.concatenate([getattr(micro_batch, name) for micro_batch in batch.micro_batches])
             for name in STREAMS
         }
-        counts = [len(micro_batch.sequence_lengths) for micro_batch in batch.micro_batches]
+        counts = [len(micro_batch.segment_lengths) for micro_batch in batch.micro_batches]
         metadata = {
             "step": str(batch.step),
             "temperature": repr(batch.temperature),
-            "sequences_per_microbatch": json.dumps(counts),
+            "segments_per_microbatch": json.dumps(counts),
         }
         save_file(tensors, staging / RANK_FILE, metadata=metadata)
         publish_directory(staging, final)
@@ -68,9 +69,7 @@ class RolloutReader:
         sizes = read_json(path / MARKER)["files"]
         actual = (path / RANK_FILE).stat().st_size
         if actual != sizes[RANK_FILE]:
-            raise ValueError(
-                f"{path / RANK_FILE} is damaged: {actual} bytes, {sizes[RANK_FILE]} were written"
-            )
+            raise ValueError(f"{path / RANK_FILE} is damaged: {actual} bytes, {sizes[RANK_FILE]} were written")
         return _load(path / RANK_FILE)
 
 
@@ -79,11 +78,12 @@ def _load(path: Path) -> TrainBatch:
         metadata = file.metadata()
         streams = {name: file.get_tensor(name) for name in STREAMS}
     micro_batches = []
-    first_token = first_sequence = 0
-    for num_sequences in json.loads(metadata["sequences_per_microbatch"]):
-        lengths = streams["sequence_lengths"][first_sequence : first_sequence + num_sequences]
-        last_token = first_token + int(lengths.sum())
-        parts = {name: stream[first_token:last_token] for name, stream in streams.items()}
-        micro_batches.append(MicroBatch(**(parts | {"sequence_lengths": lengths})))
-        first_token, first_sequence = last_token, first_sequence + num_sequences
+    first_token = first_segment = 0
+    for num_segments in json.loads(metadata["segments_per_microbatch"]):
+        segments = slice(first_segment, first_segment + num_segments)
+        num_tokens = int(streams["segment_lengths"][segments].sum())
+        tokens = slice(first_token, first_token + num_tokens)
+        parts = {name: stream[segments if name in PER_SEGMENT else tokens] for name, stream in streams.items()}
+        micro_batches.append(MicroBatch(**parts))
+        first_token, first_segment = tokens.stop, segments.stop
     return TrainBatch(int(metadata["step"]), float(metadata["temperature"]), micro_batches)

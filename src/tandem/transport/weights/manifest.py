@@ -48,8 +48,6 @@ def verify_manifest(folder: Path, version: int | None = None) -> None:
         if not path.is_file():
             raise DamagedWeights(f"{path} is missing")
         if path.stat().st_size != expected["size_bytes"]:
-            raise DamagedWeights(
-                f"{path} has {path.stat().st_size} bytes, the manifest says {expected['size_bytes']}"
-            )
+            raise DamagedWeights(f"{path} has {path.stat().st_size} bytes, the manifest says {expected['size_bytes']}")
         if checksum(path) != expected["sha256"]:
             raise DamagedWeights(f"{path} does not match its checksum")

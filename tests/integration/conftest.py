@@ -1,0 +1,61 @@
+"""What integration tests start from: a warmed-up model, a free port, a way to start processes."""
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.integration.processes import Starter, command
+
+
+@pytest.fixture
+def starter() -> Iterator[Starter]:
+    starter = Starter()
+    yield starter
+    starter.end_all()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def warm_model(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, load_script: Callable[[str], ModuleType]
+) -> Path:
+    """The tiny model after a short warm-up with `sft`: right often enough for rewards to tell completions apart."""
+    folder = tmp_path_factory.mktemp("warm")
+    data = folder / "data.jsonl"
+    load_script("reverse_text/make_data").main(data)
+    done = subprocess.run(
+        command(
+            "sft",
+            *("@", "examples/reverse_text/sft.toml"),
+            *("--model.name", str(tiny_model)),
+            *("--data.path", str(data)),
+            *("--output-dir", str(folder / "sft")),
+        ),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "sft" / "weights" / "latest"
+
+
+@pytest.fixture
+def rl_arguments(warm_model: Path, tmp_path: Path, free_port: int) -> list[str]:
+    """The shipped configuration on the warm model, with a port and a run directory of its own."""
+    return [
+        *("@", "examples/reverse_text/rl.toml"),
+        *("--model.name", str(warm_model)),
+        *("--output-dir", str(tmp_path / "run")),
+        *("--inference.server.port", str(free_port)),
+        *("--orchestrator.eval.num-prompts", "32"),
+    ]

@@ -1,0 +1,83 @@
+"""Real processes: started as a user starts them, ended by pid, read through the files they write."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Two cores are shared by everything a test starts: one thread each keeps spinning threads off each other.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def command(entrypoint: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"tandem.entrypoints.{entrypoint}", *arguments]
+
+
+@dataclass
+class Starter:
+    """Starts entrypoints and ends what is left of them."""
+
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, entrypoint: str, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command(entrypoint, *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, entrypoint: str, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        """Run to the end, within a time."""
+        process = self.start(entrypoint, *arguments)
+        output, _ = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    def end_all(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """The processes of a run by name: pid of each entrypoint whose parent is `pid`."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            arguments = (folder / "cmdline").read_text().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid:
+            names = [
+                argument.rpartition(".")[2] for argument in arguments if argument.startswith("tandem.entrypoints.")
+            ]
+            found |= {name: int(folder.name) for name in names}
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,403 @@
+"""The real `inference` process over HTTP."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from tandem.models.hf import named_tensors, new_decoder
+from tandem.models.spec import ModelSpec
+from tandem.transport.weights.filesystem import write_model
+from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.files import write_json
+from tandem.utils.ports import nearest_free_port
+
+KEY = "correct-horse"
+AUTH = {"Authorization": f"Bearer {KEY}"}
+INFERENCE = str(Path(sys.executable).parent / "inference")
+SEQ_LEN = 64
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("POST", "/update_weights"),
+    ("GET", "/docs"),
+    ("GET", "/redoc"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nowhere"),
+    ("GET", "/health/"),
+    ("POST", "//health"),
+]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+LETTERS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz >"]
+
+
+def write_tiny_model(folder: Path, seed: int) -> Path:
+    folder.mkdir()
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(LETTERS),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "dtype": "float32",
+    }
+    write_model(folder, named_tensors(new_decoder(ModelSpec.from_config(config), seed)), config)
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"eos_token": "<eos>", "chat_template": TEMPLATE})
+    return folder
+
+
+def start_server(
+    model_dir: Path, *options: str, command: Sequence[str] = (INFERENCE,)
+) -> tuple[subprocess.Popen[str], httpx.Client]:
+    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    where = ["--model.name", str(model_dir), "--server.port", str(port), "--seq-len", str(SEQ_LEN)]
+    environment = os.environ | {"TANDEM_TEST_KEY": KEY}
+    process = subprocess.Popen(
+        [*command, *where, "--threads", "1", "--server.api-key-var", "TANDEM_TEST_KEY", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=AUTH, timeout=30, trust_env=False)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if client.get("/health").status_code == 200:
+                return process, client
+        except httpx.TransportError:
+            time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"the server did not start: {process.communicate()[0]}")
+
+
+def end(process: subprocess.Popen[str], client: httpx.Client) -> None:
+    client.close()
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[httpx.Client]:
+    process, client = start_server(model_dir)
+    yield client
+    end(process, client)
+
+
+def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer wrong", KEY.encode(), b"Bearer \xff\xfe"])
+def test_every_route_but_health_needs_the_key(
+    server: httpx.Client, method: str, path: str, header: bytes | None
+) -> None:
+    with httpx.Client(base_url=server.base_url, trust_env=False) as bare:
+        headers = {} if header is None else {"Authorization": header}
+        answer = bare.request(method, path, headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_health_is_open_and_says_what_is_served(server: httpx.Client, model_dir: Path) -> None:
+    answer = httpx.get(f"{server.base_url}/health", trust_env=False)
+    assert answer.json() == {"status": "ok", "version": 0, "model": str(model_dir), "paused": False}
+    [entry] = server.get("/v1/models").json()["data"]
+    assert entry["id"] == str(model_dir)
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "de"], [1, 2, 3], [[1, 2, 3], [4, 5]]])
+def test_prompts_in_all_forms(server: httpx.Client, prompt: Any) -> None:
+    answer = complete(server, prompt=prompt, n=2, max_tokens=4, return_token_ids=True, ignore_eos=True)
+    expected = [[1, 2, 3]] * 2 + ([[4, 5]] * 2 if len(prompt) == 2 else [])
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == expected
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+    assert answer["usage"]["completion_tokens"] == 4 * len(expected)
+    assert answer["usage"]["prompt_tokens"] == (5 if len(prompt) == 2 else 3)
+
+
+def test_a_completion_has_tokens_logprobs_versions_and_text(server: httpx.Client) -> None:
+    body = {"prompt": "abc", "max_tokens": 12, "logprobs": 0, "return_token_ids": True, "temperature": 1.5}
+    seen = set()
+    for seed in range(12):
+        [choice] = complete(server, seed=seed, **body)["choices"]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]
+        stopped = choice["finish_reason"] == "stop"
+        seen.add(stopped)
+        assert stopped == (ids[-1] == 0) and 0 not in ids[:-1]
+        assert choice["text"] == "".join(LETTERS[token] for token in (ids[:-1] if stopped else ids))
+        assert logprobs["tokens"] == [LETTERS[token] for token in ids]
+        assert len(logprobs["token_logprobs"]) == len(ids) and max(logprobs["token_logprobs"]) < 0
+        assert logprobs["text_offset"][:2] == [0, len(LETTERS[ids[0]])][: len(ids)]
+        assert choice["weight_versions"] == [0] * len(ids)
+        assert complete(server, seed=seed, **body)["choices"] == [choice]
+    assert seen == {True, False}, "both ways to finish should have been seen"
+
+
+def test_defaults_and_extras_are_left_out_unless_asked_for(server: httpx.Client, model_dir: Path) -> None:
+    answer = complete(server, prompt="abc", ignore_eos=True, model=model_dir.name, stream=False, user="me", echo=False)
+    [choice] = answer["choices"]
+    assert set(choice) == {"index", "text", "finish_reason", "logprobs"} and choice["logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_chat_renders_messages_and_answers_in_openai_shape(server: httpx.Client, model_dir: Path) -> None:
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "kind"}]
+    body = {"model": str(model_dir), "messages": messages, "ignore_eos": True, "logprobs": True, "n": 2}
+    answer = server.post("/v1/chat/completions", json=body | {"return_token_ids": True}).json()
+    first, second = answer["choices"]
+    assert first["prompt_token_ids"] == [LETTERS.index(letter) for letter in "bekind>"]
+    assert len(first["token_ids"]) == SEQ_LEN - 7  # left out, max_tokens is what fits
+    assert first["message"]["role"] == "assistant"
+    entry = first["logprobs"]["content"][0]
+    assert entry["token"] == LETTERS[first["token_ids"][0]] and entry["bytes"] == list(entry["token"].encode())
+    assert first["token_ids"] != second["token_ids"]
+    short = server.post("/v1/chat/completions", json=body | {"max_completion_tokens": 3}).json()
+    assert short["usage"]["completion_tokens"] == 6
+
+
+COMPLETION = {"prompt": "abc", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[1], []]}, "prompt", "empty"),
+    ({"prompt": 3}, "prompt", "must be a string"),
+    ({"prompt": [1, "a"]}, "prompt", "must be a string"),
+    ({"prompt": [1.5]}, "prompt", "must be a string"),
+    ({"prompt": [-1]}, "prompt", "must be a string"),
+    ({"prompt": None}, "prompt", "must be a string"),
+    ({"prompt": [1, len(LETTERS)]}, "prompt", "outside the vocabulary"),
+    ({"prompt": [10**30]}, "prompt", "outside the vocabulary"),
+    ({"prompt": "a" * 64}, "prompt", "at most 63 fit"),
+    ({"prompt": "\ud800"}, "prompt", "not valid Unicode"),
+    ({"prompt": ["a", "\ud800"]}, "prompt", "not valid Unicode"),
+    ({"user": "\ud800", "stream": True}, "stream", "not supported"),
+    ({"max_tokens": 62}, "max_tokens", "at most 61"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 10**30}, "max_tokens", "at most 61"),
+    ({"max_tokens": "3"}, "max_tokens", "integer"),
+    ({"max_tokens": 2.5}, "max_tokens", "integer"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 1025}, "n", "1024"),
+    ({"n": True}, "n", "integer"),
+    ({"prompt": [[1]] * 5, "n": 1000}, "n", "4096"),
+    ({"temperature": -0.1}, "temperature", "greater"),
+    ({"temperature": float("nan")}, "temperature", "finite"),
+    ({"temperature": float("inf")}, "temperature", "finite|less"),
+    ({"temperature": "hot"}, "temperature", "number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.1}, "top_p", "less"),
+    ({"top_k": -2}, "top_k", "greater"),
+    ({"seed": 2**64}, "seed", "less"),
+    ({"stop_token_ids": [99]}, "stop_token_ids", "outside the vocabulary"),
+    ({"stop_token_ids": "a"}, "stop_token_ids", "list"),
+    ({"ignore_eos": "yes"}, "ignore_eos", "boolean"),
+    ({"logprobs": 2}, "logprobs", "not supported"),
+    ({"stream": True}, "stream", "not supported"),
+    ({"stop": "x"}, "stop", "not supported"),
+    ({"echo": True}, "echo", "not supported"),
+    ({"best_of": 2}, "best_of", "not supported"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"logit_bias": {"3": 1.0}}, "logit_bias", "not supported"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+    ({"min_p": 0.1}, "min_p", "unknown field"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "a"}, "messages", "list"),
+    ({"messages": [{"role": "user"}]}, "messages", "missing"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages", "role"),
+    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages", "mood"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
+    ({"messages": [{"role": "user", "content": "a" * 70}]}, "messages", "at most 63"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens", "differ"),
+    ({"logprobs": 1}, "logprobs", "boolean"),
+    ({"top_logprobs": 3}, "top_logprobs", "not supported"),
+    ({"tools": []}, "tools", "unknown field"),
+]
+BAD = [("/v1/completions", COMPLETION | body, *why) for body, *why in BAD_COMPLETIONS] + [
+    ("/v1/chat/completions", CHAT | body, *why) for body, *why in BAD_CHATS
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), BAD)
+def test_bad_fields_are_refused_by_name(
+    server: httpx.Client, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    content = json.dumps(body).encode()  # NaN and lone surrogates included, as a careless client would
+    answer = server.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert any(part in error["message"] for part in message.split("|")), error["message"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 5000, b'{"prompt": "a"'])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/update_weights"])
+def test_bodies_that_are_no_request_are_refused(server: httpx.Client, path: str, content: bytes) -> None:
+    answer = server.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_other_errors_have_the_same_shape(server: httpx.Client, model_dir: Path) -> None:
+    other = server.post("/v1/completions", json=COMPLETION | {"model": "gpt"})
+    assert other.status_code == 404
+    assert other.json()["error"]["param"] == "model" and str(model_dir) in other.json()["error"]["message"]
+    nowhere = server.get("/nowhere")
+    assert nowhere.status_code == 404 and "/nowhere" in nowhere.json()["error"]["message"]
+    assert server.get("/v1/completions").status_code == 405
+    assert server.get("/v1/completions").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_weights_are_updated_or_refused(server: httpx.Client, model_dir: Path, tmp_path: Path) -> None:
+    new = write_tiny_model(tmp_path / "new", seed=1)
+    body = {"path": str(new), "version": 4}
+    refused = server.post("/update_weights", json=body)
+    assert refused.status_code == 400 and "manifest.json" in refused.json()["error"]["message"]
+    assert server.post("/update_weights", json={"path": str(new), "version": "4"}).status_code == 400
+    assert server.get("/health").json()["version"] == 0
+
+    ask = COMPLETION | {"temperature": 0, "logprobs": 0, "return_token_ids": True}
+    before = complete(server, **ask)["choices"][0]
+    write_manifest(new, 4)
+    assert server.post("/update_weights", json=body).json() == {"version": 4}
+    after = complete(server, **ask)["choices"][0]
+    assert set(after["weight_versions"]) == {4}
+    assert after["logprobs"]["token_logprobs"] != before["logprobs"]["token_logprobs"]
+    assert server.get("/health").json()["version"] == 4
+
+
+def test_pause_and_resume(server: httpx.Client) -> None:
+    assert server.post("/pause").json() == {"paused": True}
+    assert server.get("/health").json()["paused"] is True
+    with pytest.raises(httpx.ReadTimeout):
+        server.post("/v1/completions", json=COMPLETION, timeout=0.3)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(server.post, "/v1/completions", json=COMPLETION)
+        assert server.post("/resume").json() == {"paused": False}
+        assert waiting.result(timeout=30).status_code == 200
+
+
+def test_sigterm_lets_running_requests_finish(model_dir: Path) -> None:
+    process, client = start_server(model_dir, "--drain-timeout-s", "30")
+    try:
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": "abc", "max_tokens": 60, "n": 1000, "ignore_eos": True}
+            running = pool.submit(client.post, "/v1/completions", json=body)
+            time.sleep(0.3)
+            assert not running.done(), "too fast to be drained"
+            process.send_signal(signal.SIGTERM)
+            assert len(running.result(timeout=60).json()["choices"]) == 1000
+        assert process.wait(timeout=20) == 0
+    finally:
+        end(process, client)
+
+
+def test_sigterm_does_not_wait_for_ever(model_dir: Path) -> None:
+    process, client = start_server(model_dir, "--drain-timeout-s", "0.2")
+    try:
+        client.post("/pause")
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(client.post, "/v1/completions", json=COMPLETION)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0
+            assert running.exception(timeout=20) is not None or running.result().status_code >= 500
+    finally:
+        end(process, client)
+
+
+def run_inference(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([INFERENCE, *options], capture_output=True, text=True, timeout=60)
+
+
+def test_a_port_in_use_is_refused_with_a_free_one(model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_inference("--model.name", str(model_dir), "--server.port", str(port))
+    assert result.returncode == 2
+    assert f"server.port = {port}" in result.stderr and "is free" in result.stderr
+    assert result.stdout == "", "nothing may have been loaded"
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    missing = run_inference("--model.name", str(tmp_path / "none"))
+    assert missing.returncode == 2 and f"model.name = '{tmp_path / 'none'}'" in missing.stderr
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    empty = run_inference("--model.name", str(tmp_path / "empty"))
+    assert empty.returncode == 2 and "holds no weights" in empty.stderr
+
+
+def test_a_client_that_goes_away_leaves_nothing_running(model_dir: Path) -> None:
+    process, client = start_server(model_dir, "--max-sequences", "2")
+    try:
+        # Minutes of work for two sequences at a time: only if it is dropped is the next one answered soon.
+        body = {"prompt": "abc", "max_tokens": 60, "n": 1024, "ignore_eos": True}
+        for _ in range(8):
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.1)
+        started = time.monotonic()
+        assert client.post("/v1/completions", json=COMPLETION).status_code == 200
+        assert time.monotonic() - started < 5
+    finally:
+        end(process, client)
+
+
+BROKEN = """
+import tandem.inference.native.runner as runner
+def forward(*arguments): raise RuntimeError("out of luck")
+runner.Runner.forward = forward
+from tandem.entrypoints.inference import main
+main()
+"""
+
+
+def test_an_engine_that_fails_answers_and_ends_the_process(model_dir: Path) -> None:
+    process, client = start_server(model_dir, command=[sys.executable, "-c", BROKEN])
+    try:
+        answer = client.post("/v1/completions", json=COMPLETION)
+        assert answer.status_code == 503 and "out of luck" in answer.json()["error"]["message"]
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == 1 and "inference: the engine failed: RuntimeError: out of luck" in output
+    finally:
+        end(process, client)

@@ -1,0 +1,181 @@
+"""A whole run: three processes, through HTTP and the run directory, and reward rises."""
+
+import json
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tandem.transport.checkpoints import newest_checkpoint
+from tandem.transport.weights.manifest import verify_manifest
+from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.run_dir import RunDir
+
+
+def succeed(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout
+
+
+def rewards(run_dir: RunDir) -> list[float]:
+    return [line["reward/mean"] for line in read_json_lines(run_dir.metrics) if "reward/mean" in line]
+
+
+def test_reward_rises_and_the_run_directory_is_complete(starter, rl_arguments, tmp_path):
+    done = starter.run("rl", *rl_arguments, "--max-steps", "30", "--orchestrator.eval.every", "10")
+    succeed(done)
+    run_dir = RunDir(tmp_path / "run")
+    curve = rewards(run_dir)
+    assert len(curve) == 30
+    assert statistics.fmean(curve[-5:]) > statistics.fmean(curve[:5]) + 0.05
+
+    lines = read_json_lines(run_dir.metrics)
+    assert [line["step"] for line in lines if line["process"] == "trainer"] == list(range(1, 31))
+    assert [line["step"] for line in lines if "eval/reward" in line][0] == 0
+    assert [line["step"] for line in lines if "eval/reward" in line][-1] == 30
+    assert max(line["staleness/max"] for line in lines if "staleness/max" in line) == 1
+    # Trainer and engine run one model definition: at staleness 0 and 1 their log-probs all but agree.
+    assert max(line["mismatch_kl"] for line in lines if "mismatch_kl" in line) < 0.05
+    assert {event["process"] for event in read_json_lines(run_dir.events) if event["event"] == "finished"} == {
+        "orchestrator",
+        "trainer",
+    }
+    verify_manifest(run_dir.weights / "latest", 30)
+    assert len(list(run_dir.weights.glob("step_*"))) <= 4
+    samples = read_json_lines(run_dir.samples(30))
+    assert len(samples) == 128 and {"completion", "reward", "advantage", "oldest_version"} <= samples[0].keys()
+    for name in ("rl", "inference", "orchestrator", "trainer", "versions"):
+        assert read_json(run_dir.config / f"{name}.json")
+    for name in ("inference", "orchestrator", "trainer"):
+        assert run_dir.log(name).read_text()
+    assert "Held-out reward" in done.stdout and str(run_dir.root) in done.stdout
+    assert "orchestrator │" in done.stdout and "trainer │" in done.stdout
+
+
+def weights_of(run: Path, step: int) -> bytes:
+    return (run / "weights" / f"step_{step:06d}" / "model.safetensors").read_bytes()
+
+
+ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestrator.prompts-per-step", "4"]
+
+
+def test_deterministic_runs_are_bit_identical(starter, rl_arguments, tmp_path):
+    for name in ("one", "two"):
+        arguments = [*rl_arguments, *ON_POLICY, "--max-steps", "4", "--output-dir", str(tmp_path / name)]
+        succeed(starter.run("rl", *arguments))
+    assert weights_of(tmp_path / "one", 4) == weights_of(tmp_path / "two", 4)
+    assert weights_of(tmp_path / "one", 4) != weights_of(tmp_path / "one", 3)
+    one, two = ((tmp_path / name / "samples" / "step_000004.jsonl").read_text() for name in ("one", "two"))
+    assert one == two
+
+
+def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp_path):
+    on_policy = [*rl_arguments, *ON_POLICY, "--checkpoint.every", "2"]
+    succeed(starter.run("rl", *on_policy, "--max-steps", "6", "--output-dir", str(tmp_path / "whole")))
+    # The second run stops after step 5, one step past its newest checkpoint.
+    halves = [*on_policy, "--output-dir", str(tmp_path / "halves")]
+    succeed(starter.run("rl", *halves, "--max-steps", "5"))
+    assert newest_checkpoint(RunDir(tmp_path / "halves")) == 4
+    resumed = starter.run("rl", *halves, "--max-steps", "6", "--resume")
+    succeed(resumed)
+    assert "resuming after step 4" in resumed.stdout
+    assert weights_of(tmp_path / "whole", 6) == weights_of(tmp_path / "halves", 6)
+
+
+def test_resume_without_overlap_loses_no_task(starter, rl_arguments, tmp_path):
+    """Asynchronous: groups that were under way at the checkpoint are made again after it."""
+    arguments = [*rl_arguments, "--orchestrator.prompts-per-step", "4", "--checkpoint.every", "3"]
+    succeed(starter.run("rl", *arguments, "--max-steps", "4"))
+    succeed(starter.run("rl", *arguments, "--max-steps", "8", "--resume"))
+    trained = [
+        sample["task"]
+        for step in [*range(1, 4), *range(4, 9)]
+        for sample in read_json_lines(RunDir(tmp_path / "run").samples(step))[::8]
+    ]
+    assert len(trained) == len(set(trained)) == 32
+
+
+def test_a_server_kept_alive_serves_run_after_run(starter, rl_arguments, warm_model, free_port, tmp_path):
+    server = starter.start(
+        "inference",
+        "--model.name",
+        str(warm_model),
+        "--server.port",
+        str(free_port),
+        "--seq-len",
+        "64",
+        "--threads",
+        "1",
+    )
+    shared = tmp_path / "no_inference.toml"
+    lines = Path("examples/reverse_text/rl.toml").read_text().split("[inference]")[0]
+    shared.write_text(lines)
+    first_rewards = []
+    for name in ("one", "two"):
+        arguments = [
+            *("@", str(shared), "--model.name", str(warm_model), "--output-dir", str(tmp_path / name)),
+            *("--orchestrator.client.base-url", f"http://127.0.0.1:{free_port}", "--max-steps", "3"),
+        ]
+        for _ in range(100):
+            done = starter.run("rl", *arguments)
+            if "no inference server answers" not in done.stdout:
+                break
+        succeed(done)
+        first_rewards.append(read_json_lines(RunDir(tmp_path / name).metrics)[0]["eval/reward"])
+    assert first_rewards[0] == first_rewards[1]  # the second run starts from version 0 again
+    assert server.poll() is None
+
+
+def test_the_three_processes_can_be_started_by_hand_in_any_order(starter, rl_arguments, tmp_path):
+    succeed(starter.run("rl", *rl_arguments, "--max-steps", "2", "--dry-run"))
+    folder = tmp_path / "run" / "dry_run"
+    assert not (tmp_path / "run" / "weights").exists()
+    trainer = starter.start("trainer", "@", str(folder / "trainer.json"))
+    orchestrator = starter.start("orchestrator", "@", str(folder / "orchestrator.json"))
+    inference = starter.start("inference", "@", str(folder / "inference.json"))
+    assert trainer.wait(timeout=120) == 0
+    assert orchestrator.wait(timeout=120) == 0
+    verify_manifest(tmp_path / "run" / "weights" / "latest", 2)
+    inference.terminate()
+    assert inference.wait(timeout=20) == 0
+
+
+def test_three_files_do_what_one_does(starter, rl_arguments, tmp_path, warm_model, free_port):
+    one = tmp_path / "one"
+    succeed(starter.run("rl", *rl_arguments, "--output-dir", str(one), "--dry-run"))
+    folder = Path("examples/reverse_text/three_files")
+    three = tmp_path / "three"
+    succeed(
+        starter.run(
+            "rl",
+            *("--trainer", "@", str(folder / "trainer.toml")),
+            *("--orchestrator", "@", str(folder / "orchestrator.toml")),
+            *("--inference", "@", str(folder / "inference.toml")),
+            *("--model.name", str(warm_model), "--output-dir", str(three), "--dry-run"),
+            *("--inference.server.port", str(free_port), "--orchestrator.eval.num-prompts", "32"),
+        )
+    )
+    for name in ("trainer", "orchestrator", "inference"):
+        expected = json.loads(json.dumps(read_json(one / "dry_run" / f"{name}.json")).replace(str(one), str(three)))
+        assert read_json(three / "dry_run" / f"{name}.json") == expected
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_metrics_reach_a_tracker_once(starter, rl_arguments, tmp_path, tracker):
+    done = starter.run(
+        "rl",
+        *rl_arguments,
+        *("--max-steps", "2", "--orchestrator.prompts-per-step", "2"),
+        *("--orchestrator.metrics.report-to", tracker, "--orchestrator.metrics.wandb-mode", "offline"),
+    )
+    succeed(done)
+    folder = tmp_path / "run" / tracker
+    assert any(path.is_file() and path.stat().st_size > 0 for path in folder.rglob("*"))
+
+
+def test_published_weights_differ_from_step_to_step(starter, rl_arguments, tmp_path):
+    succeed(starter.run("rl", *rl_arguments, "--max-steps", "2", "--orchestrator.prompts-per-step", "2"))
+    first, second = (load_file(tmp_path / "run" / "weights" / f"step_00000{n}" / "model.safetensors") for n in (1, 2))
+    assert first.keys() == second.keys()
+    assert any((first[name] != second[name]).any() for name in first)

@@ -1,0 +1,175 @@
+"""Every mistake gets the key, the value, and what would be right."""
+
+import pytest
+
+from tandem.config.inference import InferenceConfig, ServerConfig
+from tandem.config.orchestrator import ClientConfig, OrchestratorConfig
+from tandem.config.sft import SFTConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.utils.errors import UserError
+
+MODEL = ("--model.name", "m")
+
+
+def test_an_unknown_key_in_a_file(refusal, rl_toml, tmp_path) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text("max_stepps = 5\n")
+    assert refusal("@", rl_toml, "@", str(more)) == (
+        "unknown key 'max_stepps' (value 5); did you mean 'max_steps'?"
+    )
+
+
+def test_an_unknown_key_below_a_section(refusal, rl_toml, tmp_path) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text("[orchestrator.sampling]\ntemprature = 0.5\n")
+    assert refusal("@", rl_toml, "@", str(more)) == (
+        "unknown key 'orchestrator.sampling.temprature' (value 0.5); did you mean 'temperature'?"
+    )
+
+
+def test_an_unknown_key_in_an_optional_section(refusal, rl_toml) -> None:
+    assert refusal("@", rl_toml, "--inference.server.prot", "9") == (
+        "unknown key 'inference.server.prot' (value '9'); did you mean 'port'?"
+    )
+
+
+def test_an_unknown_flag(refusal) -> None:
+    assert refusal(*MODEL, "--optimizer.learning-rate", "1", cls=TrainerConfig).startswith(
+        "unknown key 'optimizer.learning_rate' (value '1'); known here: betas, eps, lr, max_grad_norm, weight_decay"
+    )
+
+
+def test_a_misspelt_section(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--trianer", "@", rl_toml)
+    assert "unknown key 'trianer'" in message and "did you mean 'trainer'?" in message
+
+
+def test_several_problems_are_all_named(refusal) -> None:
+    message = refusal(*MODEL, "--max-stps", "3", "--log-level", "loud", cls=TrainerConfig)
+    first, *rest = message.splitlines()
+    assert first == "2 problems in the configuration:"
+    assert len(rest) == 2 and "'max_stps'" in message and "'loud'" in message
+
+
+def test_a_wrong_type(refusal) -> None:
+    assert refusal(*MODEL, "--max-steps", "three", cls=TrainerConfig) == (
+        "max_steps = 'three' is not valid: input should be a valid integer, unable to parse string as an integer"
+    )
+
+
+def test_a_shared_value_of_a_wrong_type(refusal, rl_toml) -> None:
+    assert "max_steps = 'three' is not valid" in refusal("@", rl_toml, "--max-steps", "three")
+
+
+def test_a_section_that_is_no_table(refusal, rl_toml, tmp_path) -> None:
+    more = tmp_path / "more.json"
+    more.write_text('{"trainer": 5}')
+    assert "trainer = 5 is not valid" in refusal("@", rl_toml, "@", str(more))
+
+
+def test_a_value_out_of_range(refusal) -> None:
+    assert refusal(*MODEL, "--loss.clip-low", "1.5", cls=TrainerConfig) == (
+        "loss.clip_low = '1.5' is not valid: input should be less than 1"
+    )
+    assert "server.port = '70000' is not valid" in refusal(*MODEL, "--server.port", "70000", cls=InferenceConfig)
+
+
+def test_a_choice_that_is_none_of_the_choices(refusal) -> None:
+    assert refusal(*MODEL, "--scheduler.type", "linea", cls=TrainerConfig) == (
+        "scheduler.type = 'linea' is not valid; did you mean 'linear'? (one of: constant, linear, cosine)"
+    )
+    assert refusal(*MODEL, "--log-level", "zzz", cls=TrainerConfig) == (
+        "log_level = 'zzz' is not valid; one of: debug, info, warning, error"
+    )
+
+
+def test_a_required_value_that_is_missing(refusal) -> None:
+    assert refusal("--model.dtype", "bfloat16", cls=TrainerConfig) == (
+        "model.name is required and was not given; set it in the file or with --model.name"
+    )
+    message = refusal(*MODEL, "--data.shuffle", "False", cls=SFTConfig)
+    assert message == "data.path is required and was not given; set it in the file or with --data.path"
+
+
+def test_a_required_table_that_is_missing(refusal) -> None:
+    message = refusal("--max-steps", "3", cls=TrainerConfig)
+    assert message.startswith("model is required and was not given")
+
+
+def test_a_flag_without_its_value(refusal, rl_toml) -> None:
+    assert refusal("@", rl_toml, "--max-steps") == "--max-steps requires a value"
+
+
+def test_a_stray_argument(refusal, rl_toml) -> None:
+    assert "stray" in refusal("@", rl_toml, "stray")
+
+
+def test_a_group_of_one(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--orchestrator.group-size", "1")
+    assert "group_size = 1 with advantage.type = 'grpo'" in message
+    assert message.endswith("the nearest valid group_size is 2")
+
+
+def test_deterministic_with_staleness(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--deterministic", "--orchestrator.max-staleness", "2")
+    assert "deterministic = true needs max_staleness = 0, not 2" in message
+
+
+def test_max_tokens_that_leave_no_room_for_a_prompt(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--orchestrator.sampling.max-tokens", "64")
+    assert "sampling.max_tokens = 64 leaves no room for a prompt in seq_len = 64" in message
+    assert message.endswith("the largest valid value is 63")
+
+
+@pytest.mark.parametrize("cls", [OrchestratorConfig, SFTConfig])
+def test_a_microbatch_shorter_than_a_sequence(refusal, cls) -> None:
+    data = ("--data.path", "d.jsonl") if cls is SFTConfig else ()
+    message = refusal(*MODEL, *data, "--seq-len", "256", "--tokens-per-microbatch", "255", cls=cls)
+    assert "tokens_per_microbatch = 255 cannot hold one sequence of seq_len = 256" in message
+    assert message.endswith("the smallest valid value is 256")
+
+
+def test_a_cache_shorter_than_a_sequence(refusal) -> None:
+    message = refusal(*MODEL, "--seq-len", "64", "--kv-cache-tokens", "79", cls=InferenceConfig)
+    assert "kv_cache_tokens = 79 cannot hold one sequence of seq_len = 64; give at least 80" in message
+
+
+def test_a_client_that_misses_the_server(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--orchestrator.client.base-url", "http://127.0.0.1:9000")
+    assert "orchestrator.client.base_url = 'http://127.0.0.1:9000' does not lead to the server" in message
+    assert "inference.server.port = 8000" in message
+
+
+def test_a_reachable_host_without_a_key(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--inference.server.host", "0.0.0.0")
+    assert "inference.server: host = '0.0.0.0' is reachable from other machines and no API key is set" in message
+    assert "api_key_var" in message and "allow_unauthenticated" in message
+
+
+def test_a_reachable_host_is_fine_with_a_key_or_on_request() -> None:
+    assert ServerConfig(host="0.0.0.0", api_key="k").url == "http://127.0.0.1:8000"
+    assert ServerConfig(host="10.0.0.7", port=9, api_key_var="K").url == "http://10.0.0.7:9"
+    assert ServerConfig(host="0.0.0.0", allow_unauthenticated=True).api_key is None
+
+
+def test_a_key_given_twice(refusal, rl_toml) -> None:
+    for section in ("inference.server", "orchestrator.client"):
+        message = refusal("@", rl_toml, f"--{section}.api-key", "k", f"--{section}.api-key-var", "K")
+        assert f"{section}: api_key and api_key_var are both given; give one of them" in message
+
+
+def test_keys_that_contradict_each_other(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--inference.server.api-key", "one", "--orchestrator.client.api-key", "two")
+    assert "inference.server.api_key" in message and "orchestrator.client.api_key" in message
+    assert "one" not in message.replace("one of", "") and "two" not in message
+
+
+@pytest.mark.parametrize(("config", "option"), [(ServerConfig, "server"), (ClientConfig, "client")])
+def test_an_api_key_variable_that_is_not_set(monkeypatch, config, option) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(UserError, match=rf"{option}\.api_key_var = 'NO_SUCH_KEY' names an environment variable"):
+        config(api_key_var="NO_SUCH_KEY").resolve_api_key()
+    monkeypatch.setenv("NO_SUCH_KEY", "secret")
+    assert config(api_key_var="NO_SUCH_KEY").resolve_api_key() == "secret"
+    assert config(api_key="plain").resolve_api_key() == "plain"
+    assert config().resolve_api_key() is None

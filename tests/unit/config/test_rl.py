@@ -1,0 +1,145 @@
+"""Shared values: given once, anywhere; given twice, the same."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.config.rl import SECTIONS, SHARED_KEYS, RLConfig, share_values
+
+PLACES = ("", "trainer", "orchestrator", "inference")
+SCALARS: dict[tuple[str, ...], st.SearchStrategy[Any]] = {
+    ("model", "name"): st.sampled_from(["m/one", "m/two"]),
+    ("model", "dtype"): st.sampled_from(["float32", "bfloat16"]),
+    ("output_dir",): st.sampled_from(["out/a", "out/b"]),
+    ("max_steps",): st.integers(1, 500),
+    ("seq_len",): st.integers(200, 4096),
+    ("seed",): st.integers(0, 9),
+    ("checkpoint", "every"): st.integers(1, 9),
+    ("checkpoint", "keep_last"): st.integers(1, 9),
+    ("resume",): st.booleans(),
+    ("log_level",): st.sampled_from(["debug", "error"]),
+}
+
+
+def has(place: str, path: tuple[str, ...]) -> bool:
+    return place == "" or path[0] in SECTIONS[place].model_fields
+
+
+def put(tree: dict[str, Any], place: str, path: tuple[str, ...], value: Any) -> None:
+    for key in [*([place] if place else []), *path[:-1]]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def value_at(tree: dict[str, Any], place: str, path: tuple[str, ...]) -> Any:
+    value: Any = tree[place] if place else tree
+    for key in path:
+        value = value[key]
+    return value
+
+
+@st.composite
+def consistent_trees(draw: st.DrawFn) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:
+    """Any shared values, each given at one or more places that have it, always the same."""
+    tree: dict[str, Any] = {"inference": {}}
+    given_values: dict[tuple[str, ...], Any] = {}
+    for path, strategy in SCALARS.items():
+        owners = [place for place in PLACES if has(place, path)]
+        places = draw(st.lists(st.sampled_from(owners), unique=True, max_size=len(owners)))
+        value = draw(strategy)
+        for place in places:
+            put(tree, place, path, value)
+            given_values[path] = value
+    return tree, given_values
+
+
+def test_every_shared_key_is_tried() -> None:
+    assert {path[0] for path in SCALARS} | {"deterministic"} == set(SHARED_KEYS)
+
+
+@settings(max_examples=40)
+@given(consistent_trees())
+def test_a_value_given_anywhere_reaches_all_that_have_it(case: tuple[dict, dict]) -> None:
+    tree, given_values = case
+    before = copy.deepcopy(tree)
+    spread = share_values(tree)
+    assert tree == before
+    for path, value in given_values.items():
+        for place in PLACES:
+            if has(place, path):
+                assert value_at(spread, place, path) == value
+
+
+@settings(max_examples=40)
+@given(consistent_trees())
+def test_nothing_else_is_invented(case: tuple[dict, dict]) -> None:
+    tree, given_values = case
+    spread = share_values(tree)
+    for path in set(SCALARS) - set(given_values):
+        for place in PLACES:
+            if has(place, path):
+                with pytest.raises(KeyError):
+                    value_at(spread, place, path)
+
+
+@settings(max_examples=40)
+@given(consistent_trees())
+def test_spreading_twice_changes_nothing(case: tuple[dict, dict]) -> None:
+    once = share_values(case[0])
+    assert share_values(once) == once
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_contradictions_are_refused_naming_both(data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from([path for path in SCALARS if path != ("resume",)]))
+    owners = [place for place in PLACES if has(place, path)]
+    first, second = data.draw(st.permutations(owners))[:2]
+    value = data.draw(SCALARS[path])
+    other = data.draw(SCALARS[path].filter(lambda candidate: candidate != value))
+    tree: dict[str, Any] = {"inference": {}}
+    put(tree, first, path, value)
+    put(tree, second, path, other)
+    with pytest.raises(ValueError, match="contradict each other") as caught:
+        share_values(tree)
+    dotted = ".".join(path)
+    for place, shown in ((first, value), (second, other)):
+        name = f"{place}.{dotted}" if place else dotted
+        assert f"{name} = {shown!r}" in str(caught.value)
+
+
+def test_the_spread_values_validate() -> None:
+    config = RLConfig.model_validate(
+        {
+            "trainer": {"model": {"name": "m"}, "max_steps": 7},
+            "orchestrator": {"model": {"dtype": "bfloat16"}, "seq_len": 256},
+            "inference": {},
+            "checkpoint": {"every": 3},
+        }
+    )
+    assert config.inference is not None
+    for section in (config, config.trainer, config.orchestrator, config.inference):
+        assert (str(section.model.name), section.model.dtype) == ("m", "bfloat16")
+    assert config.max_steps == config.orchestrator.max_steps == 7
+    assert config.seq_len == config.inference.seq_len == 256
+    assert config.trainer.checkpoint.every == config.orchestrator.checkpoint.every == 3
+
+
+def test_without_an_inference_section_no_server_is_started() -> None:
+    assert RLConfig.model_validate({"model": {"name": "m"}}).inference is None
+
+
+def test_the_client_is_led_to_the_server() -> None:
+    server = {"host": "0.0.0.0", "port": 9001, "api_key": "k"}
+    config = RLConfig.model_validate({"model": {"name": "m"}, "inference": {"server": server}})
+    assert config.orchestrator.client.base_url == "http://127.0.0.1:9001"
+    assert config.orchestrator.client.api_key == "k"
+
+
+def test_a_client_with_its_own_key_variable_keeps_it() -> None:
+    tree = {"model": {"name": "m"}, "inference": {"server": {"api_key": "k"}}}
+    config = RLConfig.model_validate(tree | {"orchestrator": {"client": {"api_key_var": "K"}}})
+    assert (config.orchestrator.client.api_key, config.orchestrator.client.api_key_var) == (None, "K")

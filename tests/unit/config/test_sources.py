@@ -1,0 +1,158 @@
+"""Config files on the command line, merged from left to right."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.config.sources import extract_files, merge, nest, read_config_file
+from tandem.utils.errors import UserError
+
+keys = st.sampled_from(["a", "b", "c", "d"])
+values = st.integers(0, 3) | st.text("xyz", max_size=2) | st.lists(st.integers(0, 3), max_size=2) | st.none()
+trees = st.recursive(
+    st.dictionaries(keys, values, max_size=4),
+    lambda inner: st.dictionaries(keys, values | inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def leaves(tree: dict, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], object]:
+    found: dict[tuple[str, ...], object] = {}
+    for key, value in tree.items():
+        found |= leaves(value, (*path, key)) if isinstance(value, dict) and value else {(*path, key): value}
+    return found
+
+
+def test_merge_by_hand() -> None:
+    base = {"a": {"x": 1, "y": 2}, "b": 1, "c": {"z": 1}}
+    override = {"a": {"y": 3}, "b": {"w": 1}, "c": 4}
+    assert merge(base, override) == {"a": {"x": 1, "y": 3}, "b": {"w": 1}, "c": 4}
+
+
+@given(trees, trees)
+def test_the_right_side_wins_and_what_only_the_left_has_stays(left: dict, right: dict) -> None:
+    merged = leaves(merge(left, right))
+    right_leaves = leaves(right)
+    for path, value in right_leaves.items():
+        if value != {}:  # an empty table adds nothing to a full one
+            assert merged[path] == value
+    for path, value in leaves(left).items():
+        hidden = any(
+            path[: len(other)] == other or other[: len(path)] == path for other in right_leaves if other != path
+        )
+        if path not in right_leaves and not hidden:
+            assert merged[path] == value
+
+
+@given(trees, trees)
+def test_merge_leaves_its_inputs_alone(left: dict, right: dict) -> None:
+    before = copy.deepcopy((left, right))
+    merge(left, right)
+    assert (left, right) == before
+
+
+def tables_agree(*given_trees: dict) -> bool:
+    """Whether no key is a table in one tree and a value in another."""
+    kinds: dict[str, set[bool]] = {}
+    below: dict[str, list[dict]] = {}
+    for tree in given_trees:
+        for key, value in tree.items():
+            kinds.setdefault(key, set()).add(isinstance(value, dict))
+            if isinstance(value, dict):
+                below.setdefault(key, []).append(value)
+    return all(len(kind) == 1 for kind in kinds.values()) and all(tables_agree(*inner) for inner in below.values())
+
+
+@given(trees, trees, trees)
+def test_merge_is_associative(first: dict, second: dict, third: dict) -> None:
+    # A value between two tables cuts the first off from the last; config files that agree on their shape have none.
+    if tables_agree(first, second, third):
+        assert merge(merge(first, second), third) == merge(first, merge(second, third))
+
+
+@given(trees)
+def test_merging_with_nothing_or_with_itself_changes_nothing(tree: dict) -> None:
+    assert merge(tree, {}) == merge({}, tree) == merge(tree, tree) == tree
+
+
+def test_nest() -> None:
+    assert nest(["a", "b"], {"c": 1}) == {"a": {"b": {"c": 1}}}
+    assert nest([], {"c": 1}) == {"c": 1}
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_files_apply_from_left_to_right(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.toml", "a = 1\nb = 1\n[t]\nx = 1\ny = 1")
+    two = write(tmp_path / "two.toml", "b = 2\n[t]\ny = 2")
+    assert extract_files(["@", one, "@", two])[0] == {"a": 1, "b": 2, "t": {"x": 1, "y": 2}}
+    assert extract_files(["@", two, f"@{one}"])[0] == {"a": 1, "b": 1, "t": {"x": 1, "y": 1}}
+
+
+def test_section_files_land_in_their_section_and_flags_are_left(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.toml", "a = 1\nb = 1")
+    two = write(tmp_path / "two.toml", "b = 2")
+    arguments = ["--trainer", "@", one, "--trainer", "@", two, "--trainer.loss-part", f"@{two}", "--steps", "3"]
+    tree, flags = extract_files(arguments)
+    assert tree == {"trainer": {"a": 1, "b": 2, "loss_part": {"b": 2}}}
+    assert flags == ["--steps", "3"]
+
+
+def test_toml_yaml_and_json_say_the_same(tmp_path: Path) -> None:
+    tree = {"a": 1, "b": "two", "c": {"d": [1, 2], "e": True, "f": 0.5}}
+    files = {
+        "c.json": json.dumps(tree),
+        "c.yaml": yaml.safe_dump(tree),
+        "c.yml": yaml.safe_dump(tree),
+        "c.toml": 'a = 1\nb = "two"\n[c]\nd = [1, 2]\ne = true\nf = 0.5\n',
+    }
+    for name, text in files.items():
+        assert read_config_file(Path(write(tmp_path / name, text))) == tree, name
+
+
+def test_an_empty_yaml_file_says_nothing(tmp_path: Path) -> None:
+    assert read_config_file(Path(write(tmp_path / "c.yaml", "# nothing\n"))) == {}
+
+
+def test_a_missing_file_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    write(tmp_path / "rl.toml", "")
+    write(tmp_path / "zebra.toml", "")
+    with pytest.raises(UserError, match=r"rk\.toml' does not exist; did you mean '.*/rl\.toml'\?"):
+        read_config_file(tmp_path / "rk.toml")
+    with pytest.raises(UserError, match=r"does not exist; there is no directory '.*/nowhere'"):
+        read_config_file(tmp_path / "nowhere" / "rl.toml")
+
+
+def test_a_missing_file_in_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rl\.toml' does not exist$"):
+        read_config_file(tmp_path / "rl.toml")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"c\.ini' must end in one of: \.toml, \.yaml, \.yml, \.json"):
+        read_config_file(Path(write(tmp_path / "c.ini", "a=1")))
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.toml", "a = "), ("c.json", "{"), ("c.yaml", "a: [1")])
+def test_a_malformed_file_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(UserError, match=rf"{name}' cannot be read: "):
+        read_config_file(Path(write(tmp_path / name, text)))
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.json", "[1, 2]"), ("c.yaml", "- 1\n- 2\n")])
+def test_a_list_at_the_top_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(UserError, match="must hold a table of keys, not a list"):
+        read_config_file(Path(write(tmp_path / name, text)))
+
+
+def test_an_at_sign_at_the_end_is_refused() -> None:
+    with pytest.raises(UserError, match="'@' is followed by nothing; give a config file"):
+        extract_files(["--steps", "3", "@"])

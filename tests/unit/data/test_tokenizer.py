@@ -1,0 +1,190 @@
+"""Rendering and token ids equal to transformers' apply_chat_template, and clear refusals."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tandem.data.tokenizer import Tokenizer
+from tandem.utils.errors import UserError
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Reverse abc, in 12 steps."}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<b>1 & 2</b>\n  indented"},
+        {"role": "assistant", "content": "ok "},
+        {"role": "user", "content": ""},
+    ],
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "größe",
+            "description": "Size of <x> & 'y'",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+    }
+]
+# What real templates use: tools, tojson with and without layout, namespaces, loop controls, special tokens.
+TOOL_TEMPLATE = """\
+{{- bos_token }}
+{%- set state = namespace(count=0) %}
+{%- if tools %}
+    {%- for tool in tools %}
+{{ tool | tojson }}
+{{ tool | tojson(indent=2) }}
+{{ tool | tojson(separators=(',', ':'), sort_keys=true, ensure_ascii=true) }}
+    {%- endfor %}
+{%- endif %}
+{% for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- set state.count = state.count + 1 %}
+    {%- if message.role == 'assistant' %}
+{% generation %}{{ message.content.strip() }}{{ eos_token }}{% endgeneration %}
+    {%- else %}
+[{{ state.count }}] {{ message.content }}
+    {%- endif %}
+{% endfor %}
+{%- if add_generation_prompt %}>{% endif %}
+"""
+
+
+@pytest.fixture(params=["tiny_model", "smollm2_model"])
+def model_dir(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def changed(tiny_model: Path, tmp_path: Path):
+    """A copy of the tiny model's text files, with some of them written anew; None deletes."""
+
+    def change(**files: Any) -> Path:
+        target = tmp_path / "model"
+        shutil.copytree(tiny_model, target, ignore=shutil.ignore_patterns("*.safetensors"))
+        names = {"template": "chat_template.jinja", "tokenizer": "tokenizer.json"}
+        for key, content in files.items():
+            path = target / names.get(key, f"{key}.json")
+            if content is None:
+                path.unlink()
+            else:
+                path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return target
+
+    return change
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chats_are_those_of_transformers(
+    model_dir: Path, messages: list[dict[str, Any]], add_generation_prompt: bool
+) -> None:
+    ours, theirs = Tokenizer(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    options = {"add_generation_prompt": add_generation_prompt}
+    expected = theirs.apply_chat_template(messages, tokenize=False, **options)
+    assert messages[0]["content"] in expected
+    assert ours.render(messages, **options) == expected
+    expected_ids = theirs.apply_chat_template(messages, return_dict=False, **options)
+    assert ours.encode_chat(messages, **options) == expected_ids
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_tools_are_rendered_as_transformers_does(
+    smollm2_model: Path, tmp_path: Path, tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copyfile(smollm2_model / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    expected = theirs.apply_chat_template(CONVERSATIONS[1], tokenize=False, **options)
+    assert ("größe" in expected) == (tools is not None)
+    assert ours.render(CONVERSATIONS[1], **options) == expected
+    expected_ids = theirs.apply_chat_template(CONVERSATIONS[1], return_dict=False, **options)
+    assert ours.encode_chat(CONVERSATIONS[1], **options) == expected_ids
+
+
+def test_text_comes_back(model_dir: Path) -> None:
+    tokenizer = Tokenizer(model_dir)
+    text = "Reverse abc:  cba, 123!\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    ended = tokenizer.encode("cba<|im_end|>")
+    assert ended[-1] == tokenizer.token_id("<|im_end|>")
+    assert tokenizer.decode(ended) == "cba"
+    assert tokenizer.decode(ended, skip_special_tokens=False) == "cba<|im_end|>"
+
+
+def test_vocabulary_is_the_models(model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    assert Tokenizer(model_dir).vocab_size == config["vocab_size"]
+    assert Tokenizer(model_dir).token_id("no such token") is None
+
+
+def test_every_end_token_is_found_once(changed) -> None:
+    folder = changed(generation_config={"eos_token_id": [5, 2, 7]}, config={"eos_token_id": 9})
+    assert Tokenizer(folder).eos_token_ids == [2, 5, 7, 9]
+
+
+def test_end_tokens_of_real_directories(tiny_model: Path, smollm2_model: Path) -> None:
+    assert Tokenizer(tiny_model).eos_token_ids == [2]
+    assert Tokenizer(smollm2_model).eos_token_ids == [2]
+
+
+def test_a_special_token_may_be_a_table(changed) -> None:
+    folder = changed(tokenizer_config={"eos_token": {"content": "<|pad|>"}}, config={}, template="{{ eos_token }}!")
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.eos_token_ids == [0]
+    assert tokenizer.render(user("hi"), add_generation_prompt=True) == "<|pad|>!"
+
+
+@pytest.mark.parametrize(
+    "written", ["{{ messages[0].content }}?", [{"name": "default", "template": "{{ messages[0].content }}?"}]]
+)
+def test_a_template_may_stand_in_the_tokenizer_config(changed, written: Any) -> None:
+    tokenizer = Tokenizer(changed(template=None, tokenizer_config={"chat_template": written}))
+    assert tokenizer.has_chat_template
+    assert tokenizer.render(user("why"), add_generation_prompt=True) == "why?"
+
+
+def test_a_model_without_a_template_refuses_messages(changed) -> None:
+    tokenizer = Tokenizer(changed(template=None))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(UserError, match="the model has no chat template"):
+        tokenizer.render(user("hi"), add_generation_prompt=True)
+
+
+def test_a_template_that_refuses_is_quoted(changed) -> None:
+    tokenizer = Tokenizer(changed(template="{{ raise_exception('roles must alternate') }}"))
+    with pytest.raises(UserError, match="the chat template refuses these messages: roles must alternate"):
+        tokenizer.render(user("hi"), add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("messages", [user(None), [{"role": "user"}]])
+def test_messages_without_text_are_refused(tiny_model: Path, messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(UserError, match="the chat template refuses these messages"):
+        Tokenizer(tiny_model).render(messages, add_generation_prompt=True)
+
+
+def test_a_template_cannot_reach_python(changed) -> None:
+    tokenizer = Tokenizer(changed(template="{{ ''.__class__.__mro__ }}"))
+    with pytest.raises(UserError, match="unsafe"):
+        tokenizer.render(user("hi"), add_generation_prompt=True)
+
+
+def test_a_broken_template_is_refused(changed) -> None:
+    with pytest.raises(UserError, match="chat template cannot be read"):
+        Tokenizer(changed(template="{% for %}"))
+
+
+def test_a_directory_without_a_tokenizer_is_refused(changed) -> None:
+    with pytest.raises(UserError, match=r"holds no tokenizer: there is no tokenizer\.json in it"):
+        Tokenizer(changed(tokenizer=None))

@@ -1,0 +1,129 @@
+"""Sampling against numbers worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.inference.native.sampler import SamplingRows, invert_cdf, sample, splitmix64, uniforms
+
+# exp of these are 1, 2, 4, 1: probabilities 1/8, 2/8, 4/8, 1/8.
+LOGITS = [math.log(1), math.log(2), math.log(4), math.log(1)]
+
+
+def rows(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows:
+    """Rows that differ in their position only, so that each draws another number."""
+    return SamplingRows(
+        temperature=np.full(count, temperature, np.float32),
+        top_p=np.full(count, top_p, np.float32),
+        top_k=np.full(count, top_k, np.int64),
+        seed=np.full(count, 11, np.uint64),
+        sample_index=np.zeros(count, np.uint64),
+        position=np.arange(count),
+    )
+
+
+def draw(logits: list[float], settings: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
+    return sample(torch.tensor([logits] * len(settings.position)), settings)
+
+
+def frequencies(tokens: np.ndarray, vocab_size: int = 4) -> list[float]:
+    return (np.bincount(tokens, minlength=vocab_size) / len(tokens)).tolist()
+
+
+def test_greedy_takes_the_likeliest_with_its_logprob_at_temperature_one() -> None:
+    tokens, logprobs = draw(LOGITS, rows(3, temperature=0.0))
+    assert tokens.tolist() == [2, 2, 2]
+    assert logprobs.tolist() == pytest.approx([math.log(0.5)] * 3)
+
+
+def test_frequencies_and_logprobs_follow_the_distribution() -> None:
+    tokens, logprobs = draw(LOGITS, rows(20_000))
+    assert frequencies(tokens) == pytest.approx([0.125, 0.25, 0.5, 0.125], abs=0.015)
+    expected = np.log([0.125, 0.25, 0.5, 0.125])
+    assert logprobs == pytest.approx(expected[tokens], abs=1e-6)
+
+
+def test_temperature_sharpens_draws_and_logprobs() -> None:
+    # At temperature 1/2 the weights 1, 2, 4, 1 are squared: 1, 4, 16, 1 of 22.
+    tokens, logprobs = draw(LOGITS, rows(20_000, temperature=0.5))
+    assert frequencies(tokens) == pytest.approx([1 / 22, 4 / 22, 16 / 22, 1 / 22], abs=0.015)
+    assert logprobs == pytest.approx(np.log([1 / 22, 4 / 22, 16 / 22, 1 / 22])[tokens], abs=1e-6)
+
+
+def test_top_k_keeps_the_k_likeliest_and_leaves_logprobs_alone() -> None:
+    tokens, logprobs = draw(LOGITS, rows(20_000, top_k=2))
+    assert frequencies(tokens) == pytest.approx([0, 1 / 3, 2 / 3, 0], abs=0.015)
+    assert logprobs == pytest.approx(np.log([0.125, 0.25, 0.5, 0.125])[tokens], abs=1e-6)
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    # 0.5 alone is below 0.6; with the next 0.25 it is reached.
+    tokens, _ = draw(LOGITS, rows(20_000, top_p=0.6))
+    assert frequencies(tokens) == pytest.approx([0, 1 / 3, 2 / 3, 0], abs=0.015)
+    tokens, _ = draw(LOGITS, rows(100, top_p=0.5))
+    assert set(tokens.tolist()) == {2}
+    tokens, _ = draw(LOGITS, rows(100, top_p=1e-9))
+    assert set(tokens.tolist()) == {2}
+
+
+def test_top_p_counts_among_what_top_k_left() -> None:
+    # Of the two likeliest, 2/3 and 1/3 remain; 0.6 is reached by the first alone.
+    tokens, _ = draw(LOGITS, rows(100, top_p=0.6, top_k=2))
+    assert set(tokens.tolist()) == {2}
+
+
+def test_only_rows_that_ask_are_truncated() -> None:
+    settings = rows(4000)
+    settings.top_k[::2] = 1
+    tokens, _ = draw(LOGITS, settings)
+    assert set(tokens[::2].tolist()) == {2}
+    assert frequencies(tokens[1::2]) == pytest.approx([0.125, 0.25, 0.5, 0.125], abs=0.04)
+
+
+def test_a_draw_does_not_depend_on_its_place_in_the_batch() -> None:
+    settings = rows(50)
+    together, _ = draw(LOGITS, settings)
+    for at in (0, 17, 49):
+        fields = {name: getattr(settings, name)[at : at + 1] for name in SamplingRows.__dataclass_fields__}
+        alone, _ = draw(LOGITS, SamplingRows(**fields))
+        assert alone[0] == together[at]
+
+
+def test_seed_sample_and_position_each_change_the_draw() -> None:
+    def u(seed: int, index: int, position: int) -> float:
+        return uniforms(np.array([seed], np.uint64), np.array([index], np.uint64), np.array([position]))[0]
+
+    assert len({u(1, 0, 0), u(2, 0, 0), u(1, 1, 0), u(1, 0, 1), u(2**64 - 1, 0, 0)}) == 5
+    assert u(1, 2, 3) == u(1, 2, 3)
+
+
+def test_splitmix64_gives_the_published_sequence() -> None:
+    # First outputs for seed 1234567, from the reference implementation.
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    states = np.uint64(1234567) + np.arange(2, dtype=np.uint64) * golden
+    assert splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973]
+
+
+@given(u=st.floats(0, 1, width=32, exclude_max=True), zeros=st.integers(1, 5), scale=st.floats(1e-3, 50))
+def test_a_token_of_probability_zero_is_never_drawn(u: float, zeros: int, scale: float) -> None:
+    pattern = [-math.inf] * zeros + [scale, -math.inf, 0.0] + [-math.inf] * zeros
+    logprobs = torch.tensor([pattern]).log_softmax(-1)
+    assert invert_cdf(logprobs, np.array([u], np.float32)).item() in {zeros, zeros + 2}
+
+
+def test_the_cumulative_distribution_is_inverted_from_below() -> None:
+    # Cumulative 1/8, 3/8, 7/8, 1: a border belongs to the token above it.
+    logprobs = torch.tensor([LOGITS] * 6).log_softmax(-1)
+    u = np.array([0.0, 0.12, 0.126, 0.374, 0.376, 0.9999999], np.float32)
+    assert invert_cdf(logprobs, u)[:, 0].tolist() == [0, 0, 1, 1, 2, 3]
+
+
+def test_rows_that_are_no_numbers_have_no_logprob() -> None:
+    logits = torch.tensor([LOGITS, [math.nan] * 4])
+    tokens, logprobs = sample(logits, rows(2))
+    assert np.isfinite(logprobs).tolist() == [True, False]
+    assert (tokens < 4).all()

@@ -1,0 +1,167 @@
+"""Weight updates while serving: versions, recomputed caches, and checkpoints that must be refused."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.inference.engine import GeneratedSample, GenerationRequest, Sampling, WeightUpdateRefused
+from tandem.inference.native.engine import NativeEngine
+from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.files import read_json, write_json
+
+Generate = Callable[[NativeEngine, list[GenerationRequest]], list[list[GeneratedSample]]]
+HoldAfter = Callable[[NativeEngine, int], threading.Event]
+Start = Callable[[NativeEngine, GenerationRequest], "Future[list[GeneratedSample]]"]
+PROMPT = [5, 9, 33, 12, 60, 7, 21, 40, 11]
+
+
+def publish(source: Path, target: Path, version: int) -> Path:
+    shutil.copytree(source, target)
+    write_manifest(target, version)
+    return target
+
+
+def test_tokens_before_and_after_an_update_carry_their_versions_and_logprobs(
+    make_model: Callable[..., Path],
+    make_engine: Callable[..., NativeEngine],
+    start: Start,
+    hold_after: HoldAfter,
+    reference_logprobs: Callable[..., list[float]],
+    tmp_path: Path,
+) -> None:
+    engine = make_engine()
+    new = publish(make_model(seed=1), tmp_path / "new", version=3)
+    six_steps = hold_after(engine, 6)
+    future = start(engine, GenerationRequest(PROMPT, Sampling(14, seed=5, ignore_eos=True), n=3))
+    assert six_steps.wait(30)
+    engine.update_weights(new, 3)
+    assert engine.version == 3
+    engine.resume()
+    for sample in future.result(timeout=30):
+        assert sample.versions == [0] * 6 + [3] * 8
+        old = reference_logprobs(make_model(seed=0), PROMPT, sample.token_ids)
+        updated = reference_logprobs(make_model(seed=1), PROMPT, sample.token_ids)
+        assert sample.logprobs == pytest.approx(old[:6] + updated[6:], abs=1e-4)
+
+
+def test_an_update_may_go_back_to_an_older_version(
+    make_model: Callable[..., Path], make_engine: Callable[..., NativeEngine], generate: Generate, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    request = GenerationRequest(PROMPT, Sampling(5, 0.0, ignore_eos=True))
+    before = generate(engine, [request])[0][0]
+    engine.update_weights(publish(make_model(seed=1), tmp_path / "new", 7), 7)
+    changed = generate(engine, [request])[0][0]
+    engine.update_weights(publish(make_model(seed=0), tmp_path / "old", 0), 0)
+    again = generate(engine, [request])[0][0]
+    assert changed.versions == [7] * 5 and changed.logprobs != before.logprobs
+    assert again == before
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def flipped_byte(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def without_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def wrong_shape(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(33)})
+
+
+def missing_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: {name: t for name, t in tensors.items() if name != "model.norm.weight"})
+
+
+def not_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no tensors here")
+    write_manifest(folder, 1)
+
+
+def another_model(folder: Path) -> None:
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"num_hidden_layers": 3})
+    write_manifest(folder, 1)
+
+
+def other_version(folder: Path) -> None:
+    write_manifest(folder, 2)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
+    write_manifest(folder, 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (without_weights, "is missing"),
+        (flipped_byte, "does not match its checksum"),
+        (cut_short, "bytes, the manifest says"),
+        (without_manifest, r"has no manifest\.json"),
+        (wrong_shape, r"model\.norm\.weight has shape \(33,\), the model needs \(32,\)"),
+        (missing_tensor, r"1 tensors are missing, first 'model\.norm\.weight'"),
+        (not_safetensors, "model.safetensors|header"),
+        (another_model, "another model"),
+        (other_version, "holds version 2, not 1"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_and_the_old_weights_keep_serving(
+    damage: Callable[[Path], None],
+    reason: str,
+    make_model: Callable[..., Path],
+    make_engine: Callable[..., NativeEngine],
+    generate: Generate,
+    tmp_path: Path,
+) -> None:
+    engine = make_engine()
+    request = GenerationRequest(PROMPT, Sampling(5, 0.0, ignore_eos=True))
+    before = generate(engine, [request])
+    folder = publish(make_model(seed=1), tmp_path / "bad", version=1)
+    damage(folder)
+    with pytest.raises(WeightUpdateRefused, match=reason):
+        engine.update_weights(folder, 1)
+    assert engine.version == 0 and generate(engine, [request]) == before
+
+
+def test_a_missing_folder_and_a_negative_version_are_refused(
+    make_engine: Callable[..., NativeEngine], tmp_path: Path
+) -> None:
+    engine = make_engine()
+    with pytest.raises(WeightUpdateRefused, match="there is no directory"):
+        engine.update_weights(tmp_path / "nowhere", 1)
+    with pytest.raises(WeightUpdateRefused, match="0 or more, not -1"):
+        engine.update_weights(tmp_path, -1)
+
+
+def test_version_0_may_be_any_model_directory_but_not_a_damaged_one(
+    make_model: Callable[..., Path], make_engine: Callable[..., NativeEngine], tmp_path: Path
+) -> None:
+    engine = make_engine()
+    engine.update_weights(publish(make_model(seed=1), tmp_path / "new", 7), 7)
+    engine.update_weights(make_model(seed=0), 0)  # never published: it has no manifest
+    assert engine.version == 0
+    engine.update_weights(tmp_path / "new", 0)  # the end of one run is where the next one starts
+    flipped_byte(tmp_path / "new")
+    with pytest.raises(WeightUpdateRefused, match="does not match its checksum"):
+        engine.update_weights(tmp_path / "new", 0)

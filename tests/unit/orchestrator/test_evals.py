@@ -1,0 +1,65 @@
+"""When an evaluation is due, and what it leaves."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tandem.config.orchestrator import EvalConfig
+from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.tasks import request_seed
+from tandem.types.rollout import Group, Task
+from tandem.utils.files import read_json_lines
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir
+
+
+class FakeMaker:
+    """Rewards each task with a tenth of its index."""
+
+    def __init__(self, make_group) -> None:
+        self.group = make_group
+        self.requests: list[tuple[int, dict[str, float]]] = []
+
+    async def make_group(self, task: Task, order: int, **options: float) -> Group:
+        self.requests.append((task.index, options))
+        return self.group(order, version=4, rewards=(task.index / 10,))
+
+
+def make_evaluator(maker: FakeMaker, root: Path, **options: float) -> Evaluator:
+    tasks = [Task(index, [{"role": "user", "content": "x"}], "y") for index in (3, 5, 9)]
+    config = EvalConfig.model_validate(options)
+    return Evaluator(maker, config, tasks, max_tokens=12, seed=1, run_log=RunLog(RunDir(root), "orchestrator"))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("previous", "version", "due"),
+    [(0, 1, False), (8, 9, False), (9, 10, True), (10, 11, False), (9, 12, True), (19, 31, True), (98, 99, True)],
+)
+def test_due_when_a_multiple_is_passed_or_at_the_end(
+    make_group, tmp_path: Path, previous: int, version: int, due: bool
+) -> None:
+    evaluator = make_evaluator(FakeMaker(make_group), tmp_path, every=10)
+    assert evaluator.is_due(previous, version, last_version=99) is due
+
+
+def test_without_every_only_the_last_is_due(make_group, tmp_path: Path) -> None:
+    evaluator = make_evaluator(FakeMaker(make_group), tmp_path)
+    assert [evaluator.is_due(v - 1, v, last_version=5) for v in range(1, 6)] == [False] * 4 + [True]
+
+
+def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Path) -> None:
+    """Two of the three tasks, with rewards 0.3 and 0.5."""
+    maker = FakeMaker(make_group)
+    evaluator = make_evaluator(maker, tmp_path, num_prompts=2)
+    assert asyncio.run(evaluator.run(4, RunDir(tmp_path))) == pytest.approx(0.4)
+    (line,) = read_json_lines(tmp_path / "metrics.jsonl")
+    assert (line["step"], line["eval/reward"], line["eval/num_prompts"]) == (4, pytest.approx(0.4), 2)
+    assert len(read_json_lines(tmp_path / "samples" / "eval_step_000004.jsonl")) == 2
+    assert [index for index, _ in maker.requests] == [3, 5]
+    assert maker.requests[1][1] == {
+        "n": 1,
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "seed": request_seed(1, "eval", 1),
+    }

@@ -1,0 +1,34 @@
+"""Rollouts as people read them."""
+
+from pathlib import Path
+
+from tandem.orchestrator.samples import write_samples
+from tandem.utils.files import read_json_lines
+
+
+def test_one_line_a_rollout(make_group, tmp_path: Path) -> None:
+    path = tmp_path / "samples" / "step_000001.jsonl"
+    write_samples(path, [make_group(4, version=3), make_group(6, rewards=(0.5,))], [[0.5, -0.5], [0.0]])
+    lines = read_json_lines(path)
+    assert [(line["task"], line["reward"], line["advantage"]) for line in lines] == [
+        (4, 1.0, 0.5),
+        (4, 0.0, -0.5),
+        (6, 0.5, 0.0),
+    ]
+    assert lines[1] == {
+        "task": 4,
+        "messages": [{"role": "user", "content": "x"}],
+        "answer": "y",
+        "completion": "xx",
+        "reward": 0.0,
+        "finish_reason": "stop",
+        "num_tokens": 2,
+        "oldest_version": 3,
+        "advantage": -0.5,
+    }
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_evaluations_have_no_advantages(make_group, tmp_path: Path) -> None:
+    write_samples(tmp_path / "eval.jsonl", [make_group(0)], advantages=None)
+    assert all("advantage" not in line for line in read_json_lines(tmp_path / "eval.jsonl"))

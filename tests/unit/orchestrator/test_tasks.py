@@ -1,0 +1,67 @@
+"""Seeds that depend on the task alone, and prompts that fit."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.data.tokenizer import Tokenizer
+from tandem.envs.reverse_text import ReverseText, reverse_task
+from tandem.orchestrator.tasks import check_prompts, request_seed
+from tandem.utils.errors import UserError
+
+
+def test_seeds_repeat_and_differ() -> None:
+    seeds = [
+        request_seed(seed, purpose, order)
+        for seed in (0, 1)
+        for purpose in ("train", "eval")
+        for order in range(20)
+    ]
+    assert len(set(seeds)) == 80
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert request_seed(0, "train", 0) == request_seed(0, "train", 0)
+
+
+def test_a_seed_is_the_same_on_every_machine() -> None:
+    """blake2b of "5/train/7", eight bytes, shifted right by one: written down so that old runs can be repeated."""
+    assert request_seed(5, "train", 7) == 281572532098470925
+
+
+def config(seq_len: int) -> OrchestratorConfig:
+    tree = {"model": {"name": "m"}, "seq_len": seq_len, "sampling": {"max_tokens": 10}}
+    return OrchestratorConfig.model_validate(tree)
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+def test_prompts_that_fit_are_accepted(tokenizer: Tokenizer) -> None:
+    """A prompt of 8 letters: start, user, newline, 8 letters, end, newline, start, assistant, newline: 16 tokens."""
+    check_prompts(ReverseText(num_train=4, num_eval=2), tokenizer, config(seq_len=26))
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_the_length_that_does(tokenizer: Tokenizer) -> None:
+    environment = ReverseText(num_train=4, num_eval=2)
+    message = (
+        r"seq_len = 25 is too short: the prompt of training task 2 has 16 tokens, and sampling.max_tokens = 10 "
+        r"more are allowed; the smallest seq_len that fits it is 26"
+    )
+    with pytest.raises(UserError, match=message):
+        check_prompts(environment, tokenizer, config(seq_len=25))
+
+
+def test_held_out_prompts_are_checked_too(tokenizer: Tokenizer) -> None:
+    environment = ReverseText(num_train=4, num_eval=2)
+    environment.eval_tasks = [reverse_task(0, "abcdefghijk")]
+    with pytest.raises(UserError, match="the prompt of held-out task 0 has 19 tokens"):
+        check_prompts(environment, tokenizer, config(seq_len=26))
+
+
+def test_an_environment_without_tasks_is_refused(tokenizer: Tokenizer) -> None:
+    environment = ReverseText(num_train=4, num_eval=2)
+    environment.eval_tasks = []
+    with pytest.raises(UserError, match="env.id = 'reverse-text' has no held-out tasks"):
+        check_prompts(environment, tokenizer, config(seq_len=64))

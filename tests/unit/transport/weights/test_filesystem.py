@@ -1,0 +1,59 @@
+"""Published versions are whole models, and only the newest are kept."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.transport.weights.manifest import verify_manifest
+from tandem.utils.files import read_json, write_json
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    write_json(folder / "config.json", {"model_type": "qwen3", "dtype": "float32"})
+    (folder / "tokenizer.json").write_text("a tokenizer")
+    (folder / "chat_template.jinja").write_text("a template")
+    (folder / "notes.txt").write_text("not part of a model")
+    return folder
+
+
+def publish(publisher: WeightsPublisher, version: int) -> Path:
+    return publisher.publish({"w": torch.full((2, 3), version + 0.3)}, version)
+
+
+def test_a_version_is_a_model_with_a_manifest(model_dir: Path, tmp_path: Path) -> None:
+    path = publish(WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4), 7)
+    assert path == tmp_path / "weights" / "step_000007"
+    verify_manifest(path, 7)
+    names = {entry.name for entry in path.iterdir()}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "manifest.json"}
+    assert torch.equal(load_file(path / "model.safetensors")["w"], torch.full((2, 3), 7.3))
+    assert (path / "tokenizer.json").read_text() == "a tokenizer"
+
+
+def test_tensors_and_config_agree_on_the_precision(model_dir: Path, tmp_path: Path) -> None:
+    path = publish(WeightsPublisher(tmp_path / "weights", model_dir, "bfloat16", keep=4), 1)
+    assert read_json(path / "config.json") == {"model_type": "qwen3", "dtype": "bfloat16"}
+    assert load_file(path / "model.safetensors")["w"].dtype == torch.bfloat16
+
+
+def test_the_newest_are_kept_and_latest_leads_to_the_last(model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    publisher = WeightsPublisher(folder, model_dir, "float32", keep=2)
+    for version in range(1, 5):
+        publish(publisher, version)
+        assert (folder / "latest").resolve().name == f"step_{version:06d}"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000003", "step_000004"]
+
+
+def test_an_unfinished_version_is_replaced(model_dir: Path, tmp_path: Path) -> None:
+    unfinished = tmp_path / "weights" / "step_000001"
+    unfinished.mkdir(parents=True)
+    (unfinished / "rubbish").write_text("half")
+    path = publish(WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=2), 1)
+    verify_manifest(path, 1)
+    assert not (path / "rubbish").exists()

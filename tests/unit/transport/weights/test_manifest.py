@@ -1,0 +1,78 @@
+"""Only what matches its manifest is weights."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.transport.weights.manifest import DamagedWeights, newest_version, verify_manifest, write_manifest
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    folder = tmp_path / "step_000003"
+    (folder / "below").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(range(100)))
+    (folder / "below" / "config.json").write_text("{}")
+    write_manifest(folder, 3)
+    return folder
+
+
+def test_an_untouched_directory_passes(published: Path) -> None:
+    verify_manifest(published)
+    verify_manifest(published, 3)
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(DamagedWeights, match="there is no directory .*nowhere"):
+        verify_manifest(tmp_path / "nowhere")
+
+
+def test_a_missing_manifest(published: Path) -> None:
+    (published / "manifest.json").unlink()
+    with pytest.raises(DamagedWeights, match=r"has no manifest\.json: it is unfinished or not a published version"):
+        verify_manifest(published)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 3}'])
+def test_a_manifest_that_is_none(published: Path, text: str) -> None:
+    (published / "manifest.json").write_text(text)
+    with pytest.raises(DamagedWeights, match=r"manifest\.json cannot be read"):
+        verify_manifest(published)
+
+
+def test_another_version(published: Path) -> None:
+    with pytest.raises(DamagedWeights, match="holds version 3, not 4"):
+        verify_manifest(published, 4)
+
+
+def test_a_missing_file(published: Path) -> None:
+    (published / "below" / "config.json").unlink()
+    with pytest.raises(DamagedWeights, match=r"below/config\.json is missing"):
+        verify_manifest(published)
+
+
+def test_a_file_of_another_size(published: Path) -> None:
+    (published / "model.safetensors").write_bytes(bytes(range(99)))
+    with pytest.raises(DamagedWeights, match=r"model\.safetensors has 99 bytes, the manifest says 100"):
+        verify_manifest(published)
+
+
+def test_one_flipped_bit(published: Path) -> None:
+    content = bytearray((published / "model.safetensors").read_bytes())
+    content[50] ^= 1
+    (published / "model.safetensors").write_bytes(content)
+    with pytest.raises(DamagedWeights, match=r"model\.safetensors does not match its checksum"):
+        verify_manifest(published)
+
+
+def test_the_newest_version_is_the_newest_with_a_manifest(published: Path, tmp_path: Path) -> None:
+    (tmp_path / "step_000009").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "latest").symlink_to("step_000003")
+    write_manifest(published, 3)
+    assert newest_version(tmp_path) == 3
+    older = tmp_path / "step_000002"
+    older.mkdir()
+    write_manifest(older, 2)
+    assert newest_version(tmp_path) == 3
+    assert newest_version(tmp_path / "nowhere") is None
