@@ -1,6 +1,6 @@
 """Held-out reward of several model directories, greedy, with transformers: one JSON list, the last line.
 
-    python benchmarks/held_out.py held_out.jsonl 128 MODEL [MODEL …]
+python benchmarks/held_out.py held_out.jsonl 128 MODEL [MODEL …]
 """
 
 import json

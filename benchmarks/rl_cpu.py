@@ -57,7 +57,18 @@ def write_rows(path: Path, tasks: list[Task]) -> Path:
 def run_trl(python: str, model: Path, train: Path, held_out: Path, args: argparse.Namespace) -> dict[str, Any]:
     output = run(
         *(python, "benchmarks/trl_grpo.py", model, "--train", train, "--held-out", held_out, "--lr", args.lr),
-        *("--steps", args.steps, "--num-held-out", args.num_held_out, "--eval-every", args.eval_every),
+        *(
+            "--steps",
+            args.steps,
+            "--temperature",
+            "0.6",
+            "--warmup-steps",
+            "10",
+            "--num-held-out",
+            args.num_held_out,
+            "--eval-every",
+            args.eval_every,
+        ),
         *("--reward", "tandem.rewards.functions:positional_match"),
     )
     return json.loads(output.splitlines()[-1])
@@ -67,8 +78,14 @@ def run_tandem(python: str, model: Path, held_out: Path, folder: Path, args: arg
     run(
         *(script("rl"), "@", "examples/reverse_text/rl.toml", "--clean", "--output-dir", folder, "--model.name", model),
         *("--max-steps", args.steps, "--trainer.optimizer.lr", args.lr, "--trainer.keep-weights", args.steps + 1),
-        *("--orchestrator.eval.num-prompts", "1", "--orchestrator.eval.every", "None", "--inference.server.port", args.port),
-        *("--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup-steps", "0"),
+        *(
+            "--orchestrator.eval.num-prompts",
+            "1",
+            "--orchestrator.eval.every",
+            "None",
+            "--inference.server.port",
+            args.port,
+        ),
     )
     lines = [line for line in read_json_lines(folder / "metrics.jsonl") if line["process"] == "trainer"]
     # The first step waits for the processes to start; its own work is counted, their start is not.
@@ -111,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter of an environment with TRL")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "bench_rl_cpu")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--num-held-out", type=int, default=128)
     parser.add_argument("--eval-every", type=int, default=10)

@@ -116,7 +116,8 @@ def make_config(args: argparse.Namespace, output_dir: str) -> GRPOConfig:
         temperature=args.temperature,
         max_steps=args.steps,
         learning_rate=args.lr,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=args.warmup_steps,
         adam_beta1=args.betas[0],
         adam_beta2=args.betas[1],
         weight_decay=args.weight_decay,
@@ -152,7 +153,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cache-implementation", help="key-value cache of generate(), such as static")
     parser.add_argument("--torch-compile", action="store_true")
     parser.add_argument("--stop-at-target", action="store_true")
-    numbers = {"steps": 200, "prompts": 16, "group-size": 8, "max-completion-length": 16, "seed": 0}
+    numbers = {"steps": 200, "prompts": 16, "group-size": 8, "max-completion-length": 16, "seed": 0, "warmup-steps": 10}
     numbers |= {"threads": 2, "num-held-out": 128, "eval-every": 10, "log-every": 1000}
     rates = {"lr": 3e-4, "weight-decay": 0.0, "max-grad-norm": 1.0, "epsilon": 0.2}
     rates |= {"temperature": 1.0, "target": 0.9}

@@ -106,17 +106,16 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (tokens, 1, head_dim), computed in float32 whatever the model runs in."""
+        """Cosines and sines (tokens, 1, head_dim / 2), computed in float32 whatever the model runs in."""
         self.inv_freq = self.inv_freq.to(positions.device)
-        angles = positions[:, None].float() * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        angles = positions[:, None, None].float() * self.inv_freq
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (tokens, heads, head_dim); the two halves of a head form the pairs."""
+    """Rotary embedding of x (tokens, heads, head_dim): the two halves of a head form the pairs that are turned."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:

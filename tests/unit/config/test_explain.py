@@ -14,9 +14,7 @@ MODEL = ("--model.name", "m")
 def test_an_unknown_key_in_a_file(refusal, rl_toml, tmp_path) -> None:
     more = tmp_path / "more.toml"
     more.write_text("max_stepps = 5\n")
-    assert refusal("@", rl_toml, "@", str(more)) == (
-        "unknown key 'max_stepps' (value 5); did you mean 'max_steps'?"
-    )
+    assert refusal("@", rl_toml, "@", str(more)) == ("unknown key 'max_stepps' (value 5); did you mean 'max_steps'?")
 
 
 def test_an_unknown_key_below_a_section(refusal, rl_toml, tmp_path) -> None:

@@ -68,7 +68,7 @@ def test_help_names_every_option_and_needs_no_torch(command: str) -> None:
 
 def is_described(flag: str, help_text: str) -> bool:
     """Flag, kind of value, two spaces or a new line, and a sentence before "(default: …)" or "(required)"."""
-    return re.search(rf" {re.escape(flag)} \S[^│]*?(  +|│\n│ {6,})[^\s(│]", help_text) is not None
+    return re.search(rf" {re.escape(flag)} \S[^│]*?(  +|│\n│ {{6,}})[^\s(│]", help_text) is not None
 
 
 def test_an_option_without_description_would_be_noticed() -> None:

@@ -86,7 +86,9 @@ def test_giving_up_frees_a_place() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3), st.integers(0, 3), st.data())
-def test_any_finishing_order_gives_full_fresh_batches(prompts_per_step: int, max_staleness: int, data: st.DataObject) -> None:
+def test_any_finishing_order_gives_full_fresh_batches(
+    prompts_per_step: int, max_staleness: int, data: st.DataObject
+) -> None:
     """The loop in miniature: groups finish and versions arrive in any order. Nothing is lost or used twice."""
     buffer = GroupBuffer(prompts_per_step, max_staleness)
     version, step, next_order = 0, 1, 0

@@ -47,6 +47,7 @@ class FakeServer:
                     return
                 text = answer if isinstance(answer, str) else json.dumps(answer)
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text.encode())

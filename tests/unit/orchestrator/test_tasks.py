@@ -13,10 +13,7 @@ from tandem.utils.errors import UserError
 
 def test_seeds_repeat_and_differ() -> None:
     seeds = [
-        request_seed(seed, purpose, order)
-        for seed in (0, 1)
-        for purpose in ("train", "eval")
-        for order in range(20)
+        request_seed(seed, purpose, order) for seed in (0, 1) for purpose in ("train", "eval") for order in range(20)
     ]
     assert len(set(seeds)) == 80
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -63,5 +60,5 @@ def test_held_out_prompts_are_checked_too(tokenizer: Tokenizer) -> None:
 def test_an_environment_without_tasks_is_refused(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
     environment.eval_tasks = []
-    with pytest.raises(UserError, match="env.id = 'reverse-text' has no held-out tasks"):
+    with pytest.raises(UserError, match=r"env\.id = 'reverse-text' has no held-out tasks"):
         check_prompts(environment, tokenizer, config(seq_len=64))

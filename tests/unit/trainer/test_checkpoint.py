@@ -54,9 +54,7 @@ def test_without_the_optimizer_state_the_run_would_differ(make_stepper, make_sam
     second = make_stepper()
     checkpointer(second, tmp_path)._load_model(tmp_path / "checkpoints" / "step_000002" / "trainer")
     train(second, make_samples, range(3, 4))
-    same = [
-        torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True)
-    ]
+    same = [torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True)]
     assert expected and not all(same)
 
 
@@ -79,7 +77,7 @@ def test_the_manifest_covers_what_the_orchestrator_left(make_stepper, tmp_path: 
     checkpointer(make_stepper(), tmp_path).save(3)
     verify_manifest(folder, 3)
     (folder / "orchestrator.json").write_text("[]")
-    with pytest.raises(ValueError, match="orchestrator.json does not match its checksum"):
+    with pytest.raises(ValueError, match=r"orchestrator\.json does not match its checksum"):
         verify_manifest(folder, 3)
 
 

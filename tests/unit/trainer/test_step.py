@@ -61,7 +61,10 @@ def test_other_tokens_next_door_change_nothing(make_stepper, make_samples) -> No
         (before,), (after,) = pack([*first, *others], 1000), pack([*first, *changed], 1000)
         logprobs = [stepper.predict(batch, 1.0).logprobs for batch in (before, after)]
     count = sum(sum(sample.loss_mask) for sample in first)
-    of_first = [np.isin(batch.advantages[batch.loss_mask], np.float32([s.advantages[-1] for s in first])) for batch in (before, after)]
+    of_first = [
+        np.isin(batch.advantages[batch.loss_mask], np.float32([s.advantages[-1] for s in first]))
+        for batch in (before, after)
+    ]
     torch.testing.assert_close(
         logprobs[0][torch.from_numpy(of_first[0])], logprobs[1][torch.from_numpy(of_first[1])], atol=1e-6, rtol=0
     )
@@ -116,5 +119,7 @@ def test_the_gradient_norm_is_clipped(make_stepper, make_samples) -> None:
     before = [parameter.detach().clone() for parameter in stepper.model.parameters()]
     (stats,) = take_steps(stepper, [pack(make_samples(8), 100)])
     assert stats["grad_norm"] > 1e-3
-    moved = sum((new.detach() - old).square().sum() for new, old in zip(stepper.model.parameters(), before, strict=True))
+    moved = sum(
+        (new.detach() - old).square().sum() for new, old in zip(stepper.model.parameters(), before, strict=True)
+    )
     assert moved.sqrt().item() == pytest.approx(1e-3, rel=1e-2)

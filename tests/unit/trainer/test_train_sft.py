@@ -7,10 +7,10 @@ import torch
 
 from tandem.config.sft import SFTConfig
 from tandem.data.conversations import tokenize_conversation
-from tandem.data.tokenizer import Tokenizer
-from tandem.trainer.train_sft import sft_loss, train_sft
-from tandem.trainer.step import Predictions
 from tandem.data.packing import pack
+from tandem.data.tokenizer import Tokenizer
+from tandem.trainer.step import Predictions
+from tandem.trainer.train_sft import sft_loss, train_sft
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder

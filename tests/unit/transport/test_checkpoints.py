@@ -91,7 +91,9 @@ def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_work_beyond_the_start_is_refused(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     save(run_dir.weights, 8)
-    with pytest.raises(UserError, match="holds weights up to step 8, but this run starts after step 0; use `rl --resume`"):
+    with pytest.raises(
+        UserError, match="holds weights up to step 8, but this run starts after step 0; use `rl --resume`"
+    ):
         start(run_dir, resume=False)
     save(run_dir.checkpoints, 6)
     with pytest.raises(UserError, match="up to step 8, but this run starts after step 6"):

@@ -90,7 +90,9 @@ def test_without_trackers_nothing_is_opened(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None if name == "wandb" else object())
     refuse_missing_trackers(["tensorboard", "trackio"])
-    message = r"metrics\.report_to names 'wandb', but the package 'wandb' is not installed; install it with: pip install"
+    message = (
+        r"metrics\.report_to names 'wandb', but the package 'wandb' is not installed; install it with: pip install"
+    )
     with pytest.raises(UserError, match=message) as caught:
         refuse_missing_trackers(["tensorboard", "wandb"])
     assert "'tandem-rl[wandb]'" in str(caught.value)

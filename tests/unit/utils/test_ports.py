@@ -14,7 +14,9 @@ def test_a_taken_port_is_refused_with_one_that_is_free() -> None:
         assert not port_is_free("127.0.0.1", port)
         free = nearest_free_port("127.0.0.1", port)
         assert free is not None and port < free <= port + 200 and port_is_free("127.0.0.1", free)
-        with pytest.raises(UserError, match=rf"server\.port = {port} cannot be bound on 127\.0\.0\.1: .*; port \d+ is free"):
+        with pytest.raises(
+            UserError, match=rf"server\.port = {port} cannot be bound on 127\.0\.0\.1: .*; port \d+ is free"
+        ):
             bind_or_refuse("127.0.0.1", port, "server.port")
     assert port_is_free("127.0.0.1", port)
 

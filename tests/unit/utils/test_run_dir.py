@@ -40,7 +40,7 @@ def test_resume_and_clean_exclude_each_other(tmp_path: Path) -> None:
 
 def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    with pytest.raises(UserError, match="output_dir = '.*out' is a file; give a directory"):
+    with pytest.raises(UserError, match=r"output_dir = '.*out' is a file; give a directory"):
         RunDir(tmp_path / "out").refuse_another_run(resume=False, clean=False)
 
 

@@ -22,7 +22,9 @@ def test_with_the_standard_deviation() -> None:
 def test_the_deviation_is_of_the_group_not_of_a_sample() -> None:
     """Rewards 3, 0, 0: mean 1, deviations 2, -1, -1, variance 6/3 = 2 (a sample's would be 3)."""
     root = 2**0.5
-    assert grpo_advantages([3.0, 0.0, 0.0], normalize_std=True) == pytest.approx([2 / root, -1 / root, -1 / root], abs=1e-5)
+    assert grpo_advantages([3.0, 0.0, 0.0], normalize_std=True) == pytest.approx(
+        [2 / root, -1 / root, -1 / root], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])

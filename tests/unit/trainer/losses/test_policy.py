@@ -11,7 +11,9 @@ from tandem.trainer.losses import make_policy_loss
 from tandem.trainer.losses.policy import LossOutput, PolicyStreams, grpo_loss
 
 
-def loss_of(ratios: list[float], advantages: list[float], low: float = 0.2, high: float = 0.3) -> tuple[LossOutput, Tensor]:
+def loss_of(
+    ratios: list[float], advantages: list[float], low: float = 0.2, high: float = 0.3
+) -> tuple[LossOutput, Tensor]:
     """The loss, and its gradient for the log-probs."""
     sampled = torch.full((len(ratios),), -1.5, dtype=torch.float64)
     logprobs = (sampled + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
@@ -69,9 +71,7 @@ def test_the_gradient_is_that_of_the_value() -> None:
     sampled = torch.randn(16, generator=generator, dtype=torch.float64)
     logprobs = (sampled + 0.3 * torch.randn(16, generator=generator, dtype=torch.float64)).requires_grad_()
     advantages = torch.randn(16, generator=generator, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda x: grpo_loss(PolicyStreams(x, sampled, advantages), 0.2, 0.3).loss, logprobs
-    )
+    assert torch.autograd.gradcheck(lambda x: grpo_loss(PolicyStreams(x, sampled, advantages), 0.2, 0.3).loss, logprobs)
 
 
 def test_the_config_sets_the_clips() -> None:

@@ -23,7 +23,7 @@ def test_an_untouched_directory_passes(published: Path) -> None:
 
 
 def test_a_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(DamagedWeights, match="there is no directory .*nowhere"):
+    with pytest.raises(DamagedWeights, match=r"there is no directory .*nowhere"):
         verify_manifest(tmp_path / "nowhere")
 
 

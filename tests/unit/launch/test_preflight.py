@@ -1,0 +1,90 @@
+"""What is refused before a process is started."""
+
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tandem.launch import preflight
+from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.errors import UserError
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def good(make_config, tiny_model: Path, free_port: int):
+    """A configuration with nothing wrong, but for what a test adds."""
+
+    def make(**options):
+        orchestrator = {"env": {"args": {"num_train": 4, "num_eval": 2}}} | options.pop("orchestrator", {})
+        tree = {"model": {"name": tiny_model}, "inference": {"server": {"port": free_port}}}
+        return make_config(**(tree | {"orchestrator": orchestrator} | options))
+
+    return make
+
+
+def test_a_good_configuration_starts_at_zero(good) -> None:
+    assert preflight.check(good()) == 0
+
+
+def test_another_run(good, tmp_path: Path) -> None:
+    (tmp_path / "run" / "weights").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds another run"):
+        preflight.check(good())
+    assert preflight.check(good(clean=True)) == 0
+
+
+def test_resuming(good, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint"):
+        preflight.check(good(resume=True))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000006"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, 6)
+    assert preflight.check(good(resume=True, max_steps=7)) == 6
+    with pytest.raises(UserError, match="is at step 6 and max_steps = 6; give a larger max_steps"):
+        preflight.check(good(resume=True, max_steps=6))
+
+
+def test_a_model_that_is_not_there(good, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere' is not a directory"):
+        preflight.check(good(model={"name": tmp_path / "nowhere"}))
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_model_directory_without_its_files(good, tiny_model: Path, tmp_path: Path, missing: str) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / missing).unlink()
+    with pytest.raises(UserError, match=rf"model\.name = .* there is no {missing} in it"):
+        preflight.check(good(model={"name": tmp_path / "model"}))
+
+
+def test_prompts_longer_than_seq_len(good) -> None:
+    with pytest.raises(UserError, match=r"seq_len = 20 is too short: .* the smallest seq_len that fits it is 21"):
+        preflight.check(good(seq_len=20, orchestrator={"sampling": {"max_tokens": 5}}))
+
+
+def test_a_port_in_use(good) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UserError, match=rf"inference\.server\.port = {port} is in use; the nearest free port is \d+"
+        ):
+            preflight.check(good(inference={"server": {"port": port}}))
+
+
+def test_a_key_variable_that_is_not_set(good, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(UserError, match="'NO_SUCH_KEY' names an environment variable that is not set"):
+        preflight.check(good(inference={"server": {"port": free_port, "api_key_var": "NO_SUCH_KEY"}}))
+
+
+def test_a_server_that_does_not_answer(good, free_port: int) -> None:
+    client = {"base_url": f"http://127.0.0.1:{free_port}"}
+    with pytest.raises(UserError, match=rf"base_url = 'http://127\.0\.0\.1:{free_port}': no inference server answers"):
+        preflight.check(good(inference=None, orchestrator={"client": client}))

@@ -1,0 +1,119 @@
+"""What a user sees while a run goes on."""
+
+import io
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from tandem.launch.progress import Follower, LiveDisplay, LogLines, make_view
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir
+
+
+def make_console(*, terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+
+
+def shown(console: Console) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_a_follower_gives_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    follower = Follower(path)
+    assert list(follower.lines()) == []
+    append(path, "one\ntw")
+    assert list(follower.lines()) == ["one"]
+    assert list(follower.lines()) == []
+    append(path, "o\nthree\n")
+    assert list(follower.lines()) == ["two", "three"]
+
+
+def test_a_follower_may_begin_at_the_end(tmp_path: Path) -> None:
+    append(tmp_path / "log", "of an earlier run\n")
+    follower = Follower(tmp_path / "log", from_end=True)
+    append(tmp_path / "log", "new\n")
+    assert list(follower.lines()) == ["new"]
+
+
+def test_a_follower_survives_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"\xff\xfe ok\n")
+    assert list(Follower(tmp_path / "log").lines()) == ["\ufffd\ufffd ok"]
+
+
+def test_log_lines_carry_the_name_of_their_process(make_process) -> None:
+    console, plans = make_console(), [make_process("inference", ""), make_process("trainer", "")]
+    append(plans[0].log, "of an earlier run\n")
+    view = LogLines(console, plans)
+    append(plans[0].log, "ready [bold]\n")
+    append(plans[1].log, "step 1\nste")
+    view.tick()
+    append(plans[1].log, "p 2\n")
+    view.close()
+    assert shown(console).splitlines() == [
+        "   inference │ ready [bold]",
+        "     trainer │ step 1",
+        "     trainer │ step 2",
+    ]
+
+
+def test_the_live_display_shows_where_the_run_is(make_process, tmp_path: Path) -> None:
+    console = make_console(terminal=True)
+    run_dir = RunDir(tmp_path)
+    plans = [make_process("orchestrator", "")]
+    view = LiveDisplay(console, plans, run_dir.metrics, start_step=0, max_steps=10)
+    view.tick()
+    assert "starting …" in shown(console)
+    orchestrator, trainer = RunLog(run_dir, "orchestrator"), RunLog(run_dir, "trainer")
+    orchestrator.metrics(0, {"eval/reward": 0.125})
+    view._next_draw = 0.0
+    view.tick()
+    assert "first batch …" in shown(console)
+    for step in (1, 2, 3):
+        orchestrator.metrics(step, {"reward/mean": step / 4, "staleness/max": 1, "tokens_per_s": 12345.6})
+        trainer.metrics(step, {"loss": 0.5})
+    append(plans[0].log, "12:00:00 INFO    step 3\n12:00:00 WARNING group 7 failed\n")
+    view.close()
+    text = shown(console)
+    last = text[text.rindex("step 3/10") :]
+    for part in ("step 3/10", "reward 0.750", "held out 0.125 at 0", "staleness 1", "tokens/s 12,346", "left 0:0"):
+        assert part in last
+    assert "▁" in last and "█" in last
+    assert "orchestrator │ 12:00:00 WARNING group 7 failed" in text
+    assert "INFO" not in text
+
+
+def test_the_time_left_needs_two_steps(make_process, tmp_path: Path, monkeypatch) -> None:
+    """First step at 100 s, the third at 120 s: 10 s a step, and of ten steps seven are left."""
+    now = [100.0]
+    monkeypatch.setattr("tandem.launch.progress.time.monotonic", lambda: now[0])
+    view = LiveDisplay(make_console(), [], tmp_path / "metrics.jsonl", start_step=0, max_steps=10)
+    trainer = RunLog(RunDir(tmp_path), "trainer")
+    trainer.metrics(1, {"loss": 0.5})
+    view.tick()
+    assert view._time_left() == "–"
+    now[0] = 120.0
+    trainer.metrics(2, {"loss": 0.5})
+    trainer.metrics(3, {"loss": 0.5})
+    view.tick()
+    assert view._time_left() == "1:10"
+    view.close()
+
+
+def test_the_view_follows_the_option_and_the_terminal(make_process, tmp_path: Path) -> None:
+    def view_of(show: str, *, terminal: bool) -> type:
+        view = make_view(make_console(terminal=terminal), show, [], tmp_path / "m", 0, 1)
+        view.close()
+        return type(view)
+
+    assert view_of("auto", terminal=True) is LiveDisplay
+    assert view_of("auto", terminal=False) is LogLines
+    assert view_of("live", terminal=False) is LiveDisplay
+    assert view_of("lines", terminal=True) is LogLines

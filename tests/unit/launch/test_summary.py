@@ -1,0 +1,54 @@
+"""The last words of a run, from a metrics file written by hand."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from tandem.launch.summary import print_summary
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir
+
+
+def summary(root: Path) -> str:
+    output = io.StringIO()
+    print_summary(Console(file=output, width=400), RunDir(root), seconds=12.4)
+    return output.getvalue()
+
+
+def log_step(log: RunLog, step: int, reward: float, staleness: int = 0) -> None:
+    log.metrics(step, {"reward/mean": reward, "staleness/max": staleness, "completion_tokens/total": 1000})
+
+
+def test_before_and_after_the_curve_and_where_everything_is(tmp_path: Path) -> None:
+    log = RunLog(RunDir(tmp_path), "orchestrator")
+    log.metrics(0, {"eval/reward": 0.25})
+    for step, reward in ((1, 0.0), (2, 0.5), (3, 1.0)):
+        log_step(log, step, reward, staleness=step % 2)
+        RunLog(RunDir(tmp_path), "trainer").metrics(step, {"loss": 1.0})
+    log.metrics(3, {"eval/reward": 0.875})
+    text = summary(tmp_path)
+    assert "Held-out reward 0.250 before, 0.875 after 3 steps" in text
+    assert "3 steps in 12 s, 3,000 sampled tokens, staleness at most 1" in text
+    rows = [line for line in text.splitlines() if "┤" in line]
+    assert len(rows) == 6
+    assert rows[0].startswith("  1.00 ┤  █") and rows[-1].startswith("  0.00 ┤ ██")
+    assert f"Run directory   {tmp_path}\n" in text
+    assert f"Trained model   {tmp_path}/weights/latest\n" in text
+    assert f"Rollouts        {tmp_path}/samples/step_000003.jsonl\n" in text
+    assert f"/inference --model.name {tmp_path}/weights/latest" in text
+
+
+def test_steps_that_a_resumed_run_made_again_count_once(tmp_path: Path) -> None:
+    """Steps 1 to 3, killed; resumed after 1: 2 and 3 again, then 4."""
+    log = RunLog(RunDir(tmp_path), "orchestrator")
+    for step, reward in ((1, 0.0), (2, 0.1), (3, 0.1), (2, 0.5), (3, 0.5), (4, 1.0)):
+        log_step(log, step, reward)
+    text = summary(tmp_path)
+    assert "4 steps in 12 s" in text
+    assert "samples/step_000004.jsonl" in text
+
+
+def test_a_run_without_metrics(tmp_path: Path) -> None:
+    text = summary(tmp_path)
+    assert "0 steps in 12 s" in text and "Held-out" not in text

@@ -1,0 +1,173 @@
+"""Processes are started, watched and ended together; none is left."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor, last_lines
+
+SERVE = "import time; print('serving'); time.sleep(60)"
+WORK = "print('working')"
+
+
+def nothing() -> None:
+    """A view that shows nothing."""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until(ready: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def assert_all_ended(supervisor: Supervisor) -> None:
+    assert all(process.returncode is not None for process in supervisor.processes.values())
+    assert not any(is_running(process.pid) for process in supervisor.processes.values())
+
+
+def test_the_run_ends_when_the_workers_have_finished_and_the_server_is_stopped(make_process) -> None:
+    ticks: list[int] = []
+    supervisor = Supervisor(
+        [make_process("inference", SERVE), make_process("orchestrator", WORK), make_process("trainer", WORK)]
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    supervisor.run(lambda: ticks.append(1))
+    assert_all_ended(supervisor)
+    assert supervisor.processes["inference"].returncode == -signal.SIGTERM
+    assert supervisor.plans["trainer"].log.read_text() == "working\n"
+    assert ticks and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_both_workers_have_to_finish(make_process, tmp_path: Path) -> None:
+    slow = "import sys, time, pathlib; time.sleep(0.5); pathlib.Path(sys.argv[1], 'trained').touch()"
+    Supervisor([make_process("orchestrator", WORK), make_process("trainer", slow)]).run(nothing)
+    assert (tmp_path / "trained").exists()
+
+
+def test_children_see_the_plan_and_their_supervisor(make_process) -> None:
+    script = "import os; print(os.environ['OF_THE_PLAN'], os.environ['TANDEM_SUPERVISOR_PID'])"
+    plan = make_process("trainer", script)
+    Supervisor([plan]).run(nothing)
+    assert plan.log.read_text() == f"yes {os.getpid()}\n"
+
+
+def test_a_failing_worker_is_named_with_its_last_lines_and_its_log(make_process) -> None:
+    fail = "print('\\n'.join(f'line {n}' for n in range(40))); raise SystemExit(3)"
+    plans = [make_process("inference", SERVE), make_process("orchestrator", SERVE), make_process("trainer", fail)]
+    supervisor = Supervisor(plans)
+    with pytest.raises(RunFailed) as caught:
+        supervisor.run(nothing)
+    message = str(caught.value)
+    assert message.startswith(f"the trainer process ended with exit code 3. Its last lines ({plans[2].log}):\n")
+    assert message.splitlines()[1:] == [f"  line {number}" for number in range(25, 40)]
+    assert_all_ended(supervisor)
+
+
+def test_a_killed_worker_is_named_with_the_signal(make_process) -> None:
+    supervisor = Supervisor([make_process("orchestrator", SERVE), make_process("trainer", SERVE)])
+
+    def kill_trainer() -> None:
+        supervisor.processes["trainer"].kill()
+
+    with pytest.raises(RunFailed, match=r"the trainer process ended with signal SIGKILL"):
+        supervisor.run(kill_trainer)
+    assert_all_ended(supervisor)
+
+
+def test_a_server_that_ends_early_is_a_failure_even_with_exit_code_0(make_process) -> None:
+    supervisor = Supervisor([make_process("inference", "print('bye')"), make_process("trainer", SERVE)])
+    with pytest.raises(RunFailed, match="the inference process ended with exit code 0") as caught:
+        supervisor.run(nothing)
+    assert str(caught.value).endswith("\n  bye")
+    assert_all_ended(supervisor)
+
+
+def test_a_command_that_does_not_exist_leaves_nobody_behind(make_process) -> None:
+    plan = make_process("trainer", "")
+    plan.command[0] = "/no/such/python"
+    supervisor = Supervisor([make_process("inference", SERVE), plan])
+    with pytest.raises(FileNotFoundError, match="/no/such/python"):
+        supervisor.run(nothing)
+    assert_all_ended(supervisor)
+
+
+STUBBORN = """\
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", ignore])
+pathlib.Path(sys.argv[1], "grandchild.tmp").write_text(str(child.pid))
+pathlib.Path(sys.argv[1], "grandchild.tmp").rename(pathlib.Path(sys.argv[1], "grandchild"))
+time.sleep(60)
+"""
+FAIL_AFTERWARDS = """\
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1], "grandchild").exists():
+    time.sleep(0.01)
+time.sleep(0.3)
+raise SystemExit(1)
+"""
+
+
+def test_whoever_ignores_the_request_is_killed_with_its_children(make_process, tmp_path: Path) -> None:
+    supervisor = Supervisor([make_process("inference", STUBBORN), make_process("trainer", FAIL_AFTERWARDS)])
+    started = []
+    with pytest.raises(RunFailed, match="the trainer process"):
+        supervisor.run(lambda: started.append(time.monotonic()))
+    assert 5 < time.monotonic() - started[-1] < 9
+    assert supervisor.processes["inference"].returncode == -signal.SIGKILL
+    assert_all_ended(supervisor)
+    wait_until(lambda: not is_running(int((tmp_path / "grandchild").read_text())))
+
+
+def test_children_that_a_process_leaves_behind_are_ended(make_process, tmp_path: Path) -> None:
+    script = """\
+import pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1], "left").write_text(str(child.pid))
+"""
+    Supervisor([make_process("trainer", script)]).run(nothing)
+    wait_until(lambda: not is_running(int((tmp_path / "left").read_text())))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everybody_and_is_told(make_process, number: signal.Signals) -> None:
+    supervisor = Supervisor([make_process("inference", SERVE), make_process("trainer", SERVE)])
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
+    timer.start()
+    with pytest.raises(Interrupted, match=number.name) as caught:
+        supervisor.run(nothing)
+    timer.join()
+    assert caught.value.signal_number == number
+    assert_all_ended(supervisor)
+
+
+def test_a_view_that_fails_leaves_nobody_behind(make_process) -> None:
+    supervisor = Supervisor([make_process("trainer", SERVE)])
+
+    def fail() -> None:
+        raise OSError("the terminal is gone")
+
+    with pytest.raises(OSError, match="the terminal is gone"):
+        supervisor.run(fail)
+    assert_all_ended(supervisor)
+
+
+def test_last_lines_of_no_log_and_of_an_empty_one(tmp_path: Path) -> None:
+    assert last_lines(tmp_path / "none") == "  (nothing was logged)"
+    (tmp_path / "empty").touch()
+    assert last_lines(tmp_path / "empty") == "  (nothing was logged)"
