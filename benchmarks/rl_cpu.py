@@ -16,6 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,8 @@ def run_tandem(python: str, model: Path, held_out: Path, folder: Path, args: arg
     # The first step waits for the processes to start; its own work is counted, their start is not.
     ends = [line["time"] for line in lines]
     first_s = lines[0]["train_s"] + lines[0]["publish_s"] + lines[1]["time"] - lines[0]["time"]
-    step_s = [first_s, *(after - before for before, after in zip(ends, ends[1:], strict=False))]
-    versions = [step for step in range(0, args.steps + 1) if step % args.eval_every == 0]
+    step_s = [first_s, *(after - before for before, after in pairwise(ends))]
+    versions = [step for step in range(args.steps + 1) if step % args.eval_every == 0]
     models = [model if step == 0 else folder / "weights" / f"step_{step:06d}" for step in versions]
     rewards = json.loads(
         run(

@@ -32,8 +32,8 @@ def test_reward_rises_and_the_run_directory_is_complete(starter, rl_arguments, t
 
     lines = read_json_lines(run_dir.metrics)
     assert [line["step"] for line in lines if line["process"] == "trainer"] == list(range(1, 31))
-    assert [line["step"] for line in lines if "eval/reward" in line][0] == 0
-    assert [line["step"] for line in lines if "eval/reward" in line][-1] == 30
+    evaluated = [line["step"] for line in lines if "eval/reward" in line]
+    assert evaluated[0] == 0 and evaluated[-1] == 30
     assert max(line["staleness/max"] for line in lines if "staleness/max" in line) == 1
     # Trainer and engine run one model definition: at staleness 0 and 1 their log-probs all but agree.
     assert max(line["mismatch_kl"] for line in lines if "mismatch_kl" in line) < 0.05

@@ -49,7 +49,7 @@ def load_config(cls: type[C], arguments: list[str], prog: str = "", description:
         json.dump(files, merged)
         merged.flush()
         try:
-            return cli(cls, args=["@", merged.name, *flags], prog=prog, description=description)
+            return cli(cls, args=["@", merged.name, *flags], prog=prog, description=description)  # pyright: ignore[reportCallIssue]
         except ConfigFileError as error:
             if isinstance(error.__cause__, ValidationError):
                 raise UserError(explain_validation_error(cls, error.__cause__)) from error

@@ -10,10 +10,16 @@ from pydantic_core import ErrorDetails
 
 def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
     """One message for all problems; `prefix` leads to where `root` stands in the whole configuration."""
-    problems = [_explain(root, details, prefix) for details in error.errors()]
+    problems = [_explain(root, details, prefix) for details in _without_echoes(error.errors())]
     if len(problems) == 1:
         return problems[0]
     return "\n".join([f"{len(problems)} problems in the configuration:", *(f"  - {problem}" for problem in problems)])
+
+
+def _without_echoes(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """A shared value that is wrong is wrong in every section it reaches; it is told once, for the top."""
+    told = {(details["loc"], details["type"]) for details in errors if details["loc"]}
+    return [details for details in errors if (details["loc"][1:], details["type"]) not in told]
 
 
 def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
@@ -26,7 +32,8 @@ def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(known)}"
         return f"unknown key {key!r} (value {_short(details['input'])}); {hint}"
     if kind == "missing":
-        return f"{key} is required and was not given; set it in the file or with --{key.replace('_', '-')}"
+        flag = ".".join([key, *_first_required(root, location)]).replace("_", "-")
+        return f"{key} is required and was not given; set it in the file or with --{flag}"
     if kind == "literal_error":
         return f"{key} = {_short(details['input'])} is not valid; {_nearest_literal(details)}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
@@ -43,19 +50,27 @@ def _nearest_literal(details: ErrorDetails) -> str:
     return f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
 
 
+def _first_required(root: type[BaseModel], location: list[str]) -> list[str]:
+    """The way from a missing table to a value that has to be given in it."""
+    models = _models_at(root, location)
+    required = [name for model in models for name, field in model.model_fields.items() if field.is_required()]
+    return [required[0], *_first_required(models[0], [required[0]])] if required else []
+
+
 def _fields_at(root: type[BaseModel], location: list[str]) -> list[str]:
     """The field names of the config class found by walking `location` from `root`."""
+    models = _models_at(root, location) or [root]
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def _models_at(root: type[BaseModel], location: list[str]) -> list[type[BaseModel]]:
+    """The config classes found by walking `location` from `root`; none where it ends at a plain value."""
     models = [root]
     for part in location:
-        nested = [
-            inner
-            for model in models
-            if part in model.model_fields
-            for inner in models_in(model.model_fields[part].annotation)
-        ]
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
         # A part that names no field is the tag of a union variant: stay among its models.
-        models = nested or models
-    return sorted({name for model in models for name in model.model_fields})
+        models = [inner for field in fields for inner in models_in(field.annotation)] if fields else models
+    return models
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tandem.config.base import Config
 from tandem.config.inference import resolve_api_key
@@ -36,6 +37,18 @@ class ClientConfig(Config):
         if self.api_key and self.api_key_var:
             raise ValueError("api_key and api_key_var are both given; give one of them")
         return self
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ValueError(f"{value!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
+        return value
 
     def resolve_api_key(self) -> str | None:
         return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")

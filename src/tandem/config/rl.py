@@ -81,6 +81,18 @@ class RLConfig(Config):
         return share_values(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
+    def _weights_outlive_their_use(self) -> "RLConfig":
+        """The trainer may run so many versions ahead of the one the server is loading."""
+        needed = self.orchestrator.max_staleness + 2
+        if self.trainer.keep_weights < needed:
+            raise ValueError(
+                f"trainer.keep_weights = {self.trainer.keep_weights} is too few for orchestrator.max_staleness = "
+                f"{self.orchestrator.max_staleness}: a version could be deleted while it is being loaded; "
+                f"the smallest valid value is {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _client_finds_server(self) -> "RLConfig":
         if self.inference is None:
             return self

@@ -5,7 +5,7 @@ share; a child segment is the rest of a sequence whose beginning is its parent. 
 and to itself, so that a prompt with many completions is computed once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,23 +18,39 @@ class Rectangle:
 
     queries: Tensor  # (rows * columns,): which token each cell holds; padding repeats some token
     keys: Tensor  # (rows * key columns,)
-    num_rows: int
-    distances: Tensor  # (rows or 1, columns, key columns): how far back a key lies; negative: not to be seen
+    distances: Tensor  # (rows, columns, key columns): how far back a key lies; negative: not to be seen
+    is_causal: bool  # the distances say no more than that later tokens are not seen
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # made when first asked for
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """-> (rows * columns, heads, head_dim)"""
-        rows_q = self._rows(q, self.queries)  # (rows, heads, columns, head_dim)
-        rows_k, rows_v = self._rows(k, self.keys), self._rows(v, self.keys)
-        visible = self.distances >= 0
-        if window is not None:
-            visible = visible & (self.distances < window)
-        out = F.scaled_dot_product_attention(
-            rows_q, rows_k, rows_v, attn_mask=visible[:, None], enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(1, 2).reshape(-1, q.shape[1], q.shape[2])
+        num_rows, columns, _ = self.distances.shape
+        _, num_heads, head_dim = q.shape
+        num_kv_heads = k.shape[1]
+        k, v = (x.index_select(0, self.keys).view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2) for x in (k, v))
+        q = q.index_select(0, self.queries).view(num_rows, columns, num_heads, head_dim)
+        if self.is_causal and (window is None or window >= columns):
+            # No mask exists here: for long sequences it would be the largest tensor of all.
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k, v, is_causal=True, enable_gqa=num_heads != num_kv_heads
+            )
+            return out.transpose(1, 2).reshape(num_rows * columns, num_heads, head_dim)
+        # The query heads that share a key head become further queries of it: no key is repeated.
+        folded = num_heads // num_kv_heads
+        q = q.unflatten(2, (num_kv_heads, folded)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(window, folded, q.dtype))
+        out = out.unflatten(2, (folded, columns)).permute(0, 3, 1, 2, 4)
+        return out.reshape(num_rows * columns, num_heads, head_dim)
 
-    def _rows(self, x: Tensor, cells: Tensor) -> Tensor:
-        return x.index_select(0, cells).view(self.num_rows, -1, *x.shape[1:]).transpose(1, 2)
+    def _mask(self, window: int | None, folded: int, dtype: torch.dtype) -> Tensor:
+        """(rows, 1, folded heads * columns, key columns), added to the scores."""
+        if (window, folded) not in self.masks:
+            hidden = self.distances < 0
+            if window is not None:
+                hidden |= self.distances >= window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self.masks[window, folded] = mask.repeat(1, folded, 1)[:, None]
+        return self.masks[window, folded]
 
 
 class PackedAttention:
@@ -81,7 +97,7 @@ def _root_rectangle(tokens: Tensor) -> Rectangle:
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     # Padding stands to the right of every token, so causality alone keeps it out of sight.
     distances = columns[:, None] - columns[None, :]
-    return Rectangle(tokens.flatten(), tokens.flatten(), len(tokens), distances[None])
+    return Rectangle(tokens.flatten(), tokens.flatten(), distances.expand(len(tokens), -1, -1), is_causal=True)
 
 
 def _child_rectangle(tokens: Tensor, prefix: Tensor, is_prefix: Tensor, prefix_lengths: Tensor) -> Rectangle:
@@ -91,4 +107,4 @@ def _child_rectangle(tokens: Tensor, prefix: Tensor, is_prefix: Tensor, prefix_l
     to_prefix = prefix_lengths[:, None, None] + columns[:, None] - prefix_columns[None, None, :]
     to_prefix = torch.where(is_prefix[:, None, :], to_prefix, -1)
     keys = torch.cat((prefix, tokens), dim=1)
-    return Rectangle(tokens.flatten(), keys.flatten(), len(tokens), torch.cat((to_prefix, own), dim=2))
+    return Rectangle(tokens.flatten(), keys.flatten(), torch.cat((to_prefix, own), dim=2), is_causal=False)

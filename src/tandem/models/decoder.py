@@ -106,16 +106,20 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (tokens, 1, head_dim / 2), computed in float32 whatever the model runs in."""
+        """Cosines and signed sines (tokens, 1, head_dim), computed in float32 whatever the model runs in."""
         self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions[:, None, None].float() * self.inv_freq
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (tokens, heads, head_dim): the two halves of a head form the pairs that are turned."""
+    """Rotary embedding of x (tokens, heads, head_dim): the two halves of a head form the pairs that are turned.
+
+    The sign of the turn is in `sin`: one pass over memory less than negating half of x.
+    """
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:

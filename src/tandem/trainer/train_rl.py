@@ -46,7 +46,7 @@ def train_rl(config: TrainerConfig) -> None:
     checkpoints = Checkpointer(run_dir, config.checkpoint, model, optimizer)
     if start > 0:
         checkpoints.load(start)
-        weights.publish(named_tensors(model), version=start)
+        weights.republish(named_tensors(model), version=start)
     logger.info("ready on %s; waiting for the batch of step %d", device, start + 1)
 
     for step in range(start + 1, config.max_steps + 1):

@@ -68,7 +68,8 @@ def append_json_line(path: Path, value: Any) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, line)
+        if os.write(descriptor, line) != len(line):
+            raise OSError(f"{path} could not be written to the end of a line; is the disk full?")
     finally:
         os.close(descriptor)
 

@@ -6,6 +6,7 @@ or trackio, so that one run shows up there once, whoever wrote the line.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -63,6 +64,8 @@ class WandbTracker:
     def __init__(self, run_dir: RunDir, project: str, name: str, mode: str) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        if mode == "offline":
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # its crash reports would leave the machine
         self._run = wandb.init(project=project, name=name, dir=str(run_dir.root), mode=mode)  # pyright: ignore[reportArgumentType]
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

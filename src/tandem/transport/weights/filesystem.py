@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tandem.transport.weights.manifest import write_manifest
+from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
 from tandem.utils.files import publish_directory, read_json, staging_directory, write_json
 from tandem.utils.run_dir import remove_old_steps, step_name
 
@@ -48,6 +48,16 @@ class WeightsPublisher:
         self._point_latest_to(final)
         remove_old_steps(self.folder, keep_from=version - self.keep + 1)
         return final
+
+    def republish(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Make sure that `version` is there, without touching it if it is: somebody may be reading it."""
+        final = self.folder / step_name(version)
+        try:
+            verify_manifest(final, version)
+        except DamagedWeights:
+            self.publish(tensors, version)
+        else:
+            self._point_latest_to(final)
 
     def _point_latest_to(self, final: Path) -> None:
         link = self.folder / ".latest.tmp"
