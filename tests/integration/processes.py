@@ -22,6 +22,7 @@ class Starter:
     """Starts entrypoints and ends what is left of them."""
 
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
 
     def start(self, entrypoint: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -29,7 +30,7 @@ class Starter:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=ENVIRONMENT,
+            env=self.environment,
             start_new_session=True,
         )
         self.started.append(process)

@@ -68,15 +68,12 @@ def test_a_process_that_fails_is_shown_with_its_last_lines(starter, rl_arguments
         "    async def score(self, task, completion):\n"
         "        raise RuntimeError('the judge is asleep')\n"
     )
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        done = starter.run(
-            "rl",
-            *rl_arguments,
-            *("--orchestrator.env.id", "broken_env:Broken", "--orchestrator.max-failed-groups", "3"),
-        )
-    finally:
-        del os.environ["PYTHONPATH"]
+    starter.environment["PYTHONPATH"] = str(tmp_path)
+    done = starter.run(
+        "rl",
+        *rl_arguments,
+        *("--orchestrator.env.id", "broken_env:Broken", "--orchestrator.max-failed-groups", "3"),
+    )
     assert done.returncode == 1
     assert "the orchestrator process ended with exit code 1" in done.stdout
     assert "the judge is asleep" in done.stdout

@@ -10,20 +10,36 @@ import inspect
 import json
 import sys
 import tempfile
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from tandem.config.explain import explain_validation_error, models_in
-from tandem.config.sources import extract_files
+from tandem.config.sources import Tree, extract_files, merge
 from tandem.utils.errors import UserError
+
+# Where the parser carries what the files say, apart from what the flags say. No option has such a name.
+FILES = "@"
 
 
 class Config(BaseConfig):
     """Frozen; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _combine_layers(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or FILES not in data:
+            return data
+        flags = {key: value for key, value in data.items() if key != FILES}
+        return cls.combine(data[FILES], flags)
+
+    @classmethod
+    def combine(cls, files: Tree, flags: Tree) -> Tree:
+        """What the files say and what the flags say, as one; flags win."""
+        return merge(files, flags)
 
 
 C = TypeVar("C", bound=Config)
@@ -46,7 +62,7 @@ def load_config(cls: type[C], arguments: list[str], prog: str = "", description:
     files, flags = extract_files(arguments, find_switches(cls))
     # The parser reads files only; what several files give together is handed to it as one.
     with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:
-        json.dump(files, merged)
+        json.dump({FILES: files}, merged)
         merged.flush()
         try:
             return cli(cls, args=["@", merged.name, *flags], prog=prog, description=description)  # pyright: ignore[reportCallIssue]

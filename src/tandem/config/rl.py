@@ -1,19 +1,21 @@
 """Options of `rl`: the three processes and what they share.
 
-A shared value may be given once, at the top or in any section, and reaches every section that has it;
-given twice, it has to be the same.
+A shared value may be given once, at the top or in any section, and reaches every section that has it; given
+twice, it has to be the same. Flags win over files wherever either gives the value.
 """
 
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from tandem.config.base import Config
+from tandem.config.base import FILES, Config
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.shared import CheckpointConfig, LogLevel, ModelConfig
+from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
 SECTIONS: dict[str, type[Config]] = {
@@ -78,7 +80,11 @@ class RLConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any) -> Any:
-        return share_values(data) if isinstance(data, dict) else data
+        return share_values(data) if isinstance(data, dict) and FILES not in data else data
+
+    @classmethod
+    def combine(cls, files: Tree, flags: Tree) -> Tree:
+        return share_layers([files, flags])
 
     @model_validator(mode="after")
     def _weights_outlive_their_use(self) -> "RLConfig":
@@ -112,24 +118,32 @@ class RLConfig(Config):
         return self
 
 
-def share_values(data: dict[str, Any]) -> dict[str, Any]:
+def share_values(data: Tree) -> Tree:
     """Spread each shared value over the top and the sections that take it; refuse contradictions."""
+    return share_layers([data])
+
+
+def share_layers(layers: list[Tree]) -> Tree:
+    """The same for layers of which later ones win: values must agree within a layer, not between them."""
     # A section may be switched off from the command line, where None is text.
-    data = data | {name: None for name in SECTIONS if data.get(name) == "None"}
-    sections = {name: data.get(name) for name in SECTIONS}
-    if not all(section is None or isinstance(section, dict) for section in sections.values()):
-        return data  # a section of the wrong type: the field's own validation says so
-    result = dict(data)
-    for name in ("trainer", "orchestrator", "inference"):
-        if name != "inference" or "inference" in data:
-            result[name] = None if name in data and data[name] is None else dict(data.get(name) or {})
-    for key in SHARED_KEYS:
-        _share_key(result, (key,))
+    layers = [layer | {name: None for name in SECTIONS if layer.get(name) == "None"} for layer in layers]
+    merged = reduce(merge, layers)
+    if not all(isinstance(layer.get(name, {}), dict | None) for layer in layers for name in SECTIONS):
+        return merged  # a section of the wrong type: the field's own validation says so
+    started = [name for name in SECTIONS if merged.get(name, {} if name != "inference" else None) is not None]
+    result = reduce(merge, [_spread(layer, started) for layer in layers])
     _share_server(result)
     return result
 
 
-def _share_key(data: dict[str, Any], path: tuple[str, ...]) -> None:
+def _spread(layer: Tree, sections: list[str]) -> Tree:
+    result = layer | {name: dict(layer.get(name) or {}) for name in sections}
+    for key in SHARED_KEYS:
+        _share_key(result, (key,))
+    return result
+
+
+def _share_key(data: Tree, path: tuple[str, ...]) -> None:
     """Share the value at `path`; tables are shared key by key, so that each may be given anywhere."""
     places = {"": data} | {
         name: data[name]
@@ -155,7 +169,7 @@ def _share_key(data: dict[str, Any], path: tuple[str, ...]) -> None:
         _set(tree, path, value)
 
 
-def _share_server(data: dict[str, Any]) -> None:
+def _share_server(data: Tree) -> None:
     """The server `rl` starts is the one the orchestrator talks to, unless another address is given."""
     inference, orchestrator = data.get("inference"), data.get("orchestrator")
     if not isinstance(inference, dict) or not isinstance(orchestrator, dict):
@@ -176,14 +190,14 @@ def _dotted(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
-def _get(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
+def _get(tree: Tree, path: tuple[str, ...]) -> Any:
     value: Any = tree
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def _set(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def _set(tree: Tree, path: tuple[str, ...], value: Any) -> None:
     *parents, last = path
     for key in parents:
         tree[key] = dict(tree.get(key) or {})

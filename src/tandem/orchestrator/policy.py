@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tandem.orchestrator.client import InferenceClient
+from tandem.orchestrator.client import InferenceClient, InferenceError
 from tandem.transport.weights.manifest import newest_version
 from tandem.utils.run_dir import step_name
 
@@ -41,5 +41,11 @@ class Policy:
                 await asyncio.sleep(POLL_S)
                 continue
             previous = self.version
-            await self.load(self.weights_folder / step_name(newest), newest)
+            try:
+                await self.load(self.weights_folder / step_name(newest), newest)
+            except InferenceError:
+                # A version that was replaced by a newer one while it was read is no loss; any other refusal is.
+                if newest_version(self.weights_folder) == newest:
+                    raise
+                continue
             await on_update(previous, newest)

@@ -1,12 +1,15 @@
 """Shared values: given once, anywhere; given twice, the same."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.config.base import load_config
 from tandem.config.rl import SECTIONS, SHARED_KEYS, RLConfig, share_values
 
 PLACES = ("", "trainer", "orchestrator", "inference")
@@ -143,3 +146,30 @@ def test_a_client_with_its_own_key_variable_keeps_it() -> None:
     tree = {"model": {"name": "m"}, "inference": {"server": {"api_key": "k"}}}
     config = RLConfig.model_validate(tree | {"orchestrator": {"client": {"api_key_var": "K"}}})
     assert (config.orchestrator.client.api_key, config.orchestrator.client.api_key_var) == (None, "K")
+
+
+@pytest.mark.parametrize("flag", ["--max-steps", "--trainer.max-steps", "--orchestrator.max-steps"])
+def test_a_flag_wins_over_files_wherever_either_gives_the_value(flag: str, rl_toml: str, tmp_path: Path) -> None:
+    section = tmp_path / "orchestrator.toml"
+    section.write_text("max_steps = 60\n")
+    config = load_config(RLConfig, ["@", rl_toml, "--orchestrator", "@", str(section), flag, "9"])
+    assert (config.max_steps, config.trainer.max_steps, config.orchestrator.max_steps) == (9, 9, 9)
+
+
+def test_weights_must_outlive_their_use(refusal: Callable[..., str], rl_toml: str) -> None:
+    message = refusal("@", rl_toml, "--orchestrator.max-staleness", "3")
+    assert "trainer.keep_weights = 4" in message and "the smallest valid value is 5" in message
+
+
+def test_a_shared_mistake_is_told_once(refusal: Callable[..., str], rl_toml: str) -> None:
+    assert refusal("@", rl_toml, "--max-steps", "none").count("max_steps") == 1
+
+
+def test_a_missing_model_names_the_flag_that_gives_it(refusal: Callable[..., str]) -> None:
+    assert "--model.name" in refusal("--max-steps", "3")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://host:xx", "http://"])
+def test_an_address_that_is_none(refusal: Callable[..., str], rl_toml: str, url: str) -> None:
+    message = refusal("@", rl_toml, "--orchestrator.client.base-url", url)
+    assert "orchestrator.client.base_url" in message and repr(url) in message

@@ -63,3 +63,30 @@ def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Pa
         "temperature": 0.0,
         "seed": request_seed(1, "eval", 1),
     }
+
+
+class FailingMaker(FakeMaker):
+    """Fails on the tasks it is told to."""
+
+    def __init__(self, make_group, failing: set[int]) -> None:
+        super().__init__(make_group)
+        self.failing = failing
+
+    async def make_group(self, task: Task, order: int, **options: float) -> Group:
+        if task.index in self.failing:
+            raise RuntimeError("the judge is asleep")
+        return await super().make_group(task, order, **options)
+
+
+def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -> None:
+    """Of rewards 0.3, 0.5 and 0.9 the second is missing."""
+    evaluator = make_evaluator(FailingMaker(make_group, {5}), tmp_path)
+    assert asyncio.run(evaluator.run(4, RunDir(tmp_path))) == pytest.approx(0.6)
+    (line,) = read_json_lines(tmp_path / "metrics.jsonl")
+    assert (line["eval/num_prompts"], line["eval/num_failed"]) == (2, 1)
+
+
+def test_an_evaluation_without_any_result_ends_the_run(make_group, tmp_path: Path) -> None:
+    evaluator = make_evaluator(FailingMaker(make_group, {3, 5, 9}), tmp_path)
+    with pytest.raises(RuntimeError, match="all 3 held-out tasks failed.*the judge is asleep"):
+        asyncio.run(evaluator.run(4, RunDir(tmp_path)))

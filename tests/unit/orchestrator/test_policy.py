@@ -1,8 +1,12 @@
 """The policy follows the newest published weights."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tandem.orchestrator.client import InferenceError
 from tandem.orchestrator.policy import Policy
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.run_dir import step_name
@@ -59,3 +63,42 @@ def test_whoever_waits_for_the_next_update_is_told(tmp_path: Path) -> None:
         assert first.result() == 1 and policy.version == 2
 
     asyncio.run(run())
+
+
+class RefusingClient(FakeClient):
+    """Refuses version 1; `meanwhile` happens while it looks at it."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        if version == 1:
+            self.meanwhile()
+            raise InferenceError("step_000001 does not match its checksum")
+        await super().update_weights(path, version)
+
+
+async def ignore(old: int, new: int) -> None:
+    pass
+
+
+def test_refused_weights_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    async def run() -> None:
+        policy = Policy(RefusingClient(lambda: None), tmp_path, version=0)  # pyright: ignore[reportArgumentType]
+        publish(tmp_path, 1)
+        await policy.follow(2, ignore)
+
+    with pytest.raises(InferenceError, match="checksum"):
+        asyncio.run(run())
+
+
+def test_a_refused_version_that_was_replaced_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    client = RefusingClient(lambda: publish(tmp_path, 2))
+
+    async def run() -> None:
+        publish(tmp_path, 1)
+        await Policy(client, tmp_path, version=0).follow(2, ignore)  # pyright: ignore[reportArgumentType]
+
+    asyncio.run(run())
+    assert client.loaded == [("step_000002", 2)]
