@@ -1,4 +1,4 @@
-"""Write conversations for the warm-up: rows of letters and their reversal, none of them held out.
+"""Write conversations for the warm-up: rows of five letters and their reversal, none of them held out.
 
 python examples/reverse_text/make_data.py models/reverse_text_sft.jsonl
 """
@@ -11,7 +11,7 @@ from tandem.envs.reverse_text import ReverseText
 
 
 def main(target: Path) -> None:
-    tasks = ReverseText(num_train=16384).train_tasks
+    tasks = ReverseText(min_length=5, max_length=5, num_train=16384).train_tasks
     rows = [{"messages": [*task.messages, {"role": "assistant", "content": task.answer}]} for task in tasks]
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -88,5 +88,5 @@ def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -
 
 def test_an_evaluation_without_any_result_ends_the_run(make_group, tmp_path: Path) -> None:
     evaluator = make_evaluator(FailingMaker(make_group, {3, 5, 9}), tmp_path)
-    with pytest.raises(RuntimeError, match="all 3 held-out tasks failed.*the judge is asleep"):
+    with pytest.raises(RuntimeError, match=r"all 3 held-out tasks failed.*the judge is asleep"):
         asyncio.run(evaluator.run(4, RunDir(tmp_path)))
