@@ -25,11 +25,13 @@ from tandem.types.rollout import Task
 from tandem.utils.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 3  # not counted in the seconds per step
+WARM_UP_STEPS_OF_LR = 10
+TEMPERATURE = 1.0
 ROLLOUTS = 128
 
 
-def run(*command: str | Path) -> str:
+def run(*command: object) -> str:
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(map(str, command))} failed:\n{done.stdout}\n{done.stderr}")
@@ -55,39 +57,40 @@ def write_rows(path: Path, tasks: list[Task]) -> Path:
     return path
 
 
+def flags(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
 def run_trl(python: str, model: Path, train: Path, held_out: Path, args: argparse.Namespace) -> dict[str, Any]:
-    output = run(
-        *(python, "benchmarks/trl_grpo.py", model, "--train", train, "--held-out", held_out, "--lr", args.lr),
-        *(
-            "--steps",
-            args.steps,
-            "--temperature",
-            "0.6",
-            "--warmup-steps",
-            "10",
-            "--num-held-out",
-            args.num_held_out,
-            "--eval-every",
-            args.eval_every,
-        ),
-        *("--reward", "tandem.rewards.functions:positional_match"),
-    )
-    return json.loads(output.splitlines()[-1])
+    options: dict[str, object] = {
+        "train": train,
+        "held-out": held_out,
+        "reward": "tandem.rewards.functions:positional_match",
+        "steps": args.steps,
+        "lr": args.lr,
+        "warmup-steps": WARM_UP_STEPS_OF_LR,
+        "temperature": TEMPERATURE,
+        "num-held-out": args.num_held_out,
+        "eval-every": args.eval_every,
+    }
+    return json.loads(run(python, "benchmarks/trl_grpo.py", model, *flags(options)).splitlines()[-1])
 
 
 def run_tandem(python: str, model: Path, held_out: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    run(
-        *(script("rl"), "@", "examples/reverse_text/rl.toml", "--clean", "--output-dir", folder, "--model.name", model),
-        *("--max-steps", args.steps, "--trainer.optimizer.lr", args.lr, "--trainer.keep-weights", args.steps + 1),
-        *(
-            "--orchestrator.eval.num-prompts",
-            "1",
-            "--orchestrator.eval.every",
-            "None",
-            "--inference.server.port",
-            args.port,
-        ),
-    )
+    options: dict[str, object] = {
+        "output-dir": folder,
+        "model.name": model,
+        "max-steps": args.steps,
+        "trainer.optimizer.lr": args.lr,
+        "trainer.scheduler.type": "constant",
+        "trainer.scheduler.warmup-steps": WARM_UP_STEPS_OF_LR,
+        "trainer.keep-weights": args.steps + 1,
+        "orchestrator.sampling.temperature": TEMPERATURE,
+        "orchestrator.eval.num-prompts": 1,
+        "orchestrator.eval.every": None,
+        "inference.server.port": args.port,
+    }
+    run(script("rl"), "@", "examples/reverse_text/rl.toml", "--clean", *flags(options))
     lines = [line for line in read_json_lines(folder / "metrics.jsonl") if line["process"] == "trainer"]
     # The first step waits for the processes to start; its own work is counted, their start is not.
     ends = [line["time"] for line in lines]
@@ -95,11 +98,8 @@ def run_tandem(python: str, model: Path, held_out: Path, folder: Path, args: arg
     step_s = [first_s, *(after - before for before, after in pairwise(ends))]
     versions = [step for step in range(args.steps + 1) if step % args.eval_every == 0]
     models = [model if step == 0 else folder / "weights" / f"step_{step:06d}" for step in versions]
-    rewards = json.loads(
-        run(
-            *(python, "benchmarks/held_out.py", held_out, args.num_held_out, *models),
-        ).splitlines()[-1]
-    )
+    output = run(python, "benchmarks/held_out.py", held_out, args.num_held_out, *models)
+    rewards = json.loads(output.splitlines()[-1])
     curve = [(step, round(sum(step_s[:step]), 3), reward) for step, reward in zip(versions, rewards, strict=True)]
     timed = step_s[WARM_UP_STEPS:]
     return {
@@ -129,14 +129,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter of an environment with TRL")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "bench_rl_cpu")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--num-held-out", type=int, default=128)
-    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--port", type=int, default=8777)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    tasks = ReverseText(min_length=5, max_length=5)
+    tasks = ReverseText()
     train = write_rows(args.folder / "train.jsonl", tasks.train_tasks)
     held_out = write_rows(args.folder / "held_out.jsonl", tasks.eval_tasks)
     model = warm_model(args.folder)

@@ -1,11 +1,11 @@
 """Completed samples as OpenAI's response bodies: plain dicts, since validating our own output would cost
 more than generating it on a small model."""
 
-import json
 import time
 import uuid
 from typing import Any
 
+import orjson
 from starlette.responses import Response
 
 from tandem.data.tokenizer import Tokenizer
@@ -13,12 +13,12 @@ from tandem.inference.engine import GeneratedSample
 
 
 class Answer(Response):
-    """A JSON body; NaN never leaves the server, so that every client can read it."""
+    """A JSON body; what is not a number leaves the server as null, so that every client can read it."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        return orjson.dumps(content)
 
 
 class TokenTexts:

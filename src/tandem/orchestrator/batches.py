@@ -15,12 +15,18 @@ def make_batch(
     tokens_per_microbatch: int,
     temperature: float,
 ) -> TrainBatch:
+    """Rollouts whose advantage is zero are counted but not computed: their gradient is zero, whatever the model says.
+
+    One is kept if all of them are so: a step without signal is still a step of the optimizer.
+    """
     samples = [
         make_sample(rollout, advantage)
         for group, group_advantages in zip(groups, advantages, strict=True)
         for rollout, advantage in zip(group.rollouts, group_advantages, strict=True)
     ]
-    return TrainBatch(step, temperature, pack(samples, tokens_per_microbatch))
+    num_loss_tokens = sum(sum(sample.loss_mask) for sample in samples)
+    with_signal = [sample for sample in samples if any(sample.advantages)] or samples[:1]
+    return TrainBatch(step, temperature, num_loss_tokens, pack(with_signal, tokens_per_microbatch))
 
 
 def make_sample(rollout: Rollout, advantage: float) -> Sample:

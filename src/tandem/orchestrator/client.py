@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 
 from tandem.config.orchestrator import ClientConfig
 from tandem.types.rollout import Completion
@@ -83,7 +84,7 @@ class InferenceClient:
             try:
                 async with self._http.post(f"{self.base_url}{route}", json=body) as response:
                     if response.status == 200:
-                        return await response.json()
+                        return orjson.loads(await response.read())
                     problem = f"{response.status}: {_reason(await response.text())}"
                     if response.status not in RETRY_STATUS:
                         break

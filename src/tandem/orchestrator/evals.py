@@ -39,19 +39,22 @@ class Evaluator:
         return version == last_version or (every is not None and version // every > previous // every)
 
     async def run(self, version: int, run_dir: RunDir) -> float:
-        """Mean reward over the held-out tasks, one completion each."""
+        """Mean reward over the held-out tasks, one completion each; tasks that fail are counted, not averaged."""
         started = time.monotonic()
-        groups = await asyncio.gather(*(self._group(order, task) for order, task in enumerate(self.tasks)))
+        outcomes = await asyncio.gather(
+            *(self._group(order, task) for order, task in enumerate(self.tasks)), return_exceptions=True
+        )
+        groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if not groups:
+            raise RuntimeError(f"all {len(failures)} held-out tasks failed, the first with {failures[0]!r}")
+        if failures:
+            logger.warning("%d held-out tasks failed, the first with %r", len(failures), failures[0])
+            self.run_log.event("eval_failures", version=version, count=len(failures), first=repr(failures[0]))
         reward = statistics.fmean(reward for group in groups for reward in group.rewards)
         write_samples(run_dir.eval_samples(version), groups, advantages=None)
-        self.run_log.metrics(
-            version,
-            {
-                "eval/reward": reward,
-                "eval/num_prompts": len(groups),
-                "eval/seconds": time.monotonic() - started,
-            },
-        )
+        counts = {"eval/num_prompts": len(groups), "eval/num_failed": len(failures)}
+        self.run_log.metrics(version, {"eval/reward": reward, **counts, "eval/seconds": time.monotonic() - started})
         logger.info("held-out reward of version %d: %.3f over %d prompts", version, reward, len(groups))
         return reward
 

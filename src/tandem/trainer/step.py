@@ -54,10 +54,12 @@ class Stepper:
     def step(
         self, micro_batches: Iterable[MicroBatch], num_loss_tokens: int, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Update the model; returns metrics averaged over the tokens of the step."""
+        """Update the model by the loss over `num_loss_tokens`; other metrics are means over what was computed."""
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, Tensor] = {}
+        num_computed = 0
         for micro_batch in micro_batches:
+            num_computed += micro_batch.num_loss_tokens
             predictions = self.predict(micro_batch, temperature)
             loss, metrics = self.loss(micro_batch, predictions)
             (loss / num_loss_tokens).backward()
@@ -66,8 +68,9 @@ class Stepper:
                 totals[name] = totals[name] + value if name in totals else value
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
         self.optimizer.step()
-        averages = {name: float(total) / num_loss_tokens for name, total in totals.items()}
-        return averages | {"grad_norm": float(grad_norm)}
+        loss = float(totals.pop("loss")) / num_loss_tokens
+        means = {name: float(total) / num_computed for name, total in totals.items()}
+        return {"loss": loss, "grad_norm": float(grad_norm), **means}
 
     def predict(self, micro_batch: MicroBatch, temperature: float) -> Predictions:
         """Only positions that carry loss go through the output matrix."""

@@ -106,12 +106,10 @@ class TrainBatch:
 
     step: int
     temperature: float
+    num_loss_tokens: int  # sampled tokens of the step, those without signal included: the loss is divided by this
     micro_batches: list[MicroBatch]
 
     @property
-    def num_loss_tokens(self) -> int:
-        return sum(micro_batch.num_loss_tokens for micro_batch in self.micro_batches)
-
-    @property
     def num_tokens(self) -> int:
+        """Tokens that are computed."""
         return sum(len(micro_batch.token_ids) for micro_batch in self.micro_batches)

@@ -33,6 +33,18 @@ def test_a_batch_is_cut_at_the_bound(make_group) -> None:
     assert batch.num_loss_tokens == 6
 
 
+def test_rollouts_without_signal_are_counted_and_not_computed(make_group) -> None:
+    groups = [make_group(0), make_group(1)]
+    batch = make_batch(groups, [[0.0, 0.0], [2.0, -2.0]], step=1, tokens_per_microbatch=100, temperature=1.0)
+    assert batch.micro_batches[0].advantages.tolist() == [0.0, 0.0, 2.0, -2.0, -2.0]
+    assert (batch.num_loss_tokens, batch.num_tokens) == (6, 5)
+
+
+def test_a_batch_without_any_signal_keeps_one_rollout(make_group) -> None:
+    batch = make_batch([make_group(0)], [[0.0, 0.0]], step=1, tokens_per_microbatch=100, temperature=1.0)
+    assert (batch.num_loss_tokens, batch.num_tokens) == (3, 3)
+
+
 def test_every_rollout_needs_an_advantage(make_group) -> None:
     with pytest.raises(ValueError, match="zip"):
         make_batch([make_group(0)], [[1.0]], step=1, tokens_per_microbatch=10, temperature=1.0)

@@ -28,7 +28,9 @@ def settings_of_torch():
 def write_batches(root: Path, make_samples, steps: range) -> None:
     writer = RolloutWriter(root / "rollouts", keep=10)
     for step in steps:
-        writer.write(TrainBatch(step, 1.0, pack(make_samples(step), 30)))
+        samples = make_samples(step)
+        count = sum(sum(sample.loss_mask) for sample in samples)
+        writer.write(TrainBatch(step, 1.0, count, pack(samples, 30)))
 
 
 def config(model: Path, root: Path, **options: object) -> TrainerConfig:

@@ -19,6 +19,6 @@ def make_batch() -> Callable[..., TrainBatch]:
             )
             for number, (num_prompt, num_learned) in enumerate(shapes)
         ]
-        return TrainBatch(step, 0.7, pack(samples, bound))
+        return TrainBatch(step, 0.7, 99, pack(samples, bound))
 
     return make

@@ -40,6 +40,7 @@ class RolloutWriter:
         metadata = {
             "step": str(batch.step),
             "temperature": repr(batch.temperature),
+            "num_loss_tokens": str(batch.num_loss_tokens),
             "segments_per_microbatch": json.dumps(counts),
         }
         save_file(tensors, staging / RANK_FILE, metadata=metadata)
@@ -86,4 +87,9 @@ def _load(path: Path) -> TrainBatch:
         parts = {name: stream[segments if name in PER_SEGMENT else tokens] for name, stream in streams.items()}
         micro_batches.append(MicroBatch(**parts))
         first_token, first_segment = tokens.stop, segments.stop
-    return TrainBatch(int(metadata["step"]), float(metadata["temperature"]), micro_batches)
+    return TrainBatch(
+        step=int(metadata["step"]),
+        temperature=float(metadata["temperature"]),
+        num_loss_tokens=int(metadata["num_loss_tokens"]),
+        micro_batches=micro_batches,
+    )
