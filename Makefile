@@ -35,7 +35,7 @@ demo: setup
 	@echo "== 1/3 a tiny Qwen3 with a character tokenizer, random weights"
 	$(BIN)/python examples/reverse_text/make_model.py $(MODEL)
 	$(BIN)/python examples/reverse_text/make_data.py $(DATA)
-	@echo "== 2/3 warm-up: supervised fine-tuning, just enough to make it err less than half the time"
+	@echo "== 2/3 warm-up: supervised fine-tuning on demonstrations of which two in five are right"
 	$(BIN)/sft @ examples/reverse_text/sft.toml --clean
 	@echo "== 3/3 reinforcement learning"
 	$(BIN)/rl @ examples/reverse_text/rl.toml --clean
