@@ -34,7 +34,6 @@ def serve(config: InferenceConfig) -> None:
     socket = bind_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
-    import torch
     import uvicorn
 
     from tandem.data.tokenizer import Tokenizer
@@ -42,11 +41,10 @@ def serve(config: InferenceConfig) -> None:
     from tandem.inference.prompts import PromptReader
     from tandem.inference.responses import TokenTexts
     from tandem.inference.server import create_app
+    from tandem.models.runtime import setup_torch
     from tandem.models.spec import ModelSpec
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    torch.use_deterministic_algorithms(config.deterministic)
+    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
     # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a
     # step takes, even while the event loop is busy with JSON.
     sys.setswitchinterval(0.0005)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tandem.config.trainer import TrainerConfig
 from tandem.models.hf import load_decoder, named_tensors
+from tandem.models.runtime import choose_device, setup_torch
 from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.losses import PolicyLoss, PolicyStreams, make_policy_loss
 from tandem.trainer.optimizer import lr_factor, make_optimizer, set_lr
-from tandem.trainer.setup import choose_device, setup_torch
 from tandem.trainer.step import MicroBatchLoss, Predictions, Stepper
 from tandem.transport.checkpoints import start_step
 from tandem.transport.rollouts.filesystem import RolloutReader

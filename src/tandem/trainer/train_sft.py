@@ -10,8 +10,8 @@ from tandem.config.sft import SFTConfig
 from tandem.data.order import ShuffledOrder
 from tandem.data.packing import pack
 from tandem.models.hf import load_decoder, named_tensors
+from tandem.models.runtime import choose_device, setup_torch
 from tandem.trainer.optimizer import lr_factor, make_optimizer, set_lr
-from tandem.trainer.setup import choose_device, setup_torch
 from tandem.trainer.step import Predictions, Stepper
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import MicroBatch, Sample

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from tandem.data.packing import pack
 from tandem.models.attention import PackedAttention
+from tandem.trainer.losses.policy import grpo_loss
 from tandem.trainer.step import previous_tokens
+from tandem.trainer.train_rl import policy_loss
 
 
 def take_steps(stepper, batches) -> list[dict[str, float]]:
@@ -123,3 +126,30 @@ def test_the_gradient_norm_is_clipped(make_stepper, make_samples) -> None:
         (new.detach() - old).square().sum() for new, old in zip(stepper.model.parameters(), before, strict=True)
     )
     assert moved.sqrt().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_bfloat16_compute_stays_near_float32(make_stepper, make_samples) -> None:
+    batch = pack(make_samples(5, num_prompts=2), 1000)
+    exact, rounded = make_stepper(), make_stepper()
+    rounded.compute_dtype = torch.bfloat16
+    (expected,), (found,) = take_steps(exact, [batch]), take_steps(rounded, [batch])
+    assert found["loss"] != expected["loss"]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=0.05)
+    assert all(parameter.dtype == torch.float32 for parameter in rounded.model.parameters())
+
+
+def test_a_rollout_without_signal_leaves_the_update_as_it_is(make_stepper, make_samples) -> None:
+    """Policy-gradient with advantages of zero for one sample: computed or left out, the weights are the same."""
+    samples = make_samples(6, num_prompts=2)
+    silent = replace(samples[0], advantages=[0.0] * len(samples[0].token_ids))
+    num_loss_tokens = sum(sum(sample.loss_mask) for sample in samples)
+    loss = policy_loss(partial(grpo_loss, clip_low=0.2, clip_high=0.2), torch.device("cpu"))
+    updated = []
+    for kept in ([silent, *samples[1:]], samples[1:]):
+        stepper = make_stepper()
+        stepper.loss = loss
+        stepper.optimizer = torch.optim.SGD(stepper.model.parameters(), lr=0.1)
+        stepper.step(pack(kept, 1000), num_loss_tokens)
+        updated.append(list(stepper.model.parameters()))
+    for computed, left_out in zip(*updated, strict=True):
+        torch.testing.assert_close(computed, left_out, atol=1e-7, rtol=0)

@@ -14,6 +14,7 @@ from tandem.inference.native.runner import Runner
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
 from tandem.models.hf import load_decoder
+from tandem.models.runtime import choose_device
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
 
@@ -40,13 +41,6 @@ def build_engine(config: InferenceConfig, eos_token_ids: list[int], on_failure: 
         num_blocks * config.block_size,
     )
     return NativeEngine(parts, eos_token_ids, config.seed, on_failure)
-
-
-def choose_device(wanted: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
-        raise UserError("device = 'cuda', but this machine has no usable GPU; give cpu or auto")
-    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
 
 
 def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, free_bytes: int) -> int:

@@ -1,4 +1,6 @@
-"""Device, threads and determinism, the same for every kind of training."""
+"""Device, threads and determinism: the same for everything that runs a model."""
+
+import os
 
 import torch
 
@@ -15,7 +17,11 @@ def choose_device(device: Device) -> torch.device:
 
 
 def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
+    """Called once, before the first tensor."""
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
+    if deterministic:
+        # cuBLAS reads this when it starts; without it, it may add up in another order each time.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
