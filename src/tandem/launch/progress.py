@@ -131,7 +131,8 @@ class LiveDisplay:
             f"[bold]tokens/s[/] {self.orchestrator.get('tokens_per_s', 0):,.0f}",
             f"[bold]left[/] {self._time_left()}",
         )
-        bar = ProgressBar(total=self.max_steps, completed=step, width=60)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=self.max_steps, completed=step, width=60))
         return Group(table, bar, Text(sparkline(self.rewards, width=60), style="green"))
 
 
