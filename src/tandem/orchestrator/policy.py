@@ -8,7 +8,7 @@ from tandem.orchestrator.client import InferenceClient, InferenceError
 from tandem.transport.weights.manifest import newest_version
 from tandem.utils.run_dir import step_name
 
-POLL_S = 0.005
+POLL_S = 0.01
 
 VersionListener = Callable[[int, int], Awaitable[None]]
 

@@ -1,8 +1,9 @@
 """samples/*.jsonl: every rollout as people read it."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+
+import orjson
 
 from tandem.types.rollout import Group
 
@@ -24,8 +25,8 @@ def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[list
             }
             if advantages is not None:
                 line["advantage"] = advantages[number][index]
-            lines.append(json.dumps(line))
+            lines.append(orjson.dumps(line))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("\n".join(lines) + "\n")
+    temporary.write_bytes(b"\n".join(lines) + b"\n")
     temporary.replace(path)

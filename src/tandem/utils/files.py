@@ -35,7 +35,12 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
+    write_atomic(path, json_text(value))
+
+
+def json_text(value: Any) -> bytes:
+    """JSON as people like to read it."""
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def read_json(path: Path) -> Any:

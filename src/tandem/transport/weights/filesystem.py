@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
-from tandem.utils.files import publish_directory, read_json, staging_directory, write_json
+from tandem.utils.files import json_text, publish_directory, read_json, staging_directory
 from tandem.utils.run_dir import remove_old_steps, step_name
 
 # Everything beside the tensors that makes a directory a model.
@@ -71,4 +71,4 @@ def write_model(folder: Path, tensors: Mapping[str, torch.Tensor], config: dict[
     dtype = getattr(torch, config["dtype"])
     cast = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     save_file(cast, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", config)
+    (folder / "config.json").write_bytes(json_text(config))
