@@ -13,9 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tandem.config.sft import SFTConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.models.attention import PackedAttention
 from tandem.models.decoder import Decoder
+from tandem.models.hf import load_decoder
+from tandem.models.runtime import choose_device, setup_torch
 from tandem.trainer.logprobs import token_logprobs
+from tandem.trainer.optimizer import make_optimizer
 from tandem.types.rollout import MicroBatch
 
 
@@ -93,6 +98,21 @@ class Stepper:
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def make_stepper(config: TrainerConfig | SFTConfig, loss: MicroBatchLoss) -> Stepper:
+    """Load the model and make everything a step needs, as the configuration says."""
+    device = choose_device(config.device)
+    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
+    model = load_decoder(config.model.name, torch.float32, device)
+    return Stepper(
+        model,
+        make_optimizer(model, config.optimizer),
+        loss,
+        device=device,
+        compute_dtype=getattr(torch, config.model.dtype),
+        max_grad_norm=config.optimizer.max_grad_norm,
+    )
 
 
 def previous_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from tandem.config.trainer import TrainerConfig
-from tandem.models.hf import load_decoder, named_tensors
-from tandem.models.runtime import choose_device, setup_torch
+from tandem.models.hf import named_tensors
 from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.losses import PolicyLoss, PolicyStreams, make_policy_loss
-from tandem.trainer.optimizer import lr_factor, make_optimizer, set_lr
-from tandem.trainer.step import MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.optimizer import lr_factor, set_lr
+from tandem.trainer.step import MicroBatchLoss, Predictions, make_stepper
 from tandem.transport.checkpoints import start_step
 from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.transport.weights.filesystem import WeightsPublisher
@@ -27,18 +26,8 @@ logger = logging.getLogger(__name__)
 def train_rl(config: TrainerConfig) -> None:
     run_dir = RunDir(config.output_dir)
     start = start_step(run_dir, resume=config.resume, own_folder="weights", marker=MANIFEST)
-    device = choose_device(config.device)
-    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
-    model = load_decoder(config.model.name, torch.float32, device)
-    optimizer = make_optimizer(model, config.optimizer)
-    stepper = Stepper(
-        model,
-        optimizer,
-        policy_loss(make_policy_loss(config.loss), device),
-        device=device,
-        compute_dtype=getattr(torch, config.model.dtype),
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
+    stepper = make_stepper(config, policy_loss(make_policy_loss(config.loss)))
+    model, optimizer = stepper.model, stepper.optimizer
     run_dir.create()
     run_log = RunLog(run_dir, "trainer")
     batches = RolloutReader(run_dir.rollouts, config.rollout_timeout_s)
@@ -47,7 +36,7 @@ def train_rl(config: TrainerConfig) -> None:
     if start > 0:
         checkpoints.load(start)
         weights.republish(named_tensors(model), version=start)
-    logger.info("ready on %s; waiting for the batch of step %d", device, start + 1)
+    logger.info("ready on %s; waiting for the batch of step %d", stepper.device, start + 1)
 
     for step in range(start + 1, config.max_steps + 1):
         waiting = time.monotonic()
@@ -72,11 +61,11 @@ def train_rl(config: TrainerConfig) -> None:
     run_log.event("finished", step=config.max_steps)
 
 
-def policy_loss(loss: PolicyLoss, device: torch.device) -> MicroBatchLoss:
+def policy_loss(loss: PolicyLoss) -> MicroBatchLoss:
     """The objective over the tokens of one micro-batch, with the metrics that tell trainer and engine apart."""
 
     def compute(micro_batch: MicroBatch, predictions: Predictions) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = micro_batch.loss_mask
+        mask, device = micro_batch.loss_mask, predictions.logprobs.device
         sampled = torch.from_numpy(micro_batch.logprobs[mask]).to(device)
         advantages = torch.from_numpy(micro_batch.advantages[mask]).to(device)
         output = loss(PolicyStreams(predictions.logprobs, sampled, advantages))

@@ -3,16 +3,14 @@
 import logging
 import time
 
-import torch
 from torch import Tensor
 
 from tandem.config.sft import SFTConfig
 from tandem.data.order import ShuffledOrder
 from tandem.data.packing import pack
-from tandem.models.hf import load_decoder, named_tensors
-from tandem.models.runtime import choose_device, setup_torch
-from tandem.trainer.optimizer import lr_factor, make_optimizer, set_lr
-from tandem.trainer.step import Predictions, Stepper
+from tandem.models.hf import named_tensors
+from tandem.trainer.optimizer import lr_factor, set_lr
+from tandem.trainer.step import Predictions, make_stepper
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import MicroBatch, Sample
 from tandem.utils.metrics import MetricsForwarder, RunLog
@@ -23,18 +21,7 @@ LOG_EVERY_S = 2.0
 
 
 def train_sft(config: SFTConfig, samples: list[Sample], forwarder: MetricsForwarder) -> None:
-    device = choose_device(config.device)
-    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
-    model = load_decoder(config.model.name, torch.float32, device)
-    optimizer = make_optimizer(model, config.optimizer)
-    stepper = Stepper(
-        model,
-        optimizer,
-        sft_loss,
-        device=device,
-        compute_dtype=getattr(torch, config.model.dtype),
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
+    stepper = make_stepper(config, sft_loss)
     run_dir = RunDir(config.output_dir)
     run_log = RunLog(run_dir, "sft")
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, keep=1)
@@ -47,7 +34,7 @@ def train_sft(config: SFTConfig, samples: list[Sample], forwarder: MetricsForwar
         batch = [samples[order[first + offset]] for offset in range(config.batch_size)]
         micro_batches = pack(batch, config.tokens_per_microbatch)
         lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
-        set_lr(optimizer, lr)
+        set_lr(stepper.optimizer, lr)
         num_loss_tokens = sum(micro_batch.num_loss_tokens for micro_batch in micro_batches)
         stats = stepper.step(micro_batches, num_loss_tokens)
         seconds = time.monotonic() - started
@@ -64,7 +51,7 @@ def train_sft(config: SFTConfig, samples: list[Sample], forwarder: MetricsForwar
                 num_tokens / seconds,
             )
 
-    path = weights.publish(named_tensors(model), version=config.max_steps)
+    path = weights.publish(named_tensors(stepper.model), version=config.max_steps)
     run_log.event("finished", step=config.max_steps)
     logger.info("the model is in %s", path)
 

@@ -143,7 +143,7 @@ def test_a_rollout_without_signal_leaves_the_update_as_it_is(make_stepper, make_
     samples = make_samples(6, num_prompts=2)
     silent = replace(samples[0], advantages=[0.0] * len(samples[0].token_ids))
     num_loss_tokens = sum(sum(sample.loss_mask) for sample in samples)
-    loss = policy_loss(partial(grpo_loss, clip_low=0.2, clip_high=0.2), torch.device("cpu"))
+    loss = policy_loss(partial(grpo_loss, clip_low=0.2, clip_high=0.2))
     updated = []
     for kept in ([silent, *samples[1:]], samples[1:]):
         stepper = make_stepper()
