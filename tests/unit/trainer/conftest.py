@@ -50,7 +50,7 @@ def make_stepper(tiny_model: Path) -> Callable[[], Stepper]:
         return Stepper(
             model,
             make_optimizer(model, OptimizerConfig(lr=1e-3, weight_decay=0.01)),
-            policy_loss(lambda streams: grpo_loss(streams, 0.2, 0.2), CPU),
+            policy_loss(lambda streams: grpo_loss(streams, 0.2, 0.2)),
             device=CPU,
             compute_dtype=torch.float32,
             max_grad_norm=1.0,
