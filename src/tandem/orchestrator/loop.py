@@ -72,6 +72,7 @@ class Orchestrator:
     async def run(self) -> None:
         await self.client.wait_until_ready()
         policy = await self._serve_first_version()
+        self.run_log.event("started", version=policy.version)
         if self.start.step == 0:
             await self.evaluator.run(0, self.run_dir)
         async with asyncio.TaskGroup() as tasks:
@@ -159,6 +160,7 @@ class Orchestrator:
         )
 
     async def _on_version(self, previous: int, version: int) -> None:
+        self.run_log.event("version_served", version=version)
         self.writer.remove_trained(version)
         if self.evaluator.is_due(previous, version, self.config.max_steps):
             await self.evaluator.run(version, self.run_dir)

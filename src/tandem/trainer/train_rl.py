@@ -36,6 +36,7 @@ def train_rl(config: TrainerConfig) -> None:
     if start > 0:
         checkpoints.load(start)
         weights.republish(named_tensors(model), version=start)
+    run_log.event("started", step=start)
     logger.info("ready on %s; waiting for the batch of step %d", stepper.device, start + 1)
 
     for step in range(start + 1, config.max_steps + 1):
