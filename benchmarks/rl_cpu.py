@@ -4,7 +4,7 @@ Same warmed-up tiny model, prompts, reward, batch (16 prompts × 8 completions o
 and precision. Prints samples per second, seconds to a held-out reward of 0.9, and the ratios.
 
     pip install -e '.[benchmarks]'
-    python benchmarks/rl_cpu.py                        # or --trl-python for an environment of its own
+    python benchmarks/rl_cpu.py                        # or --trl-python, for another environment with both in it
 
 Neither side is evaluated on the clock: TRL's stands still meanwhile, and Tandem's versions are kept and evaluated
 afterwards, with the same greedy generation by transformers. Tandem overlaps generation and training
