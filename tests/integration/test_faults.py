@@ -95,3 +95,13 @@ def test_an_orchestrator_that_waits_in_vain_says_for_whom(starter, warm_model, t
     )
     assert done.returncode != 0
     assert "waited 0.5 s for the inference server" in done.stdout
+
+
+def test_an_orchestrator_without_a_trainer_says_for_whom_it_waits(starter, rl_arguments, tmp_path):
+    assert starter.run("rl", *rl_arguments, "--dry-run").returncode == 0
+    folder = tmp_path / "run" / "dry_run"
+    starter.start("inference", "@", str(folder / "inference.json"))
+    done = starter.run("orchestrator", "@", str(folder / "orchestrator.json"), "--weights-timeout-s", "3")
+    assert done.returncode != 0
+    assert "waited 3 s for the groups of step 3" in done.stdout
+    assert "weights after version 0 from the trainer" in done.stdout

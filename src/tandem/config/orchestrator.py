@@ -135,7 +135,7 @@ class OrchestratorConfig(Config):
     """How many training batches to keep on disk after they were trained on."""
 
     weights_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest wait for new weights from the trainer."""
+    """Longest wait for new weights from the trainer, or for the rollouts of a step."""
 
     max_failed_groups: int = Field(default=32, ge=0)
     """So many failed groups in a row end the run."""

@@ -112,8 +112,7 @@ class Orchestrator:
         try:
             for step in range(self.start.step + 1, config.max_steps + 1):
                 started = time.monotonic()
-                deadline = self._weights_deadline(policy.version + 1)
-                groups = await dispatcher.next_batch(step, deadline)
+                groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
                 if config.checkpoint.is_due(step):
                     state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders)
                     state.save(self.run_dir)
@@ -175,6 +174,14 @@ class Orchestrator:
         while True:
             self.forwarder.forward()
             await asyncio.sleep(1.0)
+
+    def _batch_deadline(self, step: int, version: int) -> Deadline:
+        return Deadline(
+            what=f"the groups of step {step}: rollouts from {self.client.base_url}, or weights after version {version} "
+            "from the trainer",
+            timeout_s=self.config.weights_timeout_s,
+            hint="see logs/inference.log and logs/trainer.log",
+        )
 
     def _weights_deadline(self, version: int) -> Deadline:
         return Deadline(
