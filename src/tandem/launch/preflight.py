@@ -1,6 +1,5 @@
 """Everything that can be refused before a process is started. No torch."""
 
-import logging
 import urllib.request
 
 from tandem.config.rl import RLConfig
@@ -8,13 +7,11 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.registry import make_environment
 from tandem.models.files import check_model_dir
 from tandem.orchestrator.tasks import check_prompts
-from tandem.transport.checkpoints import newest_checkpoint
+from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.errors import UserError
 from tandem.utils.metrics import refuse_missing_trackers
 from tandem.utils.ports import nearest_free_port, port_is_free
 from tandem.utils.run_dir import RunDir
-
-logger = logging.getLogger(__name__)
 
 
 def check(config: RLConfig) -> int:
@@ -32,12 +29,7 @@ def check(config: RLConfig) -> int:
 def _starting_step(config: RLConfig, run_dir: RunDir) -> int:
     if not config.resume:
         return 0
-    step = newest_checkpoint(run_dir)
-    if step is None:
-        raise UserError(
-            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; "
-            "start anew with --clean, and set checkpoint.every so that the next run can be resumed"
-        )
+    step = require_checkpoint(run_dir)
     if step >= config.max_steps:
         raise UserError(
             f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step} and max_steps = "

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,27 +13,9 @@ from rich.text import Text
 
 from tandem.launch.curve import sparkline
 from tandem.launch.plan import ProcessPlan
+from tandem.utils.files import Follower
 
 STYLES = {"inference": "cyan", "orchestrator": "green", "trainer": "magenta"}
-
-
-class Follower:
-    """New complete lines of a growing file."""
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
-
-    def lines(self) -> Iterator[str]:
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                yield line.decode(errors="replace").rstrip("\n")
 
 
 class RunView(Protocol):

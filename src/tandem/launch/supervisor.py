@@ -5,7 +5,6 @@ then ends them too (utils.processes.die_with_supervisor). Whatever ends first en
 the orchestrator by finishing, anyone by failing, the user by a signal.
 """
 
-import logging
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 from tandem.launch.plan import ProcessPlan
 from tandem.utils.processes import SUPERVISOR_PID
 
-logger = logging.getLogger(__name__)
 POLL_S = 0.05
 GRACE_S = 6.0
 LAST_LINES = 15

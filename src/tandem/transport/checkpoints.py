@@ -28,6 +28,17 @@ def newest_checkpoint(run_dir: RunDir) -> int | None:
     return None
 
 
+def require_checkpoint(run_dir: RunDir) -> int:
+    """The newest complete checkpoint, or UserError: there is nothing to resume."""
+    step = newest_checkpoint(run_dir)
+    if step is None:
+        raise UserError(
+            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; set checkpoint.every "
+            "for the next run, and start this one anew with --clean"
+        )
+    return step
+
+
 def rewind(run_dir: RunDir, step: int) -> list[str]:
     """Delete what was written after `step`, so that a resumed run cannot meet it. Returns the names."""
     removed = []
@@ -46,12 +57,7 @@ def start_step(run_dir: RunDir, *, resume: bool, own_folder: str, marker: str) -
     `own_folder` is where the calling process publishes: what lies there beyond the starting point would be
     taken for this run's, so it is refused (`rl --resume` and `rl --clean` remove it).
     """
-    step = newest_checkpoint(run_dir) if resume else 0
-    if step is None:
-        raise UserError(
-            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; set checkpoint.every "
-            "for the next run, and start this one anew with --clean"
-        )
+    step = require_checkpoint(run_dir) if resume else 0
     beyond = [found for found in steps_with(run_dir.root / own_folder, marker) if found > step]
     if beyond:
         raise UserError(

@@ -61,9 +61,14 @@ class GenerationOptions(ApiModel):
     @field_validator("stream", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
     @classmethod
     def _not_supported_yet(cls, value: Any) -> Any:
-        if value:
-            raise ValueError(f"{value!r} is not supported by this server yet; leave the field out")
-        return value
+        return refuse_if_given(value)
+
+
+def refuse_if_given(value: Any) -> Any:
+    """For fields that are known but not honoured yet: nothing is accepted and ignored."""
+    if value:
+        raise ValueError(f"{value!r} is not supported by this server yet; leave the field out")
+    return value
 
 
 class CompletionRequest(GenerationOptions):
@@ -88,9 +93,7 @@ class CompletionRequest(GenerationOptions):
     @field_validator("echo", "best_of", "suffix")
     @classmethod
     def _not_in_completions_yet(cls, value: Any) -> Any:
-        if value:
-            raise ValueError(f"{value!r} is not supported by this server yet; leave the field out")
-        return value
+        return refuse_if_given(value)
 
 
 class ChatMessage(ApiModel):

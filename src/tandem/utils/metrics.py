@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.utils.errors import UserError
-from tandem.utils.files import append_json_line
+from tandem.utils.files import Follower, append_json_line
 from tandem.utils.run_dir import RunDir
 
 Number = int | float
@@ -107,28 +107,22 @@ class MetricsForwarder:
     """Follows metrics.jsonl and hands each new line to the trackers."""
 
     def __init__(self, metrics_file: Path, trackers: list[Tracker]) -> None:
-        self._file = metrics_file
         self._trackers = trackers
         # A resumed run goes on where the file ends: earlier lines were forwarded by the first start.
-        self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
+        self._follower = Follower(metrics_file, from_end=True)
 
     def forward(self) -> None:
         """Hand over the lines that have come since the last call."""
-        if not self._trackers or not self._file.exists():
+        if not self._trackers:
             return
-        with self._file.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                record = json.loads(line)
-                process = record.pop("process")
-                step = record.pop("step")
-                record.pop("time")
-                values = {f"{process}/{name}": value for name, value in record.items()}
-                for tracker in self._trackers:
-                    tracker.log(step, values)
+        for line in self._follower.lines():
+            record = json.loads(line)
+            process = record.pop("process")
+            step = record.pop("step")
+            record.pop("time")
+            values = {f"{process}/{name}": value for name, value in record.items()}
+            for tracker in self._trackers:
+                tracker.log(step, values)
 
     def close(self) -> None:
         self.forward()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tandem.launch.progress import Follower, LiveDisplay, LogLines, make_view
+from tandem.launch.progress import LiveDisplay, LogLines, make_view
+from tandem.utils.files import Follower
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
