@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.engine import GeneratedSample, GenerationRequest
+from tandem.data.text_stream import TextStream
+from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult
 from tandem.inference.native.build import build_engine
 from tandem.inference.native.engine import NativeEngine
 
@@ -24,6 +25,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},
 }
 
+
+class Letters:
+    """A tokenizer of one character a token, without a file."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+LETTERS: Any = Letters()
 MakeModel = Callable[..., Path]
 MakeEngine = Callable[..., NativeEngine]
 
@@ -71,9 +81,11 @@ def make_engine(make_model: MakeModel) -> Iterator[MakeEngine]:
 
     def make(family: str = "qwen3", **options: Any) -> NativeEngine:
         model = {"name": make_model(family)}
-        config = InferenceConfig.model_validate({"seq_len": 64, "block_size": 4, "model": model} | options)
+        config = InferenceConfig.model_validate(
+            {"seq_len": 64, "block_size": 4, "model": model, "check_invariants": True} | options
+        )
         failures: list[str] = []
-        engine = build_engine(config, [EOS], failures.append)
+        engine = build_engine(config, [EOS], lambda: TextStream(LETTERS), failures.append)
         engine.start()
         engines.append(engine)
         return engine
@@ -81,17 +93,17 @@ def make_engine(make_model: MakeModel) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.stop()
-        engine.scheduler.check_invariants()
+        engine.core.scheduler.check_invariants()
 
 
 def ask(engine: NativeEngine, request: GenerationRequest) -> "Future[list[GeneratedSample]]":
     future: Future[list[GeneratedSample]] = Future()
 
-    def settle(outcome: list[GeneratedSample] | Exception) -> None:
+    def settle(outcome: GenerationResult | Exception) -> None:
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
-            future.set_result(outcome)
+            future.set_result(outcome.samples)
 
     engine.submit(request, settle)
     return future
@@ -137,7 +149,7 @@ def hold_after() -> Callable[[NativeEngine, int], threading.Event]:
 
     def install(engine: NativeEngine, steps: int) -> threading.Event:
         reached = threading.Event()
-        forward, done = engine.runner.forward, []
+        forward, done = engine.core.runner.forward, []
 
         def counted(*arguments: Any) -> torch.Tensor:
             done.append(1)
@@ -146,7 +158,7 @@ def hold_after() -> Callable[[NativeEngine, int], threading.Event]:
                 reached.set()
             return forward(*arguments)
 
-        engine.runner.forward = counted  # type: ignore[method-assign]
+        engine.core.runner.forward = counted  # type: ignore[method-assign]
         return reached
 
     return install

@@ -98,8 +98,8 @@ def test_logprobs_match_transformers_under_any_schedule(
             assert sample.logprobs == pytest.approx(expected, abs=1e-4)
             assert sample.versions == [0] * len(sample.token_ids)
             assert len(sample.token_ids) <= request.sampling.max_tokens
-    engine.inspect(engine.scheduler.check_invariants)
-    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
+    engine.inspect(engine.core.scheduler.check_invariants)
+    assert engine.core.scheduler.blocks.num_free == engine.core.scheduler.blocks.num_blocks
     engine.stop()
 
 
@@ -108,8 +108,8 @@ def test_tokens_do_not_depend_on_preemption(make_engine: Callable[..., NativeEng
     roomy = make_engine()
     tight = make_engine(kv_cache_tokens=80)
     preemptions = []
-    requeue = tight.scheduler._requeue
-    tight.scheduler._requeue = lambda slot: (preemptions.append(slot), requeue(slot))[1]
+    requeue = tight.core.scheduler._requeue
+    tight.core.scheduler._requeue = lambda slot: (preemptions.append(slot), requeue(slot))[1]
     assert [[s.token_ids for s in samples] for samples in generate(tight, asked)] == [
         [s.token_ids for s in samples] for samples in generate(roomy, asked)
     ]
@@ -122,15 +122,15 @@ def test_samples_of_a_prompt_are_prefilled_once_and_share_its_blocks(
     engine = make_engine()
     forwards: list[tuple[int, int]] = []  # tokens computed and logits made, blocks in use afterwards
     used: list[int] = []
-    forward = engine.runner.forward
+    forward = engine.core.runner.forward
 
     def record(rows: Any, chunk: Any, wanted: Any) -> torch.Tensor:
         logits = forward(rows, chunk, wanted)
         forwards.append((int(chunk.sum()), len(logits)))
-        used.append(engine.scheduler.blocks.num_blocks - engine.scheduler.blocks.num_free)
+        used.append(engine.core.scheduler.blocks.num_blocks - engine.core.scheduler.blocks.num_free)
         return logits
 
-    engine.runner.forward = record
+    engine.core.runner.forward = record
     # 10 tokens in blocks of 4: two full blocks shared by all, the third of each sample its own.
     generate(engine, [GenerationRequest(prompt_of(10), Sampling(3, ignore_eos=True), n=6)])
     assert forwards == [(10, 1), (6, 6), (6, 6)]
@@ -185,7 +185,7 @@ def test_a_cancelled_request_frees_its_blocks(
     make_engine: Callable[..., NativeEngine], start: Start, hold_after: HoldAfter
 ) -> None:
     engine = make_engine()
-    blocks = engine.scheduler.blocks
+    blocks = engine.core.scheduler.blocks
     stepped = hold_after(engine, 3)
     cancelled: list[Any] = []
     request_id = engine.submit(GenerationRequest(prompt_of(9), Sampling(40, ignore_eos=True), n=3), cancelled.append)
@@ -193,7 +193,7 @@ def test_a_cancelled_request_frees_its_blocks(
     held: list[int] = []
     engine.inspect(lambda: held.append(blocks.num_blocks - blocks.num_free))
     engine.cancel(request_id)
-    engine.inspect(engine.scheduler.check_invariants)
+    engine.inspect(engine.core.scheduler.check_invariants)
     assert held[0] > 0 and blocks.num_free == blocks.num_blocks
     assert not cancelled
     engine.resume()
@@ -211,7 +211,7 @@ def test_a_failing_engine_answers_everyone(make_engine: Callable[..., NativeEngi
     def broken(*_: Any) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
-    engine.runner.forward = broken
+    engine.core.runner.forward = broken
     engine.resume()
     for future in futures:
         with pytest.raises(EngineError, match="out of luck"):
@@ -222,7 +222,7 @@ def test_a_failing_engine_answers_everyone(make_engine: Callable[..., NativeEngi
         engine.pause()
     engine._thread.join(30)
     assert engine.failure is not None and told == [engine.failure]
-    engine.scheduler.requeue_all()
+    engine.core.scheduler.requeue_all()
 
 
 def test_stopping_answers_what_still_waits(make_engine: Callable[..., NativeEngine], start: Start) -> None:
@@ -240,14 +240,14 @@ def test_logits_that_are_no_numbers_are_an_error_and_poison_nobody_else(
     engine = make_engine()
     healthy = GenerationRequest(prompt_of(8), Sampling(6, 0.0, ignore_eos=True))
     before = generate(engine, [healthy])
-    tensors = {name: tensor.clone() for name, tensor in named_tensors(engine.decoder).items()}
+    tensors = {name: tensor.clone() for name, tensor in named_tensors(engine.core.decoder).items()}
 
     def diverge() -> None:
-        engine.decoder.layers[0].mlp.down_proj.weight.fill_(torch.nan)
+        engine.core.decoder.layers[0].mlp.down_proj.weight.fill_(torch.nan)
 
     engine.inspect(diverge)
     with pytest.raises(UnusableWeights, match="version 0"):
         generate(engine, [GenerationRequest(prompt_of(30), Sampling(6), n=3)])
-    engine.inspect(lambda: engine._apply_weights(tensors, 1))
+    engine.inspect(lambda: engine.core.swap_weights(tensors, 1))
     after = generate(engine, [healthy])
     assert after[0][0].logprobs == before[0][0].logprobs

@@ -14,12 +14,24 @@ from tandem.inference.native.sampler import SamplingRows, invert_cdf, sample, sp
 LOGITS = [math.log(1), math.log(2), math.log(4), math.log(1)]
 
 
-def rows(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows:
+def rows(
+    count: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    num_top: int = 0,
+    *,
+    raw: bool = False,
+) -> SamplingRows:
     """Rows that differ in their position only, so that each draws another number."""
     return SamplingRows(
         temperature=np.full(count, temperature, np.float32),
         top_p=np.full(count, top_p, np.float32),
         top_k=np.full(count, top_k, np.int64),
+        min_p=np.full(count, min_p, np.float32),
+        raw_logprobs=np.full(count, raw),
+        num_top=np.full(count, num_top, np.int64),
         seed=np.full(count, 11, np.uint64),
         sample_index=np.zeros(count, np.uint64),
         position=np.arange(count),
@@ -27,7 +39,8 @@ def rows(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 
 
 
 def draw(logits: list[float], settings: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
-    return sample(torch.tensor([logits] * len(settings.position)), settings)
+    drawn = sample(torch.tensor([logits] * len(settings.position)), settings)
+    return drawn.tokens, drawn.logprobs
 
 
 def frequencies(tokens: np.ndarray, vocab_size: int = 4) -> list[float]:
@@ -124,6 +137,32 @@ def test_the_cumulative_distribution_is_inverted_from_below() -> None:
 
 def test_rows_that_are_no_numbers_have_no_logprob() -> None:
     logits = torch.tensor([LOGITS, [math.nan] * 4])
-    tokens, logprobs = sample(logits, rows(2))
+    drawn = sample(logits, rows(2))
+    tokens, logprobs = drawn.tokens, drawn.logprobs
     assert np.isfinite(logprobs).tolist() == [True, False]
     assert (tokens < 4).all()
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+    # Probabilities 1/8, 2/8, 4/8, 1/8: at least 0.4 of 4/8 have the second and third.
+    tokens, _ = draw(LOGITS, rows(20_000, min_p=0.4))
+    assert frequencies(tokens) == pytest.approx([0, 1 / 3, 2 / 3, 0], abs=0.015)
+
+
+def test_raw_logprobs_are_those_of_temperature_one() -> None:
+    tokens, logprobs = draw(LOGITS, rows(100, temperature=0.5, raw=True))
+    assert logprobs == pytest.approx(np.log([0.125, 0.25, 0.5, 0.125])[tokens], abs=1e-6)
+
+
+def test_top_logprobs_come_in_order_and_belong_to_the_reported_distribution() -> None:
+    drawn = sample(torch.tensor([LOGITS] * 2), rows(2, temperature=0.5, num_top=2, top_k=1))
+    assert drawn.top_tokens.tolist() == [[2, 1]] * 2
+    assert drawn.top_logprobs == pytest.approx(np.log([[16 / 22, 4 / 22]] * 2), abs=1e-6)
+
+
+def test_adjusted_logits_decide_the_draw_and_leave_the_logprob() -> None:
+    adjusted = torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]] * 50)
+    for temperature in (0.0, 1.0):
+        drawn = sample(torch.tensor([LOGITS] * 50), rows(50, temperature), adjusted)
+        assert set(drawn.tokens.tolist()) == {0}
+        assert drawn.logprobs == pytest.approx(np.log(0.125), abs=1e-6)

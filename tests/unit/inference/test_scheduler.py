@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.inference.engine import Sampling
+from tandem.inference.engine import GenerationRequest, Sampling
 from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.scheduler import Scheduler
-from tandem.inference.native.state import Request, SlotState
+from tandem.inference.native.state import Request, Sample, SlotState
 
 SEQ_LEN = 24
 
@@ -21,7 +21,11 @@ def make_scheduler(
 
 def make_request(request_id: int, prompt_length: int, max_tokens: int, n: int = 1) -> Request:
     prompt = np.arange(prompt_length) + 100 * request_id
-    return Request(request_id, prompt, Sampling(max_tokens), 0, 0, lambda outcome: None, [None] * n)
+    return Request(request_id, GenerationRequest(prompt.tolist(), Sampling(max_tokens), n), 0, lambda outcome: None)
+
+
+def add(scheduler: Scheduler, request: Request) -> None:
+    scheduler.add(request, [Sample(request, index) for index in range(request.asked.n)])
 
 
 def step(scheduler: Scheduler) -> list[list[tuple[int, int]]]:
@@ -49,9 +53,9 @@ def owner(scheduler: Scheduler, slot: int) -> int:
 
 def test_prompts_are_computed_in_chunks_and_decoding_goes_on_beside_them() -> None:
     scheduler = make_scheduler(tokens_per_step=5)
-    scheduler.add(make_request(0, prompt_length=3, max_tokens=4))
+    add(scheduler, make_request(0, prompt_length=3, max_tokens=4))
     assert step(scheduler) == [[(0, 3)]]
-    scheduler.add(make_request(1, prompt_length=12, max_tokens=2))
+    add(scheduler, make_request(1, prompt_length=12, max_tokens=2))
     assert step(scheduler) == [[(0, 1), (1, 5)]]
     assert step(scheduler) == [[(0, 1), (1, 5)]]
     assert step(scheduler) == [[(0, 1), (1, 2)]]
@@ -61,8 +65,8 @@ def test_prompts_are_computed_in_chunks_and_decoding_goes_on_beside_them() -> No
 
 def test_isolated_requests_are_never_batched_together() -> None:
     scheduler = make_scheduler(isolate=True)
-    scheduler.add(make_request(0, 3, 2, n=2))
-    scheduler.add(make_request(1, 5, 2))
+    add(scheduler, make_request(0, 3, 2, n=2))
+    add(scheduler, make_request(1, 5, 2))
     assert step(scheduler) == [[(0, 3)], [(1, 5)]]
     assert step(scheduler) == [[(0, 1), (0, 1)], [(1, 1)]]
 
@@ -72,8 +76,8 @@ def test_waves_of_an_isolated_request_do_not_depend_on_the_load(num_blocks: int)
     def prompt_batches(*, busy: bool) -> list[list[tuple[int, int]]]:
         scheduler = make_scheduler(num_blocks, slots=4, isolate=True)
         if busy:
-            scheduler.add(make_request(0, 6, 10))
-        scheduler.add(make_request(1, 6, 4, n=7))
+            add(scheduler, make_request(0, 6, 10))
+        add(scheduler, make_request(1, 6, 4, n=7))
         batches = []
         while scheduler.has_work:
             batches += [batch for batch in step(scheduler) if batch[0][0] == 1]
@@ -84,9 +88,9 @@ def test_waves_of_an_isolated_request_do_not_depend_on_the_load(num_blocks: int)
 
 def test_the_sequence_admitted_last_gives_way_and_returns_first() -> None:
     scheduler = make_scheduler(num_blocks=5)
-    scheduler.add(make_request(0, 8, 12))
-    scheduler.add(make_request(1, 8, 12))
-    scheduler.add(make_request(2, 8, 2))
+    add(scheduler, make_request(0, 8, 12))
+    add(scheduler, make_request(1, 8, 12))
+    add(scheduler, make_request(2, 8, 2))
     step(scheduler)
     assert [group.request.id for group in scheduler.queue] == [2]
     while len(scheduler.queue) == 1:
@@ -99,12 +103,13 @@ def test_the_sequence_admitted_last_gives_way_and_returns_first() -> None:
 def test_a_requeued_group_shares_its_prompt_again() -> None:
     scheduler = make_scheduler()
     request = make_request(0, 10, 6, n=3)
-    scheduler.add(request)
+    add(scheduler, request)
     for _ in range(3):
         step(scheduler)
     scheduler.requeue_all()
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert len(scheduler.queue) == 1
+    scheduler.blocks.forget()
     # The prompt once, then the three generated tokens of each sample.
     assert step(scheduler) == [[(0, 10)]]
     assert step(scheduler) == [[(0, 3)] * 3]
@@ -130,7 +135,7 @@ def test_every_request_finishes_whatever_the_room(
     scheduler = make_scheduler(num_blocks, slots, tokens_per_step, isolate=isolate)
     added = [make_request(i, *request) for i, request in enumerate(requests)]
     for request in added:
-        scheduler.add(request)
+        add(scheduler, request)
     for number in range(5000):
         if not scheduler.has_work:
             break

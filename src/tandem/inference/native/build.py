@@ -7,13 +7,16 @@ from collections.abc import Callable
 import torch
 
 from tandem.config.inference import InferenceConfig
+from tandem.data.text_stream import TextStream
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import BlockManager
-from tandem.inference.native.engine import EngineParts, NativeEngine
+from tandem.inference.native.core import EngineCore, EngineParts
+from tandem.inference.native.engine import NativeEngine
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
 from tandem.models.hf import load_decoder
+from tandem.models.lora import AdapterBank
 from tandem.models.runtime import choose_device
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
@@ -21,7 +24,12 @@ from tandem.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: InferenceConfig, eos_token_ids: list[int], on_failure: Callable[[str], None]) -> NativeEngine:
+def build_engine(
+    config: InferenceConfig,
+    eos_token_ids: list[int],
+    new_text: Callable[[], TextStream],
+    on_failure: Callable[[str], None],
+) -> NativeEngine:
     """Load the model and lay out the cache; the engine is not started yet."""
     device = choose_device(config.device)
     dtype = getattr(torch, config.model.dtype)
@@ -31,16 +39,20 @@ def build_engine(config: InferenceConfig, eos_token_ids: list[int], on_failure: 
     cache = KVCache(spec.num_layers, num_blocks, config.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
-    scheduler = Scheduler(state, blocks, config.tokens_per_step, isolate=config.deterministic)
-    runner = Runner(decoder, cache, state, device)
-    parts = EngineParts(decoder, cache, state, scheduler, runner)
+    scheduler = Scheduler(
+        state, blocks, config.tokens_per_step, isolate=config.deterministic, cache_prefixes=config.prefix_caching
+    )
+    adapters = AdapterBank(decoder)
+    runner = Runner(decoder, adapters, cache, state, device)
+    parts = EngineParts(decoder, adapters, cache, state, scheduler, runner, new_text)
     logger.info(
         "native engine on %s, %s, KV cache of %d tokens",
         device,
         config.model.dtype,
         num_blocks * config.block_size,
     )
-    return NativeEngine(parts, eos_token_ids, config.seed, on_failure)
+    core = EngineCore(parts, eos_token_ids)
+    return NativeEngine(core, config.seed, on_failure, check_when_idle=config.check_invariants)
 
 
 def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, free_bytes: int) -> int:

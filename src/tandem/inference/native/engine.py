@@ -2,16 +2,16 @@
 
     caller threads ──submit, cancel, pause, resume, weights──► mailbox
                                                                   │ read between two steps
-    engine thread:  read the mailbox ─► schedule ─► forward ─► sample ─► answer what is finished ─┐
-                          ▲───────────────────────────────────────────────────────────────────────┘
+    engine thread:  read the mailbox ─► one step of the core ─────┐
+                          ▲──────────────────────────────────────┘
 
-Nothing but the engine thread touches the scheduler, the cache or the weights.
+Nothing but the engine thread touches the core: the scheduler, the cache, the weights.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -19,96 +19,128 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tandem.inference.engine import EngineError, FinishReason, GenerationRequest, OnDone, UnusableWeights
-from tandem.inference.native.attention import KVCache
-from tandem.inference.native.runner import Runner
-from tandem.inference.native.sampler import SamplingRows, sample, splitmix64
-from tandem.inference.native.scheduler import Scheduler
-from tandem.inference.native.state import Request, Rows, SlotState, to_result
-from tandem.inference.native.weights import read_checked_weights
-from tandem.models.decoder import Decoder
-from tandem.models.hf import copy_weights
+from tandem.inference.engine import (
+    AdapterRefused,
+    EngineBusy,
+    EngineError,
+    EngineStats,
+    GenerationRequest,
+    OnDone,
+    OnPart,
+    UpdateMode,
+)
+from tandem.inference.native.core import EngineCore
+from tandem.inference.native.sampler import splitmix64
+from tandem.inference.native.state import Request
+from tandem.inference.native.weights import read_checked_adapter, read_checked_weights
 
 logger = logging.getLogger(__name__)
 UINT64 = 2**64 - 1
 SHUTTING_DOWN = "the engine is shutting down"
 
+Action = Callable[[], None]
+Refuse = Callable[[EngineError], None]
+
 
 @dataclass(frozen=True)
-class EngineParts:
-    """What the engine thread works on."""
-
-    decoder: Decoder
-    cache: KVCache
-    state: SlotState
-    scheduler: Scheduler
-    runner: Runner
+class LoadedAdapter:
+    number: int
+    path: Path
+    cache_root: bytes
 
 
 class NativeEngine:
     def __init__(
-        self, parts: EngineParts, eos_token_ids: list[int], seed: int, on_failure: Callable[[str], None]
+        self, core: EngineCore, seed: int, on_failure: Callable[[str], None], *, check_when_idle: bool = False
     ) -> None:
-        self.decoder, self.cache, self.state = parts.decoder, parts.cache, parts.state
-        self.scheduler, self.runner = parts.scheduler, parts.runner
-        self.version = 0
+        """`check_when_idle`: hold the scheduler's books against each other whenever there is nothing to do."""
+        self.core = core
         self.paused = False
         self.failure: str | None = None
         self._seed = seed
         self._on_failure = on_failure
-        self._is_eos = np.zeros(parts.decoder.spec.vocab_size, np.bool_)
-        self._is_eos[[token for token in eos_token_ids if token < len(self._is_eos)]] = True
-        self._requests: dict[int, Request] = {}
+        self._check_when_idle = check_when_idle
         self._request_ids = count()
-        self._mailbox: deque[tuple[Callable[[], None], Callable[[EngineError], None]]] = deque()
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._adapter_numbers = count(1)
+        self._cache_roots = count(1)
+        self._mailbox: deque[tuple[Action, Refuse]] = deque()
+        self._when_drained: list[tuple[Action, Refuse]] = []
         self._wake = threading.Condition()
         self._one_update = threading.Lock()
         self._stopping = False
-        self._cache_is_poisoned = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.core.stats
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        return {name: str(adapter.path) for name, adapter in self._adapters.items()}
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: GenerationRequest, on_done: OnDone) -> int:
+    def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
         request_id = next(self._request_ids)
-        sampling = request.sampling
-        seed = derive_seed(self._seed, request_id) if sampling.seed is None else sampling.seed & UINT64
-        entry = Request(
-            id=request_id,
-            prompt=np.array(request.prompt_ids, np.int64),
-            sampling=sampling,
-            seed=seed,
-            first_index=request.first_index,
-            on_done=on_done,
-            results=[None] * request.n,
-        )
-        if len(entry.prompt) == 0 or entry.max_length > self.state.tokens.shape[1]:
+        given = request.sampling.seed
+        seed = derive_seed(self._seed, request_id) if given is None else given & UINT64
+        entry = Request(request_id, request, seed, on_done, on_part)
+        if request.adapter is not None:
+            adapter = self._known_adapter(request.adapter)
+            entry.adapter, entry.cache_root = adapter.number, adapter.cache_root
+        seq_len = self.core.state.tokens.shape[1]
+        if len(entry.prompt) == 0 or request.sampling.max_tokens < 1 or entry.max_length > seq_len:
             raise ValueError(
-                f"a prompt of {len(entry.prompt)} tokens and max_tokens = {sampling.max_tokens} do not fit "
-                f"into seq_len = {self.state.tokens.shape[1]}"
+                f"a prompt of {len(entry.prompt)} tokens and max_tokens = {request.sampling.max_tokens} do not fit "
+                f"into seq_len = {seq_len}"
             )
-        self._send(lambda: self._add(entry), on_done)
+        self._send(lambda: self.core.add(entry), on_done)
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        self._send(lambda: self._drop(request_id), lambda error: None)
+        self._send(lambda: self.core.drop(request_id), lambda error: None)
 
-    def pause(self) -> None:
-        self._call(lambda: setattr(self, "paused", True))
+    def pause(self, mode: UpdateMode = "keep") -> None:
+        self._call(lambda: setattr(self, "paused", True), mode)
 
     def resume(self) -> None:
         self._call(lambda: setattr(self, "paused", False))
 
-    def update_weights(self, path: Path, version: int) -> None:
+    def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         with self._one_update:
-            tensors = read_checked_weights(path, version, self.decoder)
-            self._call(lambda: self._apply_weights(tensors, version))
+            tensors = read_checked_weights(path, version, self.core.decoder)
+            self._call(lambda: self.core.swap_weights(tensors, version), mode)
         logger.info("serving version %d from %s", version, path)
 
-    def inspect(self, look: Callable[[], None]) -> None:
+    def load_adapter(self, name: str, path: Path, version: int | None = None, *, replace: bool = False) -> None:
+        with self._one_update:
+            known = self._adapters.get(name)
+            if known is not None and not replace:
+                raise AdapterRefused(f"an adapter named {name!r} is loaded already, from {known.path}; replace it")
+            weights = read_checked_adapter(path, self.core.decoder)
+            number = next(self._adapter_numbers) if known is None else known.number
+            cache_root = f"adapter {next(self._cache_roots)}".encode()
+            self._call(lambda: self.core.put_adapter(number, weights, version, cache_root))
+            self._adapters = {**self._adapters, name: LoadedAdapter(number, path, cache_root)}
+        logger.info("serving the adapter %s from %s", name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        with self._one_update:
+            adapter = self._known_adapter(name)
+            self._adapters = {key: value for key, value in self._adapters.items() if key != name}
+            self._call(lambda: self.core.remove_adapter(adapter.number))
+
+    def reset_prefix_cache(self) -> None:
+        self._call(self.core.scheduler.blocks.forget)
+
+    def inspect(self, look: Action) -> None:
         """Run `look` between two steps, where the scheduler holds still."""
         self._call(look)
 
@@ -118,7 +150,14 @@ class NativeEngine:
             self._wake.notify()
         self._thread.join()
 
-    def _send(self, action: Callable[[], None], refuse: Callable[[EngineError], None]) -> None:
+    def _known_adapter(self, name: str) -> LoadedAdapter:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            loaded = ", ".join(sorted(self._adapters)) or "none"
+            raise AdapterRefused(f"there is no adapter named {name!r}; loaded: {loaded}")
+        return adapter
+
+    def _send(self, action: Action, refuse: Refuse) -> None:
         with self._wake:
             if self.failure is None and not self._stopping:
                 self._mailbox.append((action, refuse))
@@ -126,8 +165,9 @@ class NativeEngine:
                 return
         refuse(EngineError(self.failure or SHUTTING_DOWN))
 
-    def _call(self, action: Callable[[], None]) -> None:
-        """Have `action` run between two steps and wait for it; raises if the engine ends before."""
+    def _call(self, action: Action, mode: UpdateMode = "keep") -> None:
+        """Have `action` run between two steps, with running requests treated as `mode` says, and wait for it;
+        raises if the engine ends before."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -138,7 +178,18 @@ class NativeEngine:
                 raise
             done.set_result(None)
 
-        self._send(run, done.set_exception)
+        def begin() -> None:
+            if mode == "wait" and self.paused:
+                done.set_exception(EngineBusy("the engine is paused: running requests cannot end; resume it first"))
+            elif mode == "wait":
+                self.core.scheduler.closed = True
+                self._when_drained.append((run, done.set_exception))
+            else:
+                if mode == "abort":
+                    self.core.abort_begun()
+                run()
+
+        self._send(begin, done.set_exception)
         done.result()
 
     # From here on, everything runs in the engine thread.
@@ -147,7 +198,7 @@ class NativeEngine:
         try:
             with torch.inference_mode():
                 while self._read_mailbox():
-                    self._step()
+                    self.core.step()
             self._refuse_everything(SHUTTING_DOWN)
         except Exception as error:
             logger.exception("the engine failed")
@@ -159,101 +210,33 @@ class NativeEngine:
 
     def _read_mailbox(self) -> bool:
         """Do what was asked for, and wait while there is nothing to compute. False: time to end."""
+        scheduler = self.core.scheduler
         while True:
             while self._mailbox:
                 action, _ = self._mailbox.popleft()
                 action()
+            if self._when_drained and not scheduler.has_begun:
+                self._run_drained()
             if self._stopping:
                 return False
-            if self.scheduler.has_work and not self.paused:
+            if scheduler.has_work and not self.paused:
                 return True
+            if self._check_when_idle:
+                scheduler.check_invariants()
             with self._wake:
                 self._wake.wait_for(lambda: self._mailbox or self._stopping)
 
-    def _step(self) -> None:
-        self.scheduler.prepare_step()
-        for rows, chunk in self.scheduler.batches():
-            finishing = np.flatnonzero(self.state.computed[rows] + chunk == self.state.target[rows])
-            logits = self.runner.forward(rows, chunk, finishing)  # (finishing, vocab)
-            self.state.computed[rows] += chunk
-            fork = self.scheduler.fork(rows[finishing])
-            if len(fork.copy_to):
-                self.cache.copy_blocks(fork.copy_from, fork.copy_to)
-            if fork.logits_index is not None:
-                logits = logits[torch.from_numpy(fork.logits_index).to(logits.device)]
-            if len(fork.drawing):
-                self._draw(fork.drawing, logits)
-
-    def _draw(self, rows: Rows, logits: Tensor) -> None:
-        """A token for each of these rows, and the end of those that are finished by it."""
-        state = self.state
-        tokens, logprobs = sample(logits, sampling_rows(state, rows))
-        state.append(rows, tokens, logprobs, self.version)
-        stopped = state.hit_stop(rows, tokens, self._is_eos)
-        broken = ~np.isfinite(logprobs)
-        ended = stopped | broken | (state.length[rows] >= state.max_length[rows])
-        if not ended.any():
-            return
-        if broken.any():
-            self._fail_broken(rows[broken])
-        for slot, hit_stop in zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True):
-            if state.samples[slot] is not None:  # unless it went with a broken request
-                self._finish(slot, "stop" if hit_stop else "length")
-
-    def _finish(self, slot: int, reason: FinishReason) -> None:
-        ended = self.scheduler.finish(slot)
-        request = ended.request
-        request.results[ended.index] = to_result(ended, reason)
-        samples = [result for result in request.results if result is not None]
-        if len(samples) == len(request.results):
-            del self._requests[request.id]
-            request.on_done(samples)
-
-    def _fail_broken(self, rows: Rows) -> None:
-        """Requests whose logits are no numbers, as diverged weights give them, are answered with an error."""
-        self._cache_is_poisoned = True
-        error = UnusableWeights(f"the logits are not finite: the weights of version {self.version} are unusable")
-        requests = {row.request.id: row.request for slot in rows if (row := self.state.samples[slot])}
-        for request in requests.values():
-            self._drop(request.id)
-            request.on_done(error)
-
-    def _add(self, request: Request) -> None:
-        self._requests[request.id] = request
-        self.scheduler.add(request)
-
-    def _drop(self, request_id: int) -> None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.remove(request)
-
-    def _apply_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        copy_weights(self.decoder, tensors)
-        self.version = version
-        self.scheduler.requeue_all()
-        if self._cache_is_poisoned:
-            self.cache.clear()
-            self._cache_is_poisoned = False
+    def _run_drained(self) -> None:
+        actions, self._when_drained = self._when_drained, []
+        self.core.scheduler.closed = False
+        for action, _ in actions:
+            action()
 
     def _refuse_everything(self, reason: str) -> None:
-        """Nobody is left waiting for an engine that has ended."""
-        while self._mailbox:
-            _, refuse = self._mailbox.popleft()
+        for _, refuse in (*self._when_drained, *self._mailbox):
             refuse(EngineError(reason))
-        for request in self._requests.values():
-            request.on_done(EngineError(reason))
-        self._requests.clear()
-
-
-def sampling_rows(state: SlotState, rows: Rows) -> SamplingRows:
-    return SamplingRows(
-        temperature=state.temperature[rows],
-        top_p=state.top_p[rows],
-        top_k=state.top_k[rows],
-        seed=state.seed[rows],
-        sample_index=state.sample_index[rows],
-        position=state.length[rows],
-    )
+        self._mailbox.clear()
+        self.core.refuse_everything(EngineError(reason))
 
 
 def derive_seed(engine_seed: int, request_id: int) -> int:

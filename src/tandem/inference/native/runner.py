@@ -6,13 +6,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.inference.native.attention import KVCache, PagedAttention, make_groups, split_chunks
+from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
+from tandem.models.lora import AdapterBank
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, cache: KVCache, state: SlotState, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, adapters: AdapterBank, cache: KVCache, state: SlotState, device: torch.device
+    ) -> None:
         self.decoder = decoder
+        self.adapters = adapters
         self.cache = cache
         self.state = state
         self.device = device
@@ -35,7 +40,10 @@ class Runner:
         pieces = split_chunks(state.block_table[rows, :num_blocks], start, chunk)
         context = PagedAttention(self.cache, self._tensor(write_to), make_groups(pieces, block_size, self.device))
         token_ids = self._tensor(state.tokens[token_rows, positions])
+        self.adapters.route(state.adapter[token_rows], self.device)
         hidden = self.decoder(token_ids, self._tensor(positions), context)
+        if state.wants_prompt[rows].any():
+            record_prompt_logprobs(self.decoder, state, hidden, token_rows, positions)
         if len(last) < len(hidden):
             hidden = hidden[self._tensor(last)]
         return self.decoder.logits(hidden)

@@ -2,8 +2,11 @@
 
 Each draw takes one uniform number, a hash of (seed, sample index, position), and inverts the
 cumulative distribution with it: what a sequence draws depends on its seed and its logits, never on
-its place in the batch. The log-prob is that of the distribution at the row's temperature before
-top_k and top_p cut it (temperature 0: at temperature 1), which is what RL needs.
+its place in the batch.
+
+The log-prob is that of the model at the row's temperature (temperature 0: at temperature 1), before
+penalties, biases and truncation, since that is what a trainer computes; at temperature 1 where the row asks
+for raw ones.
 """
 
 from dataclasses import dataclass
@@ -25,26 +28,45 @@ class SamplingRows:
     temperature: NDArray[np.float32]
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int64]
+    min_p: NDArray[np.float32]
+    raw_logprobs: NDArray[np.bool_]
+    num_top: NDArray[np.int64]
     seed: NDArray[np.uint64]
     sample_index: NDArray[np.uint64]
     position: NDArray[np.int64]  # of the token to be drawn
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """logits (rows, vocab) -> tokens and log-probs (rows,); a row of unusable logits has log-prob NaN."""
+@dataclass(frozen=True)
+class Drawn:
+    """One entry a row; `top_*` have as many columns as the row that asks for most, and no rows if none asks."""
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]  # NaN where the logits are unusable
+    top_tokens: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
+
+
+NO_TOP = (np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
+
+
+def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None) -> Drawn:
+    """A token for each row of logits (rows, vocab). `adjusted`: logits to draw from, where they are others."""
     logits = logits.float()
-    greedy = rows.temperature == 0
-    if not (rows.temperature == 1).all():
-        divisors = np.where(greedy, np.float32(1), rows.temperature)
-        logits = logits / torch.from_numpy(divisors).to(logits.device)[:, None]
-    logprobs = torch.log_softmax(logits, dim=-1)  # (rows, vocab)
+    logprobs = _log_softmax(logits, rows.temperature)  # (rows, vocab)
+    drawn_from = logprobs if adjusted is None else _log_softmax(adjusted, rows.temperature)
     u = uniforms(rows.seed, rows.sample_index, rows.position)
-    tokens = invert_cdf(_truncate(logprobs, rows), u)
+    tokens = invert_cdf(truncate(drawn_from, rows), u)
+    greedy = rows.temperature == 0
     if greedy.any():
         is_greedy = torch.from_numpy(greedy).to(logits.device)
-        tokens = torch.where(is_greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
+        likeliest = (logits if adjusted is None else adjusted).argmax(dim=-1, keepdim=True)
+        tokens = torch.where(is_greedy[:, None], likeliest, tokens)
+    if rows.raw_logprobs.any():
+        is_raw = torch.from_numpy(rows.raw_logprobs).to(logits.device)
+        logprobs = torch.where(is_raw[:, None], torch.log_softmax(logits, dim=-1), logprobs)
     chosen = logprobs.gather(1, tokens)
-    return tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy()
+    top = _top(logprobs, rows.num_top) if rows.num_top.any() else NO_TOP
+    return Drawn(tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy(), *top)
 
 
 def uniforms(
@@ -76,21 +98,36 @@ def invert_cdf(logprobs: Tensor, uniform: NDArray[np.float32]) -> Tensor:
     return tokens.clamp_(max=logprobs.shape[-1] - 1)  # only NaN reaches past the end
 
 
-def _truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
-    """Rows that ask for top_k or top_p keep only those tokens; top_p counts among what top_k has left."""
-    asking = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1))
+def truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
+    """Rows that ask for top_k, top_p or min_p keep only those tokens; top_p counts among what top_k has left,
+    min_p among what both have."""
+    asking = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
     if len(asking) == 0:
         return logprobs
     device = logprobs.device
     index = torch.from_numpy(asking).to(device)
-    top_k = torch.from_numpy(rows.top_k[asking]).to(device)[:, None]
-    top_p = torch.from_numpy(rows.top_p[asking]).to(device)[:, None]
+    top_k, top_p, min_p = (
+        torch.from_numpy(values[asking]).to(device)[:, None] for values in (rows.top_k, rows.top_p, rows.min_p)
+    )
     sorted_logprobs, order = logprobs[index].sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logprobs.shape[-1], device=device)
     sorted_logprobs.masked_fill_((top_k > 0) & (rank >= top_k), -torch.inf)
     probs = sorted_logprobs.softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
     # The likeliest token stays whatever top_p says; a top_p of 1 must cut nothing for want of precision.
-    sorted_logprobs.masked_fill_((mass_before >= top_p) & (rank > 0) & (top_p < 1), -torch.inf)
+    cut = (mass_before >= top_p) & (top_p < 1) | (probs < min_p * probs[:, :1])
+    sorted_logprobs.masked_fill_(cut & (rank > 0), -torch.inf)
     kept = torch.full_like(sorted_logprobs, -torch.inf).scatter_(1, order, sorted_logprobs)
     return logprobs.index_copy(0, index, kept)
+
+
+def _log_softmax(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
+    if not (temperature == 1).all():
+        divisors = np.where(temperature == 0, np.float32(1), temperature)
+        logits = logits / torch.from_numpy(divisors).to(logits.device)[:, None]
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _top(logprobs: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    values, tokens = logprobs.topk(min(int(num_top.max()), logprobs.shape[-1]), dim=-1)
+    return tokens.cpu().numpy(), values.cpu().numpy()

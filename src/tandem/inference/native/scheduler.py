@@ -9,15 +9,19 @@ Admission goes in order and takes as many samples of the first group as there is
 running sequence needs a block and none is free, the one admitted last gives its blocks up, goes back
 to the front of the queue and is computed again later. One sequence always fits into the cache, so the
 oldest one always moves on.
+
+Full blocks stay known by their content when they are computed: a prompt that begins like an earlier one
+shares them and computes only the rest.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.inference.native.blocks import BlockManager
+from tandem.inference.native.blocks import BlockIds, BlockManager, block_keys
 from tandem.inference.native.state import Request, Rows, Sample, SlotState
 
 
@@ -43,13 +47,27 @@ NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class Scheduler:
-    def __init__(self, state: SlotState, blocks: BlockManager, tokens_per_step: int, *, isolate: bool) -> None:
+    def __init__(
+        self,
+        state: SlotState,
+        blocks: BlockManager,
+        tokens_per_step: int,
+        *,
+        isolate: bool,
+        cache_prefixes: bool = True,
+    ) -> None:
         """`isolate`: a request's batches must not depend on other requests. Then its samples are admitted in
-        waves whose size depends on nothing else, with blocks up to their greatest length."""
+        waves whose size depends on nothing else, with blocks up to their greatest length, and share nothing with
+        other requests."""
         self.state = state
         self.blocks = blocks
         self.tokens_per_step = tokens_per_step
         self.isolate = isolate
+        self.cache_prefixes = cache_prefixes and not isolate
+        self.closed = False  # while it is, nothing begins that has not begun
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.queue: deque[WaitingGroup] = deque()
         self._followers: dict[int, list[int]] = {}  # by their leader, until the prompt is computed
         self._next_order = 0
@@ -58,8 +76,23 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.queue) or len(self.state.free_slots) < self.state.num_slots
 
-    def add(self, request: Request) -> None:
-        samples = [Sample(request, index) for index in range(len(request.results))]
+    @property
+    def has_begun(self) -> bool:
+        """Whether some sequence runs, or has run and waits to go on."""
+        if len(self.state.free_slots) < self.state.num_slots:
+            return True
+        return any(sample.has_begun for group in self.queue for sample in group.samples)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(group.samples) for group in list(self.queue))
+
+    def has_begun_one_of(self, request: Request) -> bool:
+        if self._slots_of(request):
+            return True
+        return any(sample.has_begun for group in self.queue if group.request is request for sample in group.samples)
+
+    def add(self, request: Request, samples: list[Sample]) -> None:
         self.queue.append(WaitingGroup(request, samples))
 
     def prepare_step(self) -> None:
@@ -91,6 +124,9 @@ class Scheduler:
     def fork(self, rows: Rows) -> Fork:
         """`rows` have computed up to their target. Leaders among them wake their followers, who share the
         prompt's full blocks already and get copies of its last, partial one."""
+        for slot in rows[self.state.is_fresh[rows]].tolist():
+            self.state.is_fresh[slot] = False
+            self._remember_prompt(slot)
         if not self._followers or not any(slot in self._followers for slot in rows.tolist()):
             return Fork(rows, None, NO_BLOCKS, NO_BLOCKS)
         state, members, index = self.state, [], []
@@ -103,6 +139,7 @@ class Scheduler:
                 copy_from += [state.block_table[slot, partial]] * len(followers)
                 copy_to += state.block_table[followers, partial].tolist()
             for member in [slot, *followers]:
+                state.is_fresh[member] = False
                 state.computed[member] = prompt_length
                 state.target[member] = state.length[member]
                 state.running[member] = True
@@ -112,21 +149,31 @@ class Scheduler:
         return Fork(*(np.array(values, np.int64) for values in (members, index, copy_from, copy_to)))
 
     def finish(self, slot: int) -> Sample:
+        self._remember_completion(slot)
         self.blocks.release(self.state.blocks(slot))
         return self.state.give_back(slot)
 
-    def remove(self, request: Request) -> None:
-        """Forget a request wherever it stands."""
+    def remove(self, request: Request) -> list[Sample]:
+        """Forget a request wherever it stands; returns what there was of its unfinished samples."""
+        samples = []
         for slot in self._slots_of(request):
             self._followers.pop(slot, None)
-            self.finish(slot)
+            samples.append(self.finish(slot))
+        for group in self.queue:
+            if group.request is request:
+                samples += group.samples
         self.queue = deque(group for group in self.queue if group.request is not request)
+        return samples
+
+    def requeue(self, slots: Iterable[int]) -> None:
+        """These sequences are computed again from their first token; what they generated stays. Whole groups only:
+        nobody may be left waiting for a leader that is gone."""
+        for slot in sorted(slots, key=lambda slot: -self.state.order[slot]):
+            self._followers.pop(slot, None)
+            self._requeue(slot)
 
     def requeue_all(self) -> None:
-        """Every running sequence is computed again from its first token; what it generated stays."""
-        self._followers.clear()
-        for slot in sorted(self.state.admitted(), key=lambda slot: -self.state.order[slot]):
-            self._requeue(slot)
+        self.requeue(self.state.admitted())
 
     def check_invariants(self) -> None:
         state = self.state
@@ -146,6 +193,7 @@ class Scheduler:
             if len(short) <= self.blocks.num_free:
                 break
             self._preempt_last()
+            self.num_preemptions += 1
             preempted = True
         if len(short):
             state.block_table[short, state.num_blocks[short]] = self.blocks.allocate(len(short))
@@ -189,24 +237,31 @@ class Scheduler:
     def _num_admissible(self, group: WaitingGroup) -> int:
         """How many samples of the group there are rows and blocks for now."""
         num_free, num_admitted = len(self.state.free_slots), self.state.num_slots - len(self.state.free_slots)
+        candidates = group.samples[:num_free]
+        if self.closed:
+            candidates = [sample for sample in candidates if sample.has_begun]
         shared = len(group.request.prompt) // self.blocks.block_size
         if self.isolate:
             own = self.blocks.blocks_for(group.request.max_length) - shared
             wave = min(len(group.samples), self.state.num_slots, (self.blocks.num_blocks - shared) // own)
             return wave if wave <= num_free and shared + wave * own <= self.blocks.num_free else 0
         # Running sequences will soon want more blocks; admitting into the last ones would only preempt.
-        available = self.blocks.num_free - shared - num_admitted // 4
-        for count, sample in enumerate(group.samples[:num_free]):
+        cached = self._find_prefix(group.request)
+        available = self.blocks.num_free - (shared - len(cached)) - self.blocks.num_idle(cached) - num_admitted // 4
+        for count, sample in enumerate(candidates):
             available -= self.blocks.blocks_for(sample.length) - shared
             if available < 0:
                 return count
-        return min(len(group.samples), num_free)
+        return len(candidates)
 
     def _start(self, request: Request, samples: list[Sample]) -> int:
         """Rows and blocks for these samples; returns the tokens that have to be computed for them."""
         state, num_shared = self.state, len(request.prompt) // self.blocks.block_size
-        shared = self.blocks.allocate(num_shared)
-        self.blocks.share(shared, len(samples) - 1)
+        cached = self._find_prefix(request)
+        self.blocks.share(cached, len(samples))
+        rest = self.blocks.allocate(num_shared - len(cached))
+        self.blocks.share(rest, len(samples) - 1)
+        shared, num_cached = np.concatenate([cached, rest]), len(cached) * self.blocks.block_size
         group, slots = self._next_order, []
         for sample in samples:
             reach = request.max_length if self.isolate else sample.length
@@ -215,10 +270,42 @@ class Scheduler:
             self._next_order += 1
         leader, followers = slots[0], slots[1:]
         state.running[leader] = True
+        state.computed[leader] = num_cached
+        self._count_prompt(request, num_cached)
         if followers:
             state.target[leader] = len(request.prompt)
             self._followers[leader] = followers
-        return len(request.prompt) + sum(len(sample.tokens) for sample in samples)
+        return len(request.prompt) - num_cached + sum(len(sample.tokens) for sample in samples)
+
+    def _find_prefix(self, request: Request) -> BlockIds:
+        """Blocks that hold the beginning of the prompt already; its last token is always computed."""
+        if not self.cache_prefixes or request.wants_prompt_logprobs:
+            return NO_BLOCKS
+        if request.keys is None:
+            request.keys = block_keys(request.prompt, self.blocks.block_size, request.cache_root)
+        return self.blocks.find(request.keys[: (len(request.prompt) - 1) // self.blocks.block_size])
+
+    def _remember_prompt(self, slot: int) -> None:
+        request = self.state.sample(slot).request
+        if self.cache_prefixes and request.keys:
+            self.blocks.keep_as(self.state.block_table[slot, : len(request.keys)], request.keys)
+
+    def _remember_completion(self, slot: int) -> None:
+        """The next turn of a conversation begins with what was said in this one."""
+        request = self.state.sample(slot).request
+        if not self.cache_prefixes or request.keys is None or self.state.is_fresh[slot]:
+            return
+        block_size, known = self.blocks.block_size, len(request.keys)
+        tokens = self.state.tokens[slot, known * block_size : self.state.computed[slot]]
+        keys = block_keys(tokens, block_size, request.keys[-1] if known else request.cache_root)
+        self.blocks.keep_as(self.state.block_table[slot, known : known + len(keys)], keys)
+
+    def _count_prompt(self, request: Request, num_cached: int) -> None:
+        """Once for each request, however often it is preempted."""
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_cached
+            self.num_prompt_tokens += len(request.prompt)
+            self.num_cached_tokens += num_cached
 
     def _slots_of(self, request: Request) -> list[int]:
         samples = self.state.samples

@@ -5,9 +5,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tandem.inference.engine import WeightUpdateRefused
+from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
 from tandem.models.decoder import Decoder
 from tandem.models.hf import check_tensors, named_tensors, read_tensors
+from tandem.models.lora import AdapterWeights, read_adapter
 from tandem.models.spec import ModelSpec
 from tandem.transport.weights.manifest import MANIFEST, verify_manifest
 
@@ -27,6 +28,16 @@ def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str
     except (ValueError, KeyError, OSError, SafetensorError) as error:
         raise WeightUpdateRefused(f"{path}: {error}") from error
     return tensors
+
+
+def read_checked_adapter(path: Path, decoder: Decoder) -> AdapterWeights:
+    """A LoRA adapter that fits the model. Raises AdapterRefused with the reason."""
+    try:
+        if (path / MANIFEST).exists():
+            verify_manifest(path)
+        return read_adapter(path, decoder)
+    except (ValueError, KeyError, OSError) as error:
+        raise AdapterRefused(f"{path}: {error}") from error
 
 
 def _verify_files(path: Path, version: int) -> None:

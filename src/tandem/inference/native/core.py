@@ -1,0 +1,255 @@
+"""What the engine does in a step, and between two steps. Single-threaded; `engine.py` runs it in a thread.
+
+schedule ─► forward ─► fork groups ─► draw ─► tell who listens ─► finish
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.data.text_stream import TextStream
+from tandem.inference.engine import (
+    AdapterRefused,
+    EngineError,
+    EngineStats,
+    FinishReason,
+    GeneratedSample,
+    GenerationResult,
+    UnusableWeights,
+)
+from tandem.inference.native.adjustments import adjust
+from tandem.inference.native.attention import KVCache
+from tandem.inference.native.runner import Runner
+from tandem.inference.native.sampler import Drawn, SamplingRows, sample
+from tandem.inference.native.scheduler import Scheduler
+from tandem.inference.native.state import Request, Rows, Sample, SlotState, to_result
+from tandem.inference.native.stops import StopStrings
+from tandem.models.decoder import Decoder
+from tandem.models.hf import copy_weights
+from tandem.models.lora import AdapterBank, AdapterWeights
+
+StopReason = int | str | None
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What the core works on."""
+
+    decoder: Decoder
+    adapters: AdapterBank
+    cache: KVCache
+    state: SlotState
+    scheduler: Scheduler
+    runner: Runner
+    new_text: Callable[[], TextStream]  # for stop strings
+
+
+class EngineCore:
+    def __init__(self, parts: EngineParts, eos_token_ids: list[int]) -> None:
+        self.decoder, self.adapters, self.cache = parts.decoder, parts.adapters, parts.cache
+        self.state, self.scheduler, self.runner = parts.state, parts.scheduler, parts.runner
+        self.version = 0
+        self._new_text = parts.new_text
+        self._eos_token_ids = [token for token in eos_token_ids if token < parts.decoder.spec.vocab_size]
+        self._is_eos = np.zeros(parts.decoder.spec.vocab_size, np.bool_)
+        self._is_eos[self._eos_token_ids] = True
+        self._adapter_versions: dict[int, int | None] = {}
+        self._requests: dict[int, Request] = {}
+        self._num_generated = 0
+        self._finished: dict[str, int] = {}
+        self._cache_is_poisoned = False
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return EngineStats(
+            num_running=self.state.num_slots - len(self.state.free_slots),
+            num_waiting=scheduler.num_waiting,
+            cache_usage=1 - blocks.num_free / blocks.num_blocks,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_prompt_tokens=scheduler.num_cached_tokens,
+            generated_tokens=self._num_generated,
+            preemptions=scheduler.num_preemptions,
+            finished=dict(self._finished),
+        )
+
+    def add(self, request: Request) -> None:
+        if request.adapter and request.adapter not in self._adapter_versions:
+            request.on_done(AdapterRefused(f"the adapter {request.asked.adapter!r} was unloaded"))
+            return
+        self._requests[request.id] = request
+        samples = [Sample(request, index) for index in range(request.asked.n)]
+        sampling = request.sampling
+        if sampling.stop:
+            for entry in samples:
+                entry.stops = StopStrings(self._new_text(), sampling.stop, sampling.min_tokens)
+        self.scheduler.add(request, samples)
+
+    def drop(self, request_id: int) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.remove(request)
+
+    def step(self) -> None:
+        self.scheduler.prepare_step()
+        for rows, chunk in self.scheduler.batches():
+            finishing = np.flatnonzero(self.state.computed[rows] + chunk == self.state.target[rows])
+            logits = self.runner.forward(rows, chunk, finishing)  # (finishing, vocab)
+            self.state.computed[rows] += chunk
+            fork = self.scheduler.fork(rows[finishing])
+            if len(fork.copy_to):
+                self.cache.copy_blocks(fork.copy_from, fork.copy_to)
+            if fork.logits_index is not None:
+                logits = logits[torch.from_numpy(fork.logits_index).to(logits.device)]
+            if len(fork.drawing):
+                self._draw(fork.drawing, logits)
+
+    def abort_begun(self) -> None:
+        """End every request that has begun with what it has."""
+        for request in list(self._requests.values()):
+            if self.scheduler.has_begun_one_of(request):
+                self._abort(request)
+
+    def swap_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        copy_weights(self.decoder, tensors)
+        self.version = version
+        self.scheduler.requeue_all()
+        self.scheduler.blocks.forget()
+        if self._cache_is_poisoned:
+            self.cache.clear()
+            self._cache_is_poisoned = False
+
+    def put_adapter(self, number: int, weights: AdapterWeights, version: int | None, cache_root: bytes) -> None:
+        """Load an adapter, or replace the one of this number: its sequences are computed again under the new one."""
+        self.adapters.put(number, weights)
+        self._adapter_versions[number] = version
+        self.scheduler.requeue(slot for slot in self.state.admitted() if self.state.adapter[slot] == number)
+        for request in self._requests.values():
+            if request.adapter == number:
+                request.cache_root, request.keys = cache_root, None
+
+    def remove_adapter(self, number: int) -> None:
+        for request in [request for request in self._requests.values() if request.adapter == number]:
+            self._abort(request)
+        self.adapters.remove(number)
+        del self._adapter_versions[number]
+
+    def refuse_everything(self, error: EngineError) -> None:
+        """Nobody is left waiting for an engine that has ended."""
+        for request in self._requests.values():
+            request.on_done(error)
+        self._requests.clear()
+
+    def _draw(self, rows: Rows, logits: Tensor) -> None:
+        """A token for each of these rows, and the end of those that are finished by it."""
+        state = self.state
+        drawn = sample(logits, sampling_rows(state, rows), adjust(logits, state, rows, self._eos_token_ids))
+        versions = self._versions(rows)
+        state.append(rows, drawn.tokens, drawn.logprobs, versions)
+        self._num_generated += len(rows)
+        stopped = state.hit_stop(rows, drawn.tokens, self._is_eos)
+        broken = ~np.isfinite(drawn.logprobs)
+        ended = stopped | (state.length[rows] >= state.max_length[rows])
+        if broken.any():
+            self._fail_broken(rows[broken])
+            ended &= ~broken
+        found: dict[int, str] = {}  # stop strings by row
+        if state.is_watched[rows].any():
+            found = self._watch(rows, drawn, ended, stopped)
+            ended |= np.isin(rows, list(found))
+        for i in np.flatnonzero(ended).tolist():
+            slot = int(rows[i])
+            if state.samples[slot] is not None:  # unless it went with a broken request
+                self._finish(slot, *self._reason(slot, bool(stopped[i]), found.get(slot)))
+
+    def _watch(self, rows: Rows, drawn: Drawn, ended: NDArray[np.bool_], stopped: NDArray[np.bool_]) -> dict[int, str]:
+        """Look at the tokens of watched rows one by one; returns the stop strings they complete."""
+        found: dict[int, str] = {}
+        state = self.state
+        for i in np.flatnonzero(state.is_watched[rows]).tolist():
+            slot = int(rows[i])
+            row = state.samples[slot]
+            if row is None:
+                continue
+            asked, top = row.request.asked, None
+            if asked.top_logprobs:
+                pairs = zip(drawn.top_tokens[i].tolist(), drawn.top_logprobs[i].tolist(), strict=True)
+                top = list(pairs)[: asked.top_logprobs]
+                row.top_logprobs.append(top)
+            token = int(drawn.tokens[i])
+            stop = row.stops.push(token) if row.stops is not None and not stopped[i] else None
+            if stop is not None:
+                found[slot] = stop
+            if row.request.on_part is not None:
+                over = bool(ended[i]) or stop is not None
+                reasons = self._reason(slot, bool(stopped[i]), stop) if over else (None, None)
+                version = int(state.versions[slot, state.length[slot] - 1])
+                part = GeneratedSample(
+                    [token], [float(drawn.logprobs[i])], [version], *reasons, None if top is None else [top]
+                )
+                row.request.on_part(row.index, part)
+        return found
+
+    def _reason(self, slot: int, hit_stop: bool, stop: str | None) -> tuple[FinishReason, StopReason]:
+        if stop is not None:
+            return "stop", stop
+        if not hit_stop:
+            return "length", None
+        token = int(self.state.tokens[slot, self.state.length[slot] - 1])
+        is_eos = self._is_eos[token] and not self.state.ignore_eos[slot]
+        return "stop", None if is_eos else token
+
+    def _finish(self, slot: int, reason: FinishReason, stop_reason: StopReason) -> None:
+        self._settle(self.scheduler.finish(slot), reason, stop_reason)
+
+    def _abort(self, request: Request) -> None:
+        for unfinished in self.scheduler.remove(request):
+            if request.on_part is not None:
+                request.on_part(unfinished.index, GeneratedSample([], [], [], "abort"))
+            self._settle(unfinished, "abort")
+
+    def _settle(self, ended: Sample, reason: FinishReason, stop_reason: StopReason = None) -> None:
+        """Keep a sample's result; with the last one of its request, answer it."""
+        request = ended.request
+        request.results[ended.index] = to_result(ended, reason, stop_reason)
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+        samples = [result for result in request.results if result is not None]
+        if len(samples) == len(request.results):
+            del self._requests[request.id]
+            logprobs = None if request.asked.prompt_logprobs is None else request.prompt_logprobs
+            request.on_done(GenerationResult(samples, request.num_cached_tokens or 0, logprobs))
+
+    def _fail_broken(self, rows: Rows) -> None:
+        """Requests whose logits are no numbers, as diverged weights give them, are answered with an error."""
+        self._cache_is_poisoned = True
+        error = UnusableWeights(f"the logits are not finite: the weights of version {self.version} are unusable")
+        requests = {row.request.id: row.request for slot in rows if (row := self.state.samples[slot])}
+        for request in requests.values():
+            self.drop(request.id)
+            request.on_done(error)
+        self.scheduler.blocks.forget()
+
+    def _versions(self, rows: Rows) -> int | NDArray[np.int64]:
+        """Of the weights that the tokens of these rows come from: the adapter's, where it has one of its own."""
+        if not self._adapter_versions:
+            return self.version
+        own = {number: version for number, version in self._adapter_versions.items() if version is not None}
+        return np.array([own.get(number, self.version) for number in self.state.adapter[rows].tolist()])
+
+
+def sampling_rows(state: SlotState, rows: Rows) -> SamplingRows:
+    return SamplingRows(
+        temperature=state.temperature[rows],
+        top_p=state.top_p[rows],
+        top_k=state.top_k[rows],
+        min_p=state.min_p[rows],
+        raw_logprobs=state.raw_logprobs[rows],
+        num_top=state.num_top[rows],
+        seed=state.seed[rows],
+        sample_index=state.sample_index[rows],
+        position=state.length[rows],
+    )

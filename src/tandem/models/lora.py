@@ -1,0 +1,184 @@
+"""LoRA adapters in PEFT's format: several at once over one decoder, chosen token by token.
+
+The decoder does not know of them: a bank hooks itself to the projections that its adapters change, and adds
+up·down·x for the tokens that are routed to an adapter.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tandem.models.decoder import Decoder
+from tandem.utils.files import read_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+FUSED["up_proj"] = "gate_up_proj"
+# What PEFT can add beside two matrices per projection, with the value that means it does not.
+UNSUPPORTED = {
+    "bias": "none",
+    "use_dora": False,
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "alpha_pattern": {},
+}
+
+
+class AdapterMismatch(ValueError):
+    """Files that are no LoRA adapter of this model."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to one projection: up (out, rank), scaled, times down (rank, in)."""
+
+    down: Tensor
+    up: Tensor
+
+
+AdapterWeights = Mapping[str, LowRank]
+"""By the decoder's name of the projection."""
+
+
+def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
+    """The adapter of a directory, for this decoder, in its precision and on its device."""
+    config = _read_config(folder)
+    factors: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                module, side = _parse_key(key)
+                factors.setdefault(module, {})[side] = file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise AdapterMismatch(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    parts: dict[str, dict[str, LowRank]] = {}
+    for name, sides in factors.items():
+        if sides.keys() != {"A", "B"}:
+            raise AdapterMismatch(f"{name} has lora_{next(iter(sides))} only")
+        rank = sides["A"].shape[0]
+        scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        path, _, projection = name.rpartition(".")
+        module = f"{path}.{FUSED.get(projection, projection)}"
+        parts.setdefault(module, {})[projection] = LowRank(sides["A"], sides["B"] * scale)
+    if not parts:
+        raise AdapterMismatch(f"{folder / WEIGHTS} holds no tensors")
+    return {module: _join(decoder, module, pieces) for module, pieces in parts.items()}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).exists():
+        raise AdapterMismatch(f"{folder} is no LoRA adapter: there is no {CONFIG} in it")
+    config = read_json(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise AdapterMismatch(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
+    if not isinstance(config.get("lora_alpha"), int | float):
+        raise AdapterMismatch(f"{folder / CONFIG}: lora_alpha is {config.get('lora_alpha')!r}, not a number")
+    for key, off in UNSUPPORTED.items():
+        if config.get(key) and config[key] != off:
+            raise AdapterMismatch(f"{folder / CONFIG}: {key} = {config[key]!r} is not supported, only {off!r}")
+    return config
+
+
+def _parse_key(key: str) -> tuple[str, str]:
+    """base_model.model.model.layers.0.mlp.up_proj.lora_A.weight -> ("layers.0.mlp.up_proj", "A")."""
+    name = key.removeprefix("base_model.model.").removeprefix("model.").replace(".default", "")
+    module, _, rest = name.rpartition(".lora_")
+    if not module or rest not in ("A.weight", "B.weight"):
+        raise AdapterMismatch(f"{key!r} is not a weight of a LoRA adapter that can be served")
+    return module, rest[0]
+
+
+def _join(decoder: Decoder, module: str, pieces: dict[str, LowRank]) -> LowRank:
+    """The adapters of projections that the decoder computes as one, as one."""
+    linear = dict(decoder.named_modules()).get(module)
+    if not isinstance(linear, nn.Linear):
+        raise AdapterMismatch(f"the model has no projection {module!r} that an adapter could change")
+    weight = linear.weight
+    down = torch.cat([piece.down for piece in pieces.values()]).to(weight)
+    up = torch.zeros(weight.shape[0], len(down), dtype=weight.dtype, device=weight.device)
+    rank = 0
+    for projection, piece in pieces.items():
+        rows = _rows_of(decoder, projection, weight.shape[0])
+        size = (rows.stop - rows.start, piece.down.shape[0])
+        if tuple(piece.up.shape) != size or piece.down.shape[1] != weight.shape[1]:
+            raise AdapterMismatch(
+                f"{module}: the adapter of {projection} has shapes {tuple(piece.down.shape)} and "
+                f"{tuple(piece.up.shape)}, the model needs (rank, {weight.shape[1]}) and ({size[0]}, rank)"
+            )
+        up[rows, rank : rank + size[1]] = piece.up.to(weight)
+        rank += size[1]
+    return LowRank(down, up)
+
+
+def _rows_of(decoder: Decoder, projection: str, num_rows: int) -> slice:
+    """Where the rows of a projection lie in the matrix that holds it."""
+    spec = decoder.spec
+    starts = {"q_proj": 0, "k_proj": spec.q_size, "v_proj": spec.q_size + spec.kv_size}
+    starts |= {"gate_proj": 0, "up_proj": spec.intermediate_size}
+    sizes = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    sizes |= {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+    start = starts.get(projection, 0)
+    return slice(start, start + sizes.get(projection, num_rows))
+
+
+class AdapterBank:
+    """The adapters a decoder can use, by a number above zero each."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._adapters: dict[int, AdapterWeights] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._routes: list[tuple[int, Tensor | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def put(self, number: int, weights: AdapterWeights) -> None:
+        self._adapters[number] = weights
+        self._hook()
+
+    def remove(self, number: int) -> None:
+        del self._adapters[number]
+        self._hook()
+
+    def route(self, numbers: NDArray[np.int64], device: torch.device) -> bool:
+        """Say which adapter each token of the next forward pass goes through (0: none). False if none does."""
+        self._routes = []
+        for number in np.unique(numbers).tolist() if self._adapters else []:
+            if number:
+                tokens = np.flatnonzero(numbers == number)
+                whole = len(tokens) == len(numbers)
+                self._routes.append((number, None if whole else torch.from_numpy(tokens).to(device)))
+        return bool(self._routes)
+
+    def _hook(self) -> None:
+        """One hook on every projection that some adapter changes, and none elsewhere."""
+        wanted = {name for weights in self._adapters.values() for name in weights}
+        for name in set(self._hooks) - wanted:
+            self._hooks.pop(name).remove()
+        modules = dict(self._decoder.named_modules())
+        for name in wanted - set(self._hooks):
+            self._hooks[name] = modules[name].register_forward_hook(self._adder(name))
+
+    def _adder(self, name: str) -> Any:
+        def add(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            for number, tokens in self._routes:
+                part = self._adapters[number].get(name)
+                if part is None:
+                    continue
+                x = inputs[0] if tokens is None else inputs[0][tokens]
+                change = (x @ part.down.T) @ part.up.T
+                output = output + change if tokens is None else output.index_add(0, tokens, change)
+            return output
+
+        return add
