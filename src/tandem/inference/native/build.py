@@ -12,6 +12,7 @@ from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.core import EngineCore, EngineParts
 from tandem.inference.native.engine import NativeEngine
+from tandem.inference.native.graphs import DecodeGraphs
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
@@ -36,14 +37,19 @@ def build_engine(
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec
     num_blocks = cache_blocks(config, spec, dtype.itemsize, free_memory_bytes(device))
-    cache = KVCache(spec.num_layers, num_blocks, config.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
+    use_graphs = device.type == "cuda" and config.cuda_graphs and not config.deterministic
+    # One block more than sequences may have: recorded steps have padding rows, which write somewhere too.
+    cache = KVCache(
+        spec.num_layers, num_blocks + use_graphs, config.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
+    )
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
     scheduler = Scheduler(
         state, blocks, config.tokens_per_step, isolate=config.deterministic, cache_prefixes=config.prefix_caching
     )
     adapters = AdapterBank(decoder)
-    runner = Runner(decoder, adapters, cache, state, device)
+    graphs = DecodeGraphs(decoder, cache, device) if use_graphs else None
+    runner = Runner(decoder, adapters, cache, state, device, graphs)
     parts = EngineParts(decoder, adapters, cache, state, scheduler, runner, new_text)
     logger.info(
         "native engine on %s, %s, KV cache of %d tokens",

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.inference.native.attention import KVCache, PagedAttention, make_groups, split_chunks
+from tandem.inference.native.graphs import DecodeGraphs
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
@@ -14,13 +15,20 @@ from tandem.models.lora import AdapterBank
 
 class Runner:
     def __init__(
-        self, decoder: Decoder, adapters: AdapterBank, cache: KVCache, state: SlotState, device: torch.device
+        self,
+        decoder: Decoder,
+        adapters: AdapterBank,
+        cache: KVCache,
+        state: SlotState,
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.decoder = decoder
         self.adapters = adapters
         self.cache = cache
         self.state = state
         self.device = device
+        self.graphs = graphs
 
     def forward(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Tensor:
         """Compute the next `chunk` tokens of each row into the cache; logits (wanted, vocab) of the last
@@ -37,10 +45,13 @@ class Runner:
         block = state.block_table[token_rows, positions // block_size]
         write_to = block * block_size + positions % block_size
         num_blocks = -(-int((start + chunk).max()) // block_size)
-        pieces = split_chunks(state.block_table[rows, :num_blocks], start, chunk)
+        table = state.block_table[rows, :num_blocks]
+        is_adapted = self.adapters.route(state.adapter[token_rows], self.device)
+        if self.graphs is not None and not is_adapted and len(token_rows) == len(rows) == len(wanted):
+            return self.graphs.forward(state.tokens[rows, positions], positions, write_to, table)
+        pieces = split_chunks(table, start, chunk)
         context = PagedAttention(self.cache, self._tensor(write_to), make_groups(pieces, block_size, self.device))
         token_ids = self._tensor(state.tokens[token_rows, positions])
-        self.adapters.route(state.adapter[token_rows], self.device)
         hidden = self.decoder(token_ids, self._tensor(positions), context)
         if state.wants_prompt[rows].any():
             record_prompt_logprobs(self.decoder, state, hidden, token_rows, positions)
