@@ -1,0 +1,146 @@
+"""The native engine against transformers on a real model, SmolLM2-135M-Instruct in float32."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from tandem.config.inference import InferenceConfig
+from tandem.data.text_stream import TextStream
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
+from tandem.inference.native.build import build_engine
+from tandem.inference.native.engine import NativeEngine
+
+QUESTIONS = [
+    "What is the capital of France?", "Write a haiku about autumn.", "Explain gravity to a child.", "2 + 2 =",
+    "Translate 'good morning' into Spanish.", "Name three primary colours.", "Why is the sky blue?",
+    "Give me a recipe for pancakes.", "Who wrote Hamlet?", "List the planets of the solar system.",
+]  # fmt: skip
+OPENINGS = [
+    "Once upon a time", "def fibonacci(n):", "The quick brown fox", "In 1969, humans", "import numpy as np\n",
+    "Dear Sir or Madam,", "SELECT name FROM", "Été à Paris :", "日本の首都は", "1, 1, 2, 3, 5, 8,",
+    "<html>\n<body>", "The meaning of life is", "Roses are red,", "To be, or not to be", "E = mc",
+    "A list of fruits:\n- apple\n-", "Q: What is 7 times 8?\nA:", "🙂 🙃", "\tindented", "ALL CAPS TEXT",
+]  # fmt: skip
+NEW_TOKENS = 16
+ENDLESS = Sampling(6, seed=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_model: Path) -> Tokenizer:
+    return Tokenizer(smollm2_model)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Fifty: plain text short and long, and chats with and without a system prompt."""
+    chats = [
+        tokenizer.encode_chat([*system, {"role": "user", "content": question}], add_generation_prompt=True)
+        for question in QUESTIONS
+        for system in ([], [{"role": "system", "content": "Answer in one short sentence."}])
+    ]
+    plain = [tokenizer.encode(text) for text in OPENINGS]
+    long = [tokenizer.encode(f"{text} " * (3 + 2 * i)) for i, text in enumerate(QUESTIONS)]
+    return chats + plain + long
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(smollm2_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def make_engine(smollm2_model: Path, tokenizer: Tokenizer) -> Iterator[Callable[..., NativeEngine]]:
+    engines: list[NativeEngine] = []
+
+    def make(**options: Any) -> NativeEngine:
+        base = {"model": {"name": smollm2_model}, "seq_len": 256, "check_invariants": True, "kv_cache_tokens": 8192}
+        config = InferenceConfig.model_validate(base | options)
+        engine = build_engine(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), print)
+        engine.start()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.stop()
+
+
+def generate(engine: NativeEngine, requests: list[GenerationRequest]) -> list[GenerationResult]:
+    futures: list[Future[Any]] = [Future() for _ in requests]
+    for request, future in zip(requests, futures, strict=True):
+        engine.submit(request, future.set_result)
+    return [future.result(timeout=300) for future in futures]
+
+
+def test_greedy_text_is_that_of_transformers_on_fifty_prompts(
+    make_engine: Callable[..., NativeEngine], reference: Any, tokenizer: Tokenizer, prompts: list[list[int]]
+) -> None:
+    assert len(prompts) == 50
+    requests = [GenerationRequest(prompt, Sampling(NEW_TOKENS, 0.0)) for prompt in prompts]
+    results = generate(make_engine(), requests)
+    greedy = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_ids, pad_token_id=0
+    )
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = reference.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist()
+        assert tokenizer.decode(result.samples[0].token_ids) == tokenizer.decode(expected)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chosen=st.lists(st.tuples(st.integers(0, 49), st.integers(1, 3)), min_size=1, max_size=6),
+    tokens_per_step=st.sampled_from([7, 32, 8192]),
+    max_sequences=st.sampled_from([2, 5, 64]),
+    kv_cache_tokens=st.sampled_from([272, 400, 8192]),
+    block_size=st.sampled_from([4, 16]),
+    deterministic=st.booleans(),
+)
+def test_logprobs_do_not_depend_on_the_schedule(
+    chosen: list[tuple[int, int]],
+    tokens_per_step: int,
+    max_sequences: int,
+    kv_cache_tokens: int,
+    block_size: int,
+    deterministic: bool,
+    make_engine: Callable[..., NativeEngine],
+    reference: Any,
+    prompts: list[list[int]],
+) -> None:
+    """Batch sizes, chunks, preemptions, and in the second round cache hits."""
+    engine = make_engine(
+        tokens_per_step=tokens_per_step,
+        max_sequences=max_sequences,
+        kv_cache_tokens=kv_cache_tokens,
+        block_size=block_size,
+        deterministic=deterministic,
+    )
+    requests = [GenerationRequest(prompts[at], ENDLESS, n) for at, n in chosen]
+    for results in (generate(engine, requests), generate(engine, requests)):
+        for request, result in zip(requests, results, strict=True):
+            for sample in result.samples:
+                tokens = request.prompt_ids + sample.token_ids
+                with torch.no_grad():
+                    logits = reference(torch.tensor([tokens])).logits[0, len(request.prompt_ids) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+                assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    engine.stop()
+
+
+def test_bfloat16_stays_near_float32(
+    make_engine: Callable[..., NativeEngine], smollm2_model: Path, prompts: list[list[int]]
+) -> None:
+    exact, rounded = make_engine(), make_engine(model={"name": smollm2_model, "dtype": "bfloat16"})
+    requests = [GenerationRequest(prompt, Sampling(1), prompt_logprobs=0) for prompt in prompts[:8]]
+    for one, other in zip(generate(exact, requests), generate(rounded, requests), strict=True):
+        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+        pairs = zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
+        differences = [abs(a.logprob - b.logprob) for a, b in pairs]
+        assert sum(differences) / len(differences) < 0.1
