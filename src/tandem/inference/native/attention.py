@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.models.cpu import kernels
+from tandem.models.cpu.kernels import Kernels
+
 QUERY_TILE = 256  # most consecutive prompt tokens in one piece
 SMALL_CONTEXT_BITS = 7  # contexts below 2**7 tokens are not worth telling apart
 MAX_MASK_ELEMENTS = 1 << 23  # bounds the memory of one kernel call
@@ -93,15 +96,45 @@ class AttentionGroup:
         return self.masks[window]
 
 
+@dataclass(frozen=True)
+class DecodingRows:
+    """The first tokens of a step, where each is the next one of another sequence, for a kernel that reads the cache
+    where it lies."""
+
+    kernels: Kernels
+    tables: Tensor  # (rows, blocks of the longest)
+    positions: Tensor  # (rows,)
+
+    def attend(
+        self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: int | None
+    ) -> None:
+        keys, values = cache.keys[layer], cache.values[layer]
+        self.kernels.decode_attention(q, k, v, keys, values, self.tables, self.positions, out, window)
+
+
 class PagedAttention:
     """The attention context of one step."""
 
-    def __init__(self, cache: KVCache, write_to: Tensor, groups: list[AttentionGroup]) -> None:
+    def __init__(
+        self, cache: KVCache, write_to: Tensor, groups: list[AttentionGroup], decoding: DecodingRows | None = None
+    ) -> None:
+        """`groups` hold the tokens that come after those of `decoding`."""
         self.cache = cache
         self.write_to = write_to  # (tokens,): cache row of each token
         self.groups = groups
+        self.decoding = decoding
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if self.decoding is None:
+            return self._attend_groups(layer, q, k, v, window)
+        out = torch.empty_like(q)
+        count = len(self.decoding.positions)
+        self.decoding.attend(self.cache, layer, q[:count], k[:count], v[:count], out[:count], window)
+        if count < len(q):
+            out[count:] = self._attend_groups(layer, q[count:], k[count:], v[count:], window)
+        return out
+
+    def _attend_groups(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         self.cache.key_rows[layer].index_copy_(0, self.write_to, k)
         self.cache.value_rows[layer].index_copy_(0, self.write_to, v)
         if len(self.groups) == 1 and self.groups[0].cells is None:
@@ -194,6 +227,31 @@ def _make_group(
         query_positions=torch.from_numpy(positions).to(device),
         masks={},
     )
+
+
+def plan_attention(
+    cache: KVCache,
+    table: NDArray[np.int64],
+    start: NDArray[np.int64],
+    count: NDArray[np.int64],
+    write_to: NDArray[np.int64],
+) -> PagedAttention:
+    """The attention of a step that computes the next `count` tokens of each row, from position `start` on."""
+    device, block_size = cache.keys.device, cache.shape[2]
+    fast = kernels.find(cache.keys)
+    num_decoding = 0
+    if fast is not None and cache.shape[4] <= kernels.MAX_HEAD_DIM:
+        longer = np.flatnonzero(count > 1)
+        num_decoding = int(longer[0]) if len(longer) else len(count)
+    groups: list[AttentionGroup] = []
+    if num_decoding < len(count):
+        pieces = split_chunks(table[num_decoding:], start[num_decoding:], count[num_decoding:])
+        groups = make_groups(pieces, block_size, device)
+    decoding = None
+    if fast is not None and num_decoding:
+        tables = torch.from_numpy(np.ascontiguousarray(table[:num_decoding]))
+        decoding = DecodingRows(fast, tables, torch.from_numpy(start[:num_decoding]))
+    return PagedAttention(cache, torch.from_numpy(write_to[num_decoding:]).to(device), groups, decoding)
 
 
 def _bits(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.inference.native.attention import KVCache, PagedAttention, make_groups, split_chunks
+from tandem.inference.native.attention import KVCache, plan_attention
 from tandem.inference.native.graphs import DecodeGraphs
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.state import Rows, SlotState
@@ -49,8 +49,7 @@ class Runner:
         is_adapted = self.adapters.route(state.adapter[token_rows], self.device)
         if self.graphs is not None and not is_adapted and len(token_rows) == len(rows) == len(wanted):
             return self.graphs.forward(state.tokens[rows, positions], positions, write_to, table)
-        pieces = split_chunks(table, start, chunk)
-        context = PagedAttention(self.cache, self._tensor(write_to), make_groups(pieces, block_size, self.device))
+        context = plan_attention(self.cache, table, start, chunk, write_to)
         token_ids = self._tensor(state.tokens[token_rows, positions])
         hidden = self.decoder(token_ids, self._tensor(positions), context)
         if state.wants_prompt[rows].any():

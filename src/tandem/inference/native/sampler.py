@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.models.cpu import kernels
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -35,6 +37,12 @@ class SamplingRows:
     sample_index: NDArray[np.uint64]
     position: NDArray[np.int64]  # of the token to be drawn
 
+    @property
+    def are_plain(self) -> bool:
+        """Nobody asks for anything but a temperature."""
+        truncates = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return not (truncates | self.raw_logprobs | (self.num_top > 0)).any()
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -51,10 +59,14 @@ NO_TOP = (np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
 def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None) -> Drawn:
     """A token for each row of logits (rows, vocab). `adjusted`: logits to draw from, where they are others."""
+    u = uniforms(rows.seed, rows.sample_index, rows.position)
+    fast = kernels.find(logits)
+    if fast is not None and adjusted is None and rows.are_plain:
+        tokens, logprobs = fast.draw(logits, torch.from_numpy(rows.temperature), torch.from_numpy(u))
+        return Drawn(tokens.numpy(), logprobs.numpy(), *NO_TOP)
     logits = logits.float()
     logprobs = _log_softmax(logits, rows.temperature)  # (rows, vocab)
     drawn_from = logprobs if adjusted is None else _log_softmax(adjusted, rows.temperature)
-    u = uniforms(rows.seed, rows.sample_index, rows.position)
     tokens = invert_cdf(truncate(drawn_from, rows), u)
     greedy = rows.temperature == 0
     if greedy.any():

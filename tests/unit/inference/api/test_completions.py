@@ -1,0 +1,211 @@
+"""/v1/completions: what is asked of the engine, and what becomes of its answer."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from tests.unit.inference.api.conftest import EOS, SEQ_LEN
+from tests.unit.inference.api.fake_engine import FakeEngine
+from tests.unit.inference.api.sse import choices, chunks
+
+from tandem.data.tokenizer import Tokenizer
+
+
+def complete(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 20} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_text_ends_before_the_end_token(client: TestClient) -> None:
+    answer = complete(client)
+    [choice] = answer["choices"]
+    assert choice == {
+        "index": 0,
+        "text": "hello world!",
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 13,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "reason", "stop_reason"),
+    [
+        ({"stop": "wor"}, "hello ", "stop", "wor"),
+        ({"stop": ["nowhere", "o w"]}, "hell", "stop", "o w"),
+        ({"stop": "wor", "include_stop_str_in_output": True}, "hello wor", "stop", "wor"),
+        ({"stop": "l", "min_tokens": 5}, "hello wor", "stop", "l"),
+        ({"stop_token_ids": [88]}, "hello ", "stop", 88),
+        ({"stop_token_ids": [88], "include_stop_str_in_output": True}, "hello w", "stop", 88),
+        ({"max_tokens": 4}, "hell", "length", None),
+        ({"ignore_eos": True, "max_tokens": 15}, "hello world!mo", "length", None),
+        ({"ignore_eos": True, "max_tokens": 15, "skip_special_tokens": False}, "hello world!<eos>mo", "length", None),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "hello world!<eos>", "stop", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_a_completion_ends(
+    client: TestClient, options: dict[str, Any], text: str, reason: str, stop_reason: Any, stream: bool
+) -> None:
+    if not stream:
+        [choice] = complete(client, **options)["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, reason, stop_reason)
+        return
+    body = {"prompt": "abc", "max_tokens": 20, "stream": True} | options
+    found = choices(chunks(client.post("/v1/completions", json=body)))
+    assert "".join(choice["text"] for choice in found) == text
+    assert [choice["finish_reason"] for choice in found] == [None] * (len(found) - 1) + [reason]
+    assert found[-1]["stop_reason"] == stop_reason
+
+
+def test_every_option_reaches_the_engine(client: TestClient, engine: FakeEngine) -> None:
+    sampling = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+        "frequency_penalty": -0.4, "seed": 11, "min_tokens": 2, "stop_token_ids": [9], "stop": ["x", "y"],
+        "ignore_eos": True, "max_tokens": 5,
+    }  # fmt: skip
+    complete(client, **sampling, logit_bias={"5": -100}, n=3, logprobs=4, prompt_logprobs=2, logprobs_mode="raw")
+    [request] = engine.asked
+    given = vars(request.sampling)
+    assert given == sampling | {"stop_token_ids": (9,), "stop": ("x", "y"), "logit_bias": ((5, -100.0),)}
+    assert (request.n, request.top_logprobs, request.prompt_logprobs, request.raw_logprobs) == (3, 4, 2, True)
+    complete(client)
+    assert vars(engine.asked[1].sampling)["temperature"] == 1.0 and not engine.asked[1].raw_logprobs
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "de"], [1, 2, 3], [[1, 2, 3], [4, 5]]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_in_all_forms(client: TestClient, engine: FakeEngine, prompt: Any, stream: bool) -> None:
+    body = {"prompt": prompt, "n": 2, "max_tokens": 3, "return_token_ids": True, "stream": stream}
+    answer = client.post("/v1/completions", json=body)
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    found = chunks(answer) if stream else [answer.json()]
+    every = sorted((choice for chunk in found for choice in chunk["choices"]), key=lambda choice: choice["index"])
+    assert {choice["index"] for choice in every} == set(range(4 if several else 2))
+    assert [request.first_index for request in engine.asked] == ([0, 2] if several else [0])
+    first = [choice["prompt_token_ids"] for choice in every if "prompt_token_ids" in choice]
+    assert first == [list(request.prompt_ids) for request in engine.asked for _ in range(2)]
+    for index in range(2):
+        told = [choice for choice in every if choice["index"] == index]
+        assert [token for choice in told for token in choice["token_ids"]] == [73, 70, 77]
+        assert [version for choice in told for version in choice["weight_versions"]] == [3, 3, 3]
+
+
+def test_logprobs_with_alternatives(client: TestClient) -> None:
+    [choice] = complete(client, max_tokens=2, logprobs=2)["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["h", "e"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"h": -0.5, "i": -1.5}, {"e": -0.5, "f": -1.5}],
+        "text_offset": [0, 1],
+    }
+    [choice] = complete(client, max_tokens=2, logprobs=0, return_tokens_as_token_ids=True)["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:73", "token_id:70"] and choice["logprobs"]["top_logprobs"] is None
+
+
+def test_streamed_logprobs_are_those_of_the_whole(client: TestClient) -> None:
+    [whole] = complete(client, logprobs=1)["choices"]
+    body = {"prompt": "abc", "max_tokens": 20, "logprobs": 1, "stream": True}
+    found = choices(chunks(client.post("/v1/completions", json=body)))
+    for key, values in whole["logprobs"].items():
+        assert [value for choice in found for value in choice["logprobs"][key]] == values
+
+
+def test_echo_puts_the_prompt_first(client: TestClient, engine: FakeEngine) -> None:
+    [choice] = complete(client, echo=True)["choices"]
+    assert choice["text"] == "abchello world!" and engine.asked[0].prompt_logprobs is None
+    [choice] = complete(client, echo=True, prompt=[66, 67], max_tokens=1, logprobs=1)["choices"]
+    assert choice["text"] == "abh"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "h"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5]
+    assert choice["logprobs"]["top_logprobs"] == [None, {" ": -0.25, "b": -1.0}, {"h": -0.5}]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+    found = choices(chunks(client.post("/v1/completions", json={"prompt": "abc", "echo": True, "stream": True})))
+    assert "".join(choice["text"] for choice in found) == "abchello world!"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_a_completion(client: TestClient, engine: FakeEngine, stream: bool) -> None:
+    body = {"prompt": "abc", "max_tokens": 0, "echo": True, "stream": stream}
+    if stream:
+        found = choices(chunks(client.post("/v1/completions", json=body)))
+        assert "".join(choice["text"] for choice in found) == "abc" and found[-1]["finish_reason"] == "length"
+        return
+    answer = complete(client, **body, logprobs=1)
+    [choice] = answer["choices"]
+    assert choice["text"] == "abc" and choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert answer["usage"]["completion_tokens"] == 0 and engine.asked[0].sampling.max_tokens == 1
+
+
+def test_prompt_logprobs_in_the_shape_of_vllm(client: TestClient) -> None:
+    [choice] = complete(client, prompt_logprobs=1)["choices"]
+    entry = {"1": {"logprob": -0.25, "rank": 1, "decoded_token": " "}}
+    assert choice["prompt_logprobs"] == [
+        None,
+        entry | {"67": {"logprob": -1.0, "rank": 2, "decoded_token": "b"}},
+        entry | {"68": {"logprob": -1.0, "rank": 2, "decoded_token": "c"}},
+    ]
+
+
+def test_prompts_are_truncated_from_the_left(client: TestClient, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    complete(client, truncate_prompt_tokens=2)
+    assert tokenizer.decode(engine.asked[0].prompt_ids) == "bc"
+    complete(client, prompt="x" * 2000, truncate_prompt_tokens=-1)
+    assert len(engine.asked[1].prompt_ids) == SEQ_LEN - 20
+
+
+def test_usage_in_streams(client: TestClient) -> None:
+    body = {"prompt": "abc", "max_tokens": 3, "stream": True, "n": 2}
+    usual = chunks(client.post("/v1/completions", json=body))
+    assert all("usage" not in chunk for chunk in usual)
+    body["stream_options"] = {"include_usage": True}
+    *parts, last = chunks(client.post("/v1/completions", json=body))
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert all(chunk["usage"] is None for chunk in parts)
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    *parts, last = chunks(client.post("/v1/completions", json=body))
+    assert [chunk["usage"]["completion_tokens"] for chunk in parts] == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_id_for_a_whole_answer(client: TestClient) -> None:
+    assert complete(client, request_id="mine")["id"] == "cmpl-mine"
+    found = chunks(client.post("/v1/completions", json={"prompt": "abc", "stream": True}))
+    assert len({chunk["id"] for chunk in found}) == 1
+
+
+def test_a_request_chooses_an_adapter_by_its_name(client: TestClient, engine: FakeEngine) -> None:
+    engine.adapters["brave"] = "/adapters/brave"
+    assert complete(client, model="brave")["model"] == "brave"
+    assert complete(client, model="little")["model"] == "/models/little"
+    assert [request.adapter for request in engine.asked] == ["brave", None]
+    missing = client.post("/v1/completions", json={"prompt": "abc", "model": "timid"})
+    assert missing.status_code == 404 and missing.json()["error"]["param"] == "model"
+    assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == ["/models/little", "brave"]
+    assert client.get("/v1/models/brave").json()["parent"] == "/models/little"
+
+
+def test_an_engine_that_fails(client: TestClient, engine: FakeEngine) -> None:
+    engine.error_after = 0
+    for stream in (False, True):
+        answer = client.post("/v1/completions", json={"prompt": "abc", "stream": stream})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_failed"
+    engine.error_after = 2
+    *parts, error = chunks(client.post("/v1/completions", json={"prompt": "abc", "stream": True}))
+    assert len(parts) == 2 and error["error"]["message"] == "out of luck"
+
+
+def test_a_sample_whose_end_no_part_tells(client: TestClient, engine: FakeEngine) -> None:
+    engine.tells_end = False
+    engine.script = lambda request, index: [73] * (1 + index) + [EOS]
+    found = chunks(client.post("/v1/completions", json={"prompt": "abc", "stream": True, "n": 3}))
+    texts = ["".join(choice["text"] for choice in choices(found, index)) for index in range(3)]
+    assert texts == ["h", "hh", "hhh"]

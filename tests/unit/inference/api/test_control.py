@@ -1,0 +1,115 @@
+"""Pausing, weights, adapters, tokens and numbers."""
+
+import re
+from pathlib import Path
+
+from fastapi.testclient import TestClient
+from tests.unit.inference.api.fake_engine import FakeEngine
+from tests.unit.inference.api.test_chat import WEATHER
+
+from tandem.inference.engine import EngineBusy, EngineStats
+
+
+def test_pause_in_all_its_modes(client: TestClient, engine: FakeEngine) -> None:
+    for answer in (
+        client.post("/pause"),
+        client.post("/pause?mode=wait"),
+        client.post("/pause", json={"mode": "abort"}),
+    ):
+        assert answer.json() == {"status": "paused", "paused": True}
+    assert engine.calls == [("pause", "keep"), ("pause", "wait"), ("pause", "abort")]
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    client.post("/pause?clear_cache=true")
+    assert engine.calls[-1] == ("reset_prefix_cache",)
+    assert client.post("/resume").json() == {"status": "resumed", "paused": False}
+    for wrong in ("/pause?mode=nap", "/pause?speed=1"):
+        assert client.post(wrong).status_code == 400
+    both = client.post("/pause?mode=keep", json={"mode": "wait"})
+    assert both.status_code == 400 and both.json()["error"]["param"] == "mode"
+
+
+def test_weights_are_swapped_or_refused(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:
+    assert client.post("/update_weights", json={"path": str(tmp_path), "version": 4, "mode": "wait"}).json() == {
+        "version": 4
+    }
+    assert engine.calls == [("update_weights", tmp_path, 4, "wait")]
+    missing = client.post("/update_weights", json={"path": str(tmp_path / "none"), "version": 5})
+    assert missing.status_code == 400 and missing.json()["error"]["code"] == "weights_refused"
+    assert client.get("/health").json()["version"] == 4
+
+
+def test_a_busy_engine_is_a_conflict(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:
+    def busy(*arguments: object) -> None:
+        raise EngineBusy("the engine is paused")
+
+    engine.update_weights = busy  # type: ignore[method-assign]
+    answer = client.post("/update_weights", json={"path": str(tmp_path), "version": 4, "mode": "wait"})
+    assert answer.status_code == 409 and answer.json()["error"]["message"] == "the engine is paused"
+
+
+def test_adapters_come_and_go(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:
+    body = {"lora_name": "brave", "lora_path": str(tmp_path)}
+    assert client.post("/v1/load_lora_adapter", json=body | {"version": 2}).json() == body
+    again = client.post("/load_lora_adapter", json=body)
+    assert again.status_code == 400 and again.json()["error"]["param"] == "lora_name"
+    assert client.post("/load_lora_adapter", json=body | {"load_inplace": True}).status_code == 200
+    assert engine.calls == [("load_adapter", "brave", 2, False), ("load_adapter", "brave", None, True)]
+    own = client.post("/load_lora_adapter", json=body | {"lora_name": "little"})
+    assert own.status_code == 400 and own.json()["error"]["param"] == "lora_name"
+    missing = client.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": str(tmp_path / "none")})
+    assert missing.status_code == 400 and missing.json()["error"]["param"] == "lora_path"
+    assert client.post("/unload_lora_adapter", json={"lora_name": "brave"}).status_code == 200
+    for path in ("/unload_lora_adapter", "/v1/unload_lora_adapter"):
+        gone = client.post(path, json={"lora_name": "brave"})
+        assert gone.status_code == 404 and gone.json()["error"]["param"] == "lora_name"
+
+
+def test_the_prefix_cache_is_reset(client: TestClient, engine: FakeEngine) -> None:
+    assert client.post("/reset_prefix_cache").json() == {"success": True}
+    assert engine.calls == [("reset_prefix_cache",)]
+
+
+def test_text_to_tokens_and_back(client: TestClient) -> None:
+    answer = client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()
+    assert answer == {"count": 2, "max_model_len": 512, "tokens": [66, 67], "token_strs": ["a", "b"]}
+    assert client.post("/detokenize", json={"tokens": [66, 0, 67]}).json() == {"prompt": "a<eos>b"}
+    messages = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
+    tokens = client.post("/tokenize", json=messages).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "user:hi|"}
+    assert client.post("/tokenize", json=messages | {"tools": [WEATHER]}).json()["count"] > len(tokens)
+    for body in ({}, {"prompt": "a", **messages}, {"tokens": [1]}):
+        assert client.post("/tokenize", json=body).status_code == 400
+    outside = client.post("/detokenize", json={"tokens": [9999]})
+    assert outside.status_code == 400 and outside.json()["error"]["param"] == "tokens"
+    info = client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<eos>" and "messages" in info["chat_template"]
+
+
+def test_metrics_in_prometheus_format(client: TestClient, engine: FakeEngine) -> None:
+    engine.stats = EngineStats(2, 3, 0.5, 10, 4, 20, 1, {"stop": 5, "length": 6})
+    client.post("/v1/completions", json={"prompt": "abc", "stream": True})
+    client.post("/v1/completions", json={"prompt": 3})
+    client.get("/nowhere")
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = answer.text.splitlines()
+    for line in lines:
+        assert re.fullmatch(r"# (HELP|TYPE) \w+ .+|\w+(\{[^{}]*\})? [-+.e\d]+", line), line
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert values['tandem_http_requests_total{route="/v1/completions",method="POST",status="200"}'] == "1"
+    assert values['tandem_http_requests_total{route="/v1/completions",method="POST",status="400"}'] == "1"
+    assert values['tandem_http_requests_total{route="none",method="any",status="404"}'] == "1"
+    assert values['tandem_http_request_seconds_count{route="/v1/completions"}'] == "2"
+    assert values['tandem_http_request_seconds_bucket{route="/v1/completions",le="+Inf"}'] == "2"
+    assert values["tandem_time_to_first_token_seconds_count"] == "1"
+    assert values["tandem_sequences_running"] == "2" and values["tandem_sequences_waiting"] == "3"
+    assert values["tandem_cache_usage_ratio"] == "0.5" and values["tandem_generated_tokens_total"] == "20"
+    assert values['tandem_samples_finished_total{reason="stop"}'] == "5" and values["tandem_weight_version"] == "3"
+    assert int(values["process_resident_memory_bytes"]) > 1 << 20
+
+
+def test_health_tells_of_a_failure(client: TestClient, engine: FakeEngine) -> None:
+    assert client.get("/health").json()["status"] == "ok"
+    engine.failure = "out of luck"
+    assert client.get("/health").status_code == 503 and client.get("/health").json()["reason"] == "out of luck"
+    assert client.get("/version").json()["version"]

@@ -1,0 +1,133 @@
+"""`inference --engine sglang` as a process of its own, in front of a fake SGLang server."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.inference.sglang.fake_server import FakeSGLang
+
+Start = Callable[..., "subprocess.Popen[str]"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "SGLANG_KEY": "secret"}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def start(tiny_model: Path, sglang: FakeSGLang, port: int) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> "subprocess.Popen[str]":
+        command = [
+            *(sys.executable, "-m", "tandem.entrypoints.inference"),
+            *("--engine", "sglang", "--sglang.base-url", sglang.url, "--model.name", str(tiny_model)),
+            *("--server.port", str(port), "--seq-len", "256", *arguments),
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def call(port: int, route: str, body: Any = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{route}", data, {"Content-Type": "application/json"} if data else {}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def until_healthy(port: int, process: "subprocess.Popen[str]") -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            return call(port, "/health")[1]
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    raise AssertionError(f"the server did not come up: exit code {process.poll()}")
+
+
+def test_generation_and_an_update_through_our_server(
+    start: Start, sglang: FakeSGLang, port: int, publish: Callable[[int], Path]
+) -> None:
+    sglang.api_key = "secret"
+    sglang.start()
+    process = start("--sglang.api-key-var", "SGLANG_KEY")
+    assert until_healthy(port, process)["version"] == 0
+    body = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+    status, answer = call(port, "/v1/completions", body)
+    choice = answer["choices"][0]
+    assert status == 200, answer
+    assert (choice["token_ids"], choice["weight_versions"]) == ([10, 11, 12], [0, 0, 0])
+    assert choice["logprobs"]["token_logprobs"] == [-1.0, -1.001, -1.002]
+
+    status, answer = call(port, "/update_weights", {"path": str(publish(4)), "version": 4})
+    assert (status, sglang.label) == (200, "4"), answer
+    status, answer = call(port, "/v1/completions", body)
+    assert answer["choices"][0]["weight_versions"] == [4, 4, 4]
+
+    status, answer = call(port, "/v1/completions", body | {"seed": 1})
+    assert status == 400 and "--enable-deterministic-inference" in answer["error"]["message"]
+    status, answer = call(port, "/update_weights", {"path": "/nowhere", "version": 5})
+    assert status == 400 and "/nowhere" in answer["error"]["message"]
+    assert call(port, "/health")[1]["version"] == 4
+
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_the_wrong_model_ends_with_one_message(start: Start, sglang: FakeSGLang) -> None:
+    sglang.model_path = "/models/other"
+    sglang.start()
+    output, _ = (process := start()).communicate(timeout=60)
+    assert process.returncode == 2
+    assert "SGLang serves /models/other, not model.name" in output and "Traceback" not in output
+
+
+def test_nobody_there_ends_with_one_message(start: Start, sglang: FakeSGLang) -> None:
+    sglang.url = "http://127.0.0.1:9"
+    output, _ = (process := start("--sglang.startup-timeout-s", "0.5")).communicate(timeout=60)
+    assert process.returncode == 2
+    assert "waited 0.5 s for the SGLang server at http://127.0.0.1:9" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--max-sequences", "4"], "max_sequences"),
+        (["--sglang.base-url", "localhost:1"], "not a URL"),
+        (["--sglang.api-key", "a", "--sglang.api-key-var", "B"], "api_key_var"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(
+    start: Start, sglang: FakeSGLang, arguments: list[str], named: str
+) -> None:
+    sglang.url = "http://127.0.0.1:9"
+    output, _ = (process := start(*arguments)).communicate(timeout=60)
+    assert process.returncode == 2 and named in output

@@ -1,0 +1,163 @@
+"""Every compiled kernel against PyTorch's own operations, in both precisions, for sizes that fill no vector evenly."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tandem.models.cpu import kernels, library
+from tandem.models.cpu.kernels import Kernels
+from tandem.models.decoder import rotate
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def inference_mode() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(kernels, "threads", lambda num_elements: request.param)
+    return request.param
+
+
+def kernels_for(dtype: torch.dtype) -> Kernels:
+    found = kernels.find(torch.empty(0, dtype=dtype))
+    assert found is not None, "the kernels could not be compiled"
+    return found
+
+
+def close(ours: Tensor, exact: Tensor) -> None:
+    """`exact` is computed in float32: bfloat16 differs by the rounding of the result alone."""
+    if ours.dtype == torch.bfloat16:
+        torch.testing.assert_close(ours.float(), exact, rtol=2**-7, atol=1e-5)
+    else:
+        torch.testing.assert_close(ours, exact, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (3, 5, 32)], ids=str)
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], num_threads: int) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    exact = F.rms_norm(x.float(), (shape[-1],), weight.float(), 1e-6)
+    close(kernels_for(dtype).rms_norm(x, weight, 1e-6), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, 1, 2), (5, 3, 32), (4, 2, 80)])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_norm_rotate(
+    dtype: torch.dtype, tokens: int, heads: int, head_dim: int, with_norm: bool, num_threads: int
+) -> None:
+    """x is a part of a wider row, as the projection gives it."""
+    wide = torch.randn(tokens, heads * head_dim + 10).to(dtype)
+    x = wide[:, 6 : 6 + heads * head_dim].unflatten(-1, (heads, head_dim))
+    weight = torch.randn(head_dim).to(dtype)
+    cos, sin = torch.randn(2, tokens, 1, head_dim).to(dtype)
+    ours = kernels_for(dtype).norm_rotate(x, weight if with_norm else None, 1e-6, cos, sin)
+    normed = F.rms_norm(x.float(), (head_dim,), weight.float(), 1e-6) if with_norm else x.float()
+    # The two products of a turn may cancel: rounding is measured against them, not against their sum.
+    size = rotate(normed.abs(), cos.float().abs(), sin.float().abs())
+    difference = (ours.float() - rotate(normed, cos.float(), sin.float())).abs()
+    assert (difference <= size * (2**-8 if dtype == torch.bfloat16 else 2e-6) + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul(dtype: torch.dtype, num_threads: int) -> None:
+    gate_up = (torch.randn(6, 2 * 37) * 8).to(dtype)
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    close(kernels_for(dtype).silu_mul(gate_up), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 64), (2, 2, 128), (6, 2, 24)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_decode_attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None, num_threads: int
+) -> None:
+    block_size, lengths = 4, [1, 4, 5, 18, 11]
+    keys, values = torch.randn(2, 30, block_size, kv_heads, head_dim).to(dtype)
+    tables = torch.randperm(30)[:25].view(5, 5)
+    positions = torch.tensor(lengths) - 1
+    q = torch.randn(5, heads, head_dim).to(dtype)
+    projected = torch.randn(5, 3 * kv_heads * head_dim).to(dtype)  # k and v are parts of wider rows
+    k, v = (part.unflatten(-1, (kv_heads, head_dim)) for part in projected.chunk(3, dim=-1)[1:])
+    out = torch.empty_like(q)
+    before = keys.clone()
+    kernels_for(dtype).decode_attention(q, k, v, keys, values, tables, positions, out, window)
+    for row, length in enumerate(lengths):
+        own_keys, own_values = (cache[tables[row]].flatten(0, 1)[:length].float() for cache in (keys, values))
+        assert torch.equal(own_keys[-1], k[row].float()) and torch.equal(own_values[-1], v[row].float())
+        first = 0 if window is None else max(0, length - window)
+        exact = F.scaled_dot_product_attention(
+            q[row, :, None].float(), *(x[first:].transpose(0, 1) for x in (own_keys, own_values)), enable_gqa=True
+        )
+        torch.testing.assert_close(out[row].float(), exact[:, 0], rtol=1e-2, atol=2e-2 if dtype != torch.float32 else 0)
+    changed = (keys != before).flatten(2).any(-1).sum()
+    assert changed == len(lengths), "something else in the cache was written to"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 5, 512, 513, 3000])
+def test_draws_invert_the_cumulative_distribution(dtype: torch.dtype, size: int, num_threads: int) -> None:
+    rows = 400
+    logits = (torch.randn(rows, size) * 3).to(dtype)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * (rows // 4))
+    uniform = torch.rand(rows)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
+    tokens, logprobs = kernels_for(dtype).draw(logits, temperature, uniform)
+    exact = (logits.double() / temperature.where(temperature > 0, torch.ones(()))[:, None]).log_softmax(-1)
+    torch.testing.assert_close(logprobs.double(), exact.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=2e-6)
+    cumulative = exact.exp().cumsum(-1)
+    upper = cumulative.gather(1, tokens[:, None])[:, 0]
+    lower = upper - exact.exp().gather(1, tokens[:, None])[:, 0]
+    sampled = temperature > 0
+    slack = 1e-5
+    assert ((lower - slack <= uniform) & (uniform <= upper + slack))[sampled].all()
+    assert torch.equal(tokens[~sampled], logits[~sampled].float().argmax(-1))
+
+
+def test_a_row_that_is_no_numbers_has_no_logprob_and_no_bad_token() -> None:
+    logits = torch.zeros(4, 10)
+    logits[0, 3], logits[1], logits[2, 3] = torch.nan, -torch.inf, torch.inf
+    tokens, logprobs = kernels_for(torch.float32).draw(logits, torch.ones(4), torch.full((4,), 0.99))
+    assert logprobs[:3].isnan().all() and logprobs[3].isfinite()
+    assert ((tokens >= 0) & (tokens < 10)).all()
+
+
+def test_kernels_stay_out_of_training() -> None:
+    with torch.inference_mode(False):
+        assert kernels.find(torch.empty(1)) is None
+    assert kernels.find(torch.empty(1, dtype=torch.float64)) is None
+    assert kernels.find(torch.empty(1, device="meta")) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "logged"),
+    [
+        ({"CC": "no-such-compiler"}, "no C compiler"),
+        ({"CC": "false"}, "cannot be used"),
+        ({"TANDEM_KERNELS": "0"}, ""),
+    ],
+)
+def test_without_them_nothing_breaks(
+    variables: dict[str, str],
+    logged: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO"):
+        assert library.load.__wrapped__() is None
+    assert logged in caplog.text
