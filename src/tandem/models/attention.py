@@ -5,11 +5,17 @@ share; a child segment is the rest of a sequence whose beginning is its parent. 
 and to itself, so that a prompt with many completions is computed once.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from tandem.models import ops
+from tandem.models.cpu.kernels import Layout
+
+MAX_SHORT_CONTEXT = 256
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,40 @@ class Rectangle:
 
 
 class PackedAttention:
-    """Lays segments out as rectangles for the attention kernel, roots and children apart, and flattens the result."""
+    """On a CPU, short sequences go through a kernel of ours that takes them as they lie; everything else is laid out
+    as rectangles for PyTorch's."""
 
     def __init__(self, lengths: Tensor, parents: Tensor | None = None) -> None:
         """lengths and parents (segments,); the parent of a root is -1, and without parents all are roots."""
-        parents = torch.full_like(lengths, -1) if parents is None else parents
+        self.lengths = lengths
+        self.parents = torch.full_like(lengths, -1) if parents is None else parents
+        self.layout = _short_layout(lengths, self.parents) if lengths.device.type == "cpu" else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if self.layout is not None and (out := ops.packed_attention(q, k, v, self.layout, window)) is not None:
+            return out
+        return self.rectangles.attend(q, k, v, window)
+
+    @functools.cached_property
+    def rectangles(self) -> "Rectangles":
+        return Rectangles(self.lengths, self.parents)
+
+
+def _short_layout(lengths: Tensor, parents: Tensor) -> Layout | None:
+    """None if some context is long enough for PyTorch's kernel, which works on blocks of queries, to be faster."""
+    is_child = parents >= 0
+    prefix_lengths = torch.where(is_child, lengths[parents], 0)
+    if len(lengths) == 0 or int((lengths + prefix_lengths).max()) > MAX_SHORT_CONTEXT:
+        return None
+    starts = lengths.cumsum(0) - lengths
+    prefix_starts = torch.where(is_child, starts[parents], 0)
+    return Layout(*(per_segment.repeat_interleave(lengths) for per_segment in (starts, prefix_starts, prefix_lengths)))
+
+
+class Rectangles:
+    """Lays segments out as rectangles for the attention kernel, roots and children apart, and flattens the result."""
+
+    def __init__(self, lengths: Tensor, parents: Tensor) -> None:
         starts = lengths.cumsum(0) - lengths
         self.rectangles: list[Rectangle] = []
         cells = torch.empty(int(lengths.sum()), dtype=torch.int64, device=lengths.device)
@@ -80,7 +115,7 @@ class PackedAttention:
             num_cells += len(members) * columns
         self.cells = cells  # (tokens,): where each token lies in the joined rectangles
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         rows = [rectangle.attend(q, k, v, window) for rectangle in self.rectangles]
         joined = rows[0] if len(rows) == 1 else torch.cat(rows)
         return joined.index_select(0, self.cells)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tandem.models.cpu import kernels
+from tandem.models import ops
 from tandem.models.spec import ModelSpec
 
 
@@ -32,10 +32,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        fast = kernels.find(x)
-        if fast is not None and self.weight.dtype == x.dtype:
-            return fast.rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -52,11 +49,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         q, k, v = self.qkv_proj(x).split(self.split, dim=-1)
-        q = norm_and_rotate(q.unflatten(-1, (self.num_heads, self.head_dim)), self.q_norm, cos, sin)
-        k = norm_and_rotate(k.unflatten(-1, (self.num_kv_heads, self.head_dim)), self.k_norm, cos, sin)
+        q = self._turn(q.unflatten(-1, (self.num_heads, self.head_dim)), self.q_norm, cos, sin)
+        k = self._turn(k.unflatten(-1, (self.num_kv_heads, self.head_dim)), self.k_norm, cos, sin)
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
         out = context.attend(self.layer, q, k, v, self.window)  # (tokens, heads, head_dim)
         return self.o_proj(out.flatten(-2))
+
+    def _turn(self, x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return ops.norm_and_rotate(x, weight, eps, cos, sin)
 
 
 class MLP(nn.Module):
@@ -66,12 +67,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
-        fast = kernels.find(gate_up)
-        if fast is not None:
-            return self.down_proj(fast.silu_mul(gate_up))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -119,24 +115,6 @@ class Decoder(nn.Module):
         angles = positions[:, None, None].float() * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-
-
-def norm_and_rotate(x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (tokens, heads, head_dim): every head normalized, where the model does that, then turned."""
-    fast = kernels.find(x)
-    if fast is not None and x.shape[-1] <= kernels.MAX_HEAD_DIM and (norm is None or norm.weight.dtype == x.dtype):
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return fast.norm_rotate(x, weight, eps, cos, sin)
-    return rotate(x if norm is None else norm(x), cos, sin)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (tokens, heads, head_dim): the two halves of a head form the pairs that are turned.
-
-    The sign of the turn is in `sin`: one pass over memory less than negating half of x.
-    """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:

@@ -1,29 +1,32 @@
 """Every compiled kernel against PyTorch's own operations, in both precisions, for sizes that fill no vector evenly."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.models import ops
+from tandem.models.attention import MAX_SHORT_CONTEXT, PackedAttention
 from tandem.models.cpu import kernels, library
 from tandem.models.cpu.kernels import Kernels
-from tandem.models.decoder import rotate
+from tandem.models.ops import rotate
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
+def no_gradients() -> Iterator[None]:
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.no_grad():
         yield
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def num_threads(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> int:
     monkeypatch.setattr(kernels, "threads", lambda num_elements: request.param)
     return request.param
 
@@ -133,11 +136,12 @@ def test_a_row_that_is_no_numbers_has_no_logprob_and_no_bad_token() -> None:
     assert ((tokens >= 0) & (tokens < 10)).all()
 
 
-def test_kernels_stay_out_of_training() -> None:
-    with torch.inference_mode(False):
-        assert kernels.find(torch.empty(1)) is None
+def test_kernels_are_for_the_cpu_and_gradients_in_float32() -> None:
     assert kernels.find(torch.empty(1, dtype=torch.float64)) is None
     assert kernels.find(torch.empty(1, device="meta")) is None
+    with torch.enable_grad():
+        assert kernels.find(torch.empty(1)) is not None
+        assert kernels.find(torch.empty(1, dtype=torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_kernels_stay_out_of_training() -> None:
 def test_without_them_nothing_breaks(
     variables: dict[str, str],
     logged: str,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
@@ -161,3 +165,97 @@ def test_without_them_nothing_breaks(
     with caplog.at_level("INFO"):
         assert library.load.__wrapped__() is None
     assert logged in caplog.text
+
+
+def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The function's value, and the gradients of a weighted sum of it."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    out = function(*leaves)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    (out * weights).sum().backward()
+    return out.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def same_with_and_without(function: Callable[..., Tensor], inputs: list[Tensor], monkeypatch: MonkeyPatch) -> None:
+    """Values and gradients in float32 by the kernels, against PyTorch's operations in float64."""
+    with torch.enable_grad():
+        plain = [x.detach().clone() for x in inputs]
+        value, grads = gradients(function, plain)
+        monkeypatch.setattr(kernels, "find", lambda x: None)
+        exact, exact_grads = gradients(function, [x.double() if x.is_floating_point() else x for x in plain])
+    assert len(grads) == len(exact_grads) == sum(x.is_floating_point() for x in inputs)
+    for ours, theirs in zip([value, *grads], [exact, *exact_grads], strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_gradients_of_rms_norm(num_threads: int, monkeypatch: MonkeyPatch) -> None:
+    inputs = [torch.randn(21, 33), torch.randn(33)]
+    same_with_and_without(lambda x, weight: ops.rms_norm(x, weight, 1e-6), inputs, monkeypatch)
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_gradients_of_norm_and_rotate(with_norm: bool, num_threads: int, monkeypatch: MonkeyPatch) -> None:
+    cos, sin = torch.randn(2, 13, 1, 24)
+
+    def turn(wide: Tensor, weight: Tensor | None = None) -> Tensor:
+        x = wide[:, 6 : 6 + 72].unflatten(-1, (3, 24))
+        return ops.norm_and_rotate(x, weight, 1e-6, cos.to(wide.dtype), sin.to(wide.dtype))
+
+    inputs = [torch.randn(13, 90), torch.randn(24)] if with_norm else [torch.randn(13, 90)]
+    same_with_and_without(turn, inputs, monkeypatch)
+
+
+def test_gradients_of_silu_mul(num_threads: int, monkeypatch: MonkeyPatch) -> None:
+    same_with_and_without(ops.silu_mul, [torch.randn(6, 74) * 5], monkeypatch)
+
+
+SEGMENTS = [
+    ([5], [-1]),
+    ([3, 7, 1], [-1, -1, -1]),
+    ([9, 4, 2, 6, 17, 3], [-1, 0, 0, 0, -1, 4]),
+    ([40, 1, 30, 16], [-1, 0, 0, -1]),
+]
+
+
+@pytest.mark.parametrize(("lengths", "parents"), SEGMENTS)
+@pytest.mark.parametrize("window", [None, 6, 20])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 16), (2, 2, 64)])
+def test_packed_attention_and_its_gradients(
+    lengths: list[int],
+    parents: list[int],
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_threads: int,
+    monkeypatch: MonkeyPatch,
+) -> None:
+    """Shared beginnings included; v is a part of wider rows, as the projection gives it."""
+    attention = PackedAttention(torch.tensor(lengths), torch.tensor(parents))
+    assert attention.layout is not None
+
+    def attend(q: Tensor, k: Tensor, wide: Tensor) -> Tensor:
+        return attention.attend(0, q, k, wide[:, 5:-3].unflatten(-1, (kv_heads, head_dim)), window)
+
+    tokens = sum(lengths)
+    inputs = [torch.randn(tokens, heads, head_dim), torch.randn(tokens, kv_heads, head_dim)]
+    same_with_and_without(attend, [*inputs, torch.randn(tokens, kv_heads * head_dim + 8)], monkeypatch)
+
+
+def test_gradients_do_not_depend_on_the_number_of_threads(monkeypatch: MonkeyPatch) -> None:
+    results = []
+    with torch.enable_grad():
+        x, weight = torch.randn(50, 33), torch.randn(33)
+        for count in (1, 2, 3):
+            monkeypatch.setattr(kernels, "threads", lambda num_elements, count=count: count)
+            results.append(gradients(lambda x, weight: ops.rms_norm(x, weight, 1e-6), [x, weight])[1])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_long_sequences_go_through_pytorch() -> None:
+    assert PackedAttention(torch.tensor([MAX_SHORT_CONTEXT])).layout is not None
+    assert PackedAttention(torch.tensor([MAX_SHORT_CONTEXT + 1])).layout is None
+    with_prefix = PackedAttention(torch.tensor([MAX_SHORT_CONTEXT, 1]), torch.tensor([-1, 0]))
+    assert with_prefix.layout is None

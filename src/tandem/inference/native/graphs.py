@@ -6,6 +6,7 @@ graphs stay true when they do.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class DecodeGraphs:
         self.cache = cache
         self.device = device
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Buffers, Tensor]] = {}
-        self._memory: tuple[int, int] | None = None
+        self._memory: Any = None  # shared by all graphs, which never run side by side
 
     def forward(
         self,

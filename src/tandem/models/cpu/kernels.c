@@ -1,11 +1,12 @@
-/* What a decoding step does between its matrix products, on a CPU, in one pass over memory each.
+/* What a model does between its matrix products, on a CPU, in one pass over memory each.
 
-   PyTorch spends more time on starting these small operations, and on copying the KV cache together, than on
+   PyTorch spends more time on starting these small operations, and on copying their inputs together, than on
    computing them. Every row is computed by itself, in an order that depends on nothing but its own length: results
    do not depend on the batch or on the number of threads.
 
-   Tensors come as pointers with row strides, all counted in elements. `template.h` holds the functions that exist
-   for float32 and for bfloat16; sums are kept in float32 either way. */
+   Tensors come as pointers with row strides, all counted in elements. `inference.h` holds the functions that exist
+   for float32 and for bfloat16, with sums in float32 either way; `training.h` those that training needs besides, in
+   float32. */
 
 #include <math.h>
 #include <stdint.h>
@@ -55,7 +56,7 @@ static inline float sigmoid(float x) {
 #define ELEMENT float
 #define LOAD(x) (x)
 #define STORE(x) (x)
-#include "template.h"
+#include "inference.h"
 #undef NAME
 #undef ELEMENT
 #undef LOAD
@@ -74,4 +75,6 @@ static inline uint16_t bf16_store(float x) {
 #define ELEMENT uint16_t
 #define LOAD(x) bf16_load(x)
 #define STORE(x) bf16_store(x)
-#include "template.h"
+#include "inference.h"
+
+#include "training.h"

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch  # noqa: F401  (its OpenMP runtime is the one our kernels use: it has to be loaded first)
 
 logger = logging.getLogger(__name__)
-SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "template.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "inference.h", "training.h")]
 FLAGS = ["-O3", "-march=native", "-std=c11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
 SWITCH = "TANDEM_KERNELS"
 COMPILE_TIMEOUT_S = 120
