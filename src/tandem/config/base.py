@@ -45,15 +45,15 @@ class Config(BaseConfig):
 C = TypeVar("C", bound=Config)
 
 
-def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = None) -> C:
-    """Parse `argv` (default: the command line); on bad input print one message and exit with code 2."""
+def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = None, hint: str = "") -> C:
+    """Parse `argv` (default: the command line); on bad input print one message, then `hint`, and exit with code 2."""
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
         _remember_sources()
     try:
         return load_config(cls, arguments, prog, description)
     except UserError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}{hint}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -6,29 +6,45 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.sglang import SGLangConfig
 from tandem.config.shared import Device, LogLevel, ModelConfig
+from tandem.config.vllm import VllmConfig
 from tandem.utils.errors import UserError
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+# What a running SGLang server was told when it was started.
+NATIVE_ONLY = (
+    "max_sequences",
+    "tokens_per_step",
+    "block_size",
+    "kv_cache_tokens",
+    "prefix_caching",
+    "device",
+    "cuda_graphs",
+    "check_invariants",
+)
 
 
 class ServerConfig(Config):
     """Address and access."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Anything but loopback needs an API key or allow_unauthenticated."""
+    """Address to bind (short: --host). Anything but loopback needs an API key or allow_unauthenticated."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """Port to bind."""
+    """Port to bind (short: --port)."""
 
-    api_key: str | None = None
-    """Key required on every route but /health. Prefer api_key_var: a flag is visible to other users."""
+    api_key: str | None = Field(default=None, min_length=1)
+    """Key required on every route but /health (short: --api-key). Prefer api_key_var: others can see flags."""
 
-    api_key_var: str | None = None
-    """Environment variable that holds the API key."""
+    api_key_var: str | None = Field(default=None, min_length=1)
+    """Environment variable that holds the API key (short: --api-key-var)."""
 
     allow_unauthenticated: bool = False
-    """Serve on a non-loopback address without a key."""
+    """Serve on a non-loopback address without a key (short: --allow-unauthenticated)."""
+
+    max_body_mb: int = Field(default=64, ge=1)
+    """Largest body of a request, in MiB."""
 
     @model_validator(mode="after")
     def _has_a_key_when_reachable(self) -> "ServerConfig":
@@ -65,8 +81,12 @@ class InferenceConfig(Config):
     """The server that writes the rollouts."""
 
     model: ModelConfig
-    engine: Literal["native"] = "native"
-    """What runs the model."""
+    engine: Literal["native", "vllm", "sglang"] = "native"
+    """What runs the model. native: our own engine. vllm: vLLM's server. sglang: a SGLang server that runs already."""
+
+    vllm: VllmConfig = VllmConfig()
+
+    sglang: SGLangConfig = SGLangConfig()
 
     server: ServerConfig = ServerConfig()
 
@@ -75,6 +95,9 @@ class InferenceConfig(Config):
 
     max_sequences: int = Field(default=256, ge=1)
     """Sequences decoded side by side; more wait in the queue."""
+
+    max_waiting: int = Field(default=16384, ge=1)
+    """Samples that may wait in the queue; requests beyond get status 429."""
 
     tokens_per_step: int = Field(default=8192, ge=1)
     """Most prompt tokens computed in one forward pass; longer prompts are computed in chunks."""
@@ -85,8 +108,14 @@ class InferenceConfig(Config):
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Size of the KV cache in tokens; None: room for max_sequences of seq_len, at most a quarter of free memory."""
 
+    prefix_caching: bool = True
+    """Share the cache of prompts that begin alike, with earlier requests too. Never on with deterministic."""
+
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
+
+    cuda_graphs: bool = True
+    """On a GPU, decode by replaying recorded steps instead of launching every kernel. Never on with deterministic."""
 
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None: all cores (under `rl`, its share of them)."""
@@ -97,11 +126,42 @@ class InferenceConfig(Config):
     deterministic: bool = False
     """A request's tokens and log-probs do not depend on what else is running. Slower."""
 
+    check_invariants: bool = False
+    """Hold the native engine's books against each other whenever it is idle; for tests."""
+
     drain_timeout_s: float = Field(default=5.0, ge=0)
     """On SIGTERM, how long running requests may still finish."""
 
     log_level: LogLevel = "info"
     """Least severe log lines to show."""
+
+    @model_validator(mode="after")
+    def _engine_honours_options(self) -> "InferenceConfig":
+        if self.engine != "vllm":
+            if self.vllm.flags:
+                first = next(iter(self.vllm.flags))
+                raise ValueError(f"vllm.flags are given ({first}, …) and engine = {self.engine!r}; set engine = 'vllm'")
+            return self
+        for option in ("deterministic", "check_invariants"):
+            if getattr(self, option):
+                raise ValueError(
+                    f"{option} = true is an option of the native engine; engine = 'vllm' cannot promise it"
+                )
+        if self.max_waiting != type(self).model_fields["max_waiting"].default:
+            raise ValueError(f"max_waiting = {self.max_waiting} is an option of the native engine; vLLM has none")
+        return self
+
+    @model_validator(mode="after")
+    def _sglang_honours_options(self) -> "InferenceConfig":
+        if self.engine != "sglang":
+            if self.sglang != SGLangConfig():
+                raise ValueError(f"options of sglang are given and engine = {self.engine!r}; set engine = 'sglang'")
+            return self
+        for option in NATIVE_ONLY:
+            value = getattr(self, option)
+            if value != type(self).model_fields[option].default:
+                raise ValueError(f"{option} = {value!r} is an option of the native engine; SGLang has its own flags")
+        return self
 
     @model_validator(mode="after")
     def _one_sequence_fits(self) -> "InferenceConfig":

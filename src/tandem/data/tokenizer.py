@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jinja2 import meta
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
@@ -21,6 +22,8 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# What a template may raise on messages it was not written for; TypeError: content that is no text, say.
+TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class GenerationTag(Extension):
@@ -41,8 +44,8 @@ class Tokenizer:
         self._tokenizer = FastTokenizer.from_file(str(path))
         config_path = model_dir / "tokenizer_config.json"
         self._config: dict[str, Any] = read_json(config_path) if config_path.exists() else {}
-        self._template_text = self._read_template(model_dir)
-        self._template = _compile(self._template_text) if self._template_text else None
+        self.template_text = self._read_template(model_dir)
+        self._template = _compile(self.template_text) if self.template_text else None
         self.eos_token_ids = self._read_eos(model_dir)
 
     @property
@@ -52,6 +55,17 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def template_variables(self) -> set[str]:
+        """What the chat template asks for."""
+        return meta.find_undeclared_variables(_environment().parse(self.template_text or ""))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The tokenizer's configuration, its chat template included."""
+        special = {name: _text(self._config.get(name)) for name in SPECIAL_TOKENS}
+        return self._config | special | {"chat_template": self.template_text}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -68,8 +82,9 @@ class Tokenizer:
         *,
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model's chat template writes it."""
+        """The conversation as the model's chat template writes it; it may ask for further `variables`."""
         if self._template is None:
             raise UserError("the model has no chat template; give plain prompts instead of messages")
         special = {name: _text(self._config.get(name)) for name in SPECIAL_TOKENS}
@@ -78,9 +93,9 @@ class Tokenizer:
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
-                **{name: text for name, text in special.items() if text is not None},
+                **{name: text for name, text in special.items() if text is not None} | (variables or {}),
             )
-        except (TemplateError, TypeError) as error:  # TypeError: content that is no text, where text is added
+        except TEMPLATE_FAILURES as error:
             raise UserError(f"the chat template refuses these messages: {error}") from error
 
     def encode_chat(
@@ -121,15 +136,19 @@ def _text(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _compile(template: str) -> Any:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment
+
+
+def _compile(template: str) -> Any:
     try:
-        return environment.from_string(template)
+        return _environment().from_string(template)
     except TemplateError as error:
         raise UserError(f"the model's chat template cannot be read: {error}") from error
 

@@ -2,28 +2,51 @@
 
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tandem.config.base import parse
-from tandem.config.inference import InferenceConfig
+from tandem.config.inference import InferenceConfig, resolve_api_key
+from tandem.config.short_names import INFERENCE, spell_out
+from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir
 from tandem.utils.log import setup_logging
 from tandem.utils.ports import bind_or_refuse
 from tandem.utils.processes import run_entrypoint
 
+if TYPE_CHECKING:
+    from tandem.data.tokenizer import Tokenizer
+    from tandem.inference.native.engine import NativeEngine
+    from tandem.inference.sglang.engine import SGLangEngine
+
+OnFailure = Callable[[str], None]
+
 
 def main() -> None:
-    config = parse(InferenceConfig, "inference", "Serve a model over an OpenAI-compatible API.")
+    run_entrypoint("inference", run)
+
+
+def run() -> None:
+    arguments, hint = take_vllm_flags(InferenceConfig, spell_out(sys.argv[1:], INFERENCE))
+    config = parse(InferenceConfig, "inference", "Serve a model over an OpenAI-compatible API.", arguments, hint)
     setup_logging(config.log_level)
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
-    run_entrypoint("inference", lambda: serve(config))
+    start = serve_with_vllm if config.engine == "vllm" else serve
+    start(config)
 
 
 def leave(signum: int, frame: FrameType | None) -> NoReturn:
     """The answer to SIGTERM before uvicorn listens for it, and after it has drained."""
     raise SystemExit(0)
+
+
+def serve_with_vllm(config: InferenceConfig) -> NoReturn:
+    """Become vLLM's server: signals, exit code and process id are then its own."""
+    from tandem.inference.vllm.serve import become_server
+
+    become_server(config)
 
 
 def serve(config: InferenceConfig) -> None:
@@ -37,17 +60,9 @@ def serve(config: InferenceConfig) -> None:
     import uvicorn
 
     from tandem.data.tokenizer import Tokenizer
-    from tandem.inference.native.build import build_engine
-    from tandem.inference.prompts import PromptReader
-    from tandem.inference.responses import TokenTexts
-    from tandem.inference.server import create_app
-    from tandem.models.runtime import setup_torch
+    from tandem.inference.api.app import create_app
+    from tandem.inference.api.served import ApiOptions
     from tandem.models.spec import ModelSpec
-
-    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
-    # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a
-    # step takes, even while the event loop is busy with JSON.
-    sys.setswitchinterval(0.0005)
 
     model_dir = config.model.name
     tokenizer = Tokenizer(model_dir)
@@ -55,9 +70,16 @@ def serve(config: InferenceConfig) -> None:
     def end_server(reason: str) -> None:
         server.should_exit = True
 
-    engine = build_engine(config, tokenizer.eos_token_ids, end_server)
-    prompts = PromptReader(tokenizer, ModelSpec.load(model_dir).vocab_size, config.seq_len)
-    app = create_app(engine, TokenTexts(tokenizer), prompts, model_dir, api_key)
+    make_engine = sglang_engine if config.engine == "sglang" else native_engine
+    engine = make_engine(config, tokenizer, end_server)
+    options = ApiOptions(
+        vocab_size=ModelSpec.load(model_dir).vocab_size,
+        seq_len=config.seq_len,
+        api_key=api_key,
+        max_waiting=config.max_waiting,
+        max_body_bytes=config.server.max_body_mb << 20,
+    )
+    app = create_app(engine, tokenizer, model_dir, options)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -72,6 +94,25 @@ def serve(config: InferenceConfig) -> None:
     if engine.failure is not None:
         print(f"inference: {engine.failure}", file=sys.stderr)
         raise SystemExit(1)
+
+
+def native_engine(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "NativeEngine":
+    from tandem.data.text_stream import TextStream
+    from tandem.inference.native.build import build_engine
+    from tandem.models.runtime import setup_torch
+
+    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
+    # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a
+    # step takes, even while the event loop is busy with JSON.
+    sys.setswitchinterval(0.0005)
+    return build_engine(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), on_failure)
+
+
+def sglang_engine(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "SGLangEngine":
+    from tandem.inference.sglang.engine import build_engine
+
+    key = resolve_api_key(config.sglang.api_key, config.sglang.api_key_var, "sglang.api_key_var")
+    return build_engine(config, key, tokenizer.eos_token_ids, on_failure)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import urllib.request
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.registry import make_environment
+from tandem.inference.vllm.serve import check_vllm
 from tandem.models.files import check_model_dir
 from tandem.orchestrator.tasks import check_prompts
 from tandem.transport.checkpoints import require_checkpoint
@@ -46,6 +47,8 @@ def _check_server(config: RLConfig) -> None:
         if not port_is_free(server.host, server.port):
             free = nearest_free_port(server.host, server.port)
             raise UserError(f"inference.server.port = {server.port} is in use; the nearest free port is {free}")
+        if config.inference.engine == "vllm":
+            check_vllm(config.inference)
         return
     url = config.orchestrator.client.base_url
     try:

@@ -1,28 +1,67 @@
 """Requests the server accepts, in OpenAI's shape with vLLM's names for token-level extras.
 
-Every field is honoured or refused: fields that are not known, and values that are not supported yet,
-are errors that name the field. Responses are plain dicts, made in `inference/responses.py`.
+Every field is honoured or refused: what is not listed here is an error that names the field, and a field that is
+listed with a single value is there because clients send that value. What is only accepted, as OpenAI does, says so.
+Responses are plain dicts, made under `inference/api`.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_SAMPLES = 1024
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
 
 TokenId = Annotated[int, Field(ge=0)]
-MAX_SAMPLES = 1024
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # one wrong id is enough to refuse a list of thousands
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Writable = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def show_null(schema: dict[str, Any]) -> None:
+    """Null is as good as leaving a field out; the published schema says so."""
+    required = schema.get("required", [])
+    for name, entry in schema.get("properties", {}).items():
+        if name in required:
+            continue
+        inner = {key: entry.pop(key) for key in list(entry) if key not in ("title", "description", "default")}
+        choices = inner.pop("anyOf") if set(inner) == {"anyOf"} else [inner]
+        entry["anyOf"] = choices if {"type": "null"} in choices else [*choices, {"type": "null"}]
 
 
 class ApiModel(BaseModel):
-    """Unknown fields are refused, and a number given as text is not a number."""
+    """Unknown fields are refused, a number given as text is not a number, and null is left out."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=show_null, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(ApiModel):
+    include_usage: bool = False
+    """A last chunk with the usage of the whole request."""
+
+    continuous_usage_stats: bool = False
+    """The usage so far in every chunk."""
+
+
+class TextFormat(ApiModel):
+    type: Literal["text"]
+    """Constrained decoding is not supported."""
 
 
 class GenerationOptions(ApiModel):
     """What text and chat completions have in common."""
 
     model: str | None = None
-    """The served model; may be left out."""
+    """The served model or a loaded LoRA adapter; left out: the served model."""
 
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
     """Samples of each prompt."""
@@ -31,103 +70,132 @@ class GenerationOptions(ApiModel):
     """0 takes the likeliest token."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
     """0 or -1: no limit."""
 
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
-    ignore_eos: bool = False
-    return_token_ids: bool = False
-    """Adds `token_ids`, `prompt_token_ids` and `weight_versions` to every choice."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Least probability, relative to the likeliest token's."""
 
-    user: str | None = None
-    """Accepted and unused, as by OpenAI."""
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    """Over prompt and completion."""
+
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=1024)
+    """Token ids, as text, and what is added to their logits."""
+
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    """The completion ends before the first of these; its tokens include the one that completed it."""
+
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=1024)
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the stop token, in the text."""
+
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    """No end before so many."""
+
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: Literal[True] = True
+    """As the tokenizer writes them."""
+
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep so many tokens at the end of the prompt; -1: as many as leave room for max_tokens."""
+
+    prompt_logprobs: NumLogprobs | None = None
+    """Raw log-probs of the prompt's tokens, with so many alternatives. Not with stream."""
+
+    logprobs_mode: Literal["sampling", "raw"] = "sampling"
+    """Of sampled tokens: at the sampling temperature, before truncation; or of the model as it is."""
+
+    return_token_ids: bool = False
+    """Adds token_ids, prompt_token_ids and weight_versions (of the weights behind each token)."""
+
+    return_tokens_as_token_ids: bool = False
+    """Log-probs name tokens as "token_id:5" instead of by their text."""
 
     stream: bool = False
-    stop: str | list[str] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
+    stream_options: StreamOptions | None = None
+    """Only with stream."""
 
-    @field_validator(
-        "n", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "return_token_ids", "stream",
-        "presence_penalty", "frequency_penalty", mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _null_is_the_default(cls, value: Any, info: Any) -> Any:
-        default = cls.model_fields[info.field_name].get_default(call_default_factory=True)
-        return default if value is None else value
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,256}$")
+    """Becomes part of the response's id."""
 
-    @field_validator("stream", "stop", "presence_penalty", "frequency_penalty", "logit_bias")
-    @classmethod
-    def _not_supported_yet(cls, value: Any) -> Any:
-        return refuse_if_given(value)
+    response_format: TextFormat | None = None
+    priority: Literal[0] = 0
+    """Requests are served in the order they come."""
 
+    user: str | None = None
+    """Accepted and unused."""
 
-def refuse_if_given(value: Any) -> Any:
-    """For fields that are known but not honoured yet: nothing is accepted and ignored."""
-    if value:
-        raise ValueError(f"{value!r} is not supported by this server yet; leave the field out")
-    return value
+    metadata: dict[str, str] | None = None
+    """Accepted and unused."""
+
+    store: Literal[False] = False
+    service_tier: Literal["auto", "default"] = "auto"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class CompletionRequest(GenerationOptions):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: int | None = Field(16, ge=1)
-    """null: as many as fit."""
+    prompt: Annotated[
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+        Field(union_mode="left_to_right"),
+    ]
+    """One or several, as text or as token ids."""
 
-    logprobs: int | None = Field(None, ge=0)
-    """0 or 1: log-probs of the sampled tokens."""
+    max_tokens: int = Field(16, ge=0)
+    """0 only with echo."""
+
+    add_special_tokens: bool = True
+    """To prompts that are text."""
+
+    logprobs: NumLogprobs | None = None
+    """Log-probs of the tokens; above 0, also of so many likeliest ones."""
 
     echo: bool = False
-    best_of: int | None = None
-    suffix: str | None = None
+    """The prompt before the completion, with its log-probs where asked for (then not with stream)."""
 
-    @field_validator("logprobs")
-    @classmethod
-    def _sampled_tokens_only(cls, value: int | None) -> int | None:
-        if value is not None and value > 1:
-            raise ValueError(f"{value} alternatives are not supported by this server yet; give 0 or 1")
-        return value
-
-    @field_validator("echo", "best_of", "suffix")
-    @classmethod
-    def _not_in_completions_yet(cls, value: Any) -> Any:
-        return refuse_if_given(value)
-
-
-class ChatMessage(ApiModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
-    name: str | None = None
-
-
-class ChatCompletionRequest(GenerationOptions):
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    """Left out: as many as fit."""
-
-    max_completion_tokens: int | None = Field(None, ge=1)
-    """OpenAI's newer name of max_tokens."""
-
-    logprobs: bool = False
-    top_logprobs: int | None = None
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _null_is_false(cls, value: Any) -> Any:
-        return False if value is None else value
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _no_alternatives_yet(cls, value: int | None) -> int | None:
-        if value:
-            raise ValueError(f"{value} alternatives are not supported by this server yet; give 0")
-        return value
+    best_of: int | None = Field(None, ge=1)
+    """Must be n."""
 
 
 class UpdateWeightsRequest(ApiModel):
-    path: str
+    path: Writable
     """Directory of a published version, on a file system the server sees."""
 
     version: int = Field(ge=0)
+    mode: Literal["keep", "wait", "abort"] = "keep"
+    """Running requests go on under the new weights, end first, or end at once with what they have."""
+
+
+class PauseRequest(ApiModel):
+    mode: Literal["keep", "wait", "abort"] = "keep"
+    """Running requests go on at /resume, end first, or end at once with what they have."""
+
+    clear_cache: bool = False
+    """Forget the prefix cache too."""
+
+
+class LoadAdapterRequest(ApiModel):
+    lora_name: Writable = Field(max_length=256)
+    lora_path: Writable
+    """Directory of a PEFT adapter, on a file system the server sees."""
+
+    load_inplace: bool = False
+    """Replace the adapter of this name."""
+
+    version: int | None = Field(None, ge=0)
+    """What the adapter's tokens carry as weight version; left out: that of the weights below it."""
+
+
+class UnloadAdapterRequest(ApiModel):
+    lora_name: str
+
+
+class DetokenizeRequest(ApiModel):
+    model: str | None = None
+    tokens: TokenIds

@@ -15,11 +15,19 @@ PR_SET_PDEATHSIG = 1
 def die_with_supervisor() -> None:
     """Started by a supervisor that is killed, this process is ended by the kernel: no orphans. Linux only."""
     supervisor = os.environ.get(SUPERVISOR_PID)
-    if supervisor is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(supervisor):
+    if supervisor is not None and not die_with_parent(int(supervisor)):
         raise SystemExit("the supervisor is gone")
+
+
+def die_with_parent(parent: int) -> bool:
+    """However the process `parent` ends, this one ends with it. False if it is not our parent, or no longer.
+
+    Linux only; elsewhere nothing is promised.
+    """
+    if not sys.platform.startswith("linux"):
+        return True
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def run_entrypoint(name: str, body: Callable[[], None]) -> None:

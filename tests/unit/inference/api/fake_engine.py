@@ -54,7 +54,7 @@ class FakeEngine:
         return request_id
 
     def _run(self, request_id: int, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None) -> None:
-        samples = [self._sample(request, index) for index in range(request.n)]
+        samples = [self.sample(request, index) for index in range(request.n)]
         for position in range(max(len(sample.token_ids) for sample in samples)):
             self.go.wait()
             time.sleep(self.step_s)
@@ -72,7 +72,7 @@ class FakeEngine:
             self.open.discard(request_id)
             on_done(GenerationResult(samples, len(request.prompt_ids) // 2, self._prompt_logprobs(request)))
 
-    def _sample(self, request: GenerationRequest, index: int) -> GeneratedSample:
+    def sample(self, request: GenerationRequest, index: int) -> GeneratedSample:
         sampling, text = request.sampling, ""
         tokens: list[int] = []
         stream = TextStream(self.tokenizer)

@@ -193,6 +193,20 @@ def test_a_request_chooses_an_adapter_by_its_name(client: TestClient, engine: Fa
     assert client.get("/v1/models/brave").json()["parent"] == "/models/little"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_engine_refuses_is_refused_by_name(client: TestClient, engine: FakeEngine, stream: bool) -> None:
+    def refuse_second(request: Any, *listeners: Any) -> int:
+        if request.first_index:
+            raise ValueError("min_p = 0.5: this engine cannot do that")
+        return submit(request, *listeners)
+
+    submit, engine.submit = engine.submit, refuse_second  # type: ignore[method-assign]
+    engine.go.clear()
+    answer = client.post("/v1/completions", json={"prompt": ["a", "b"], "min_p": 0.5, "stream": stream})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "min_p"
+    assert engine.cancelled == [1], "what was submitted before is taken back"
+
+
 def test_an_engine_that_fails(client: TestClient, engine: FakeEngine) -> None:
     engine.error_after = 0
     for stream in (False, True):

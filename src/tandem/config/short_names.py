@@ -1,0 +1,28 @@
+"""Short names of flags, for options that people type every day."""
+
+from collections.abc import Mapping
+
+from tandem.utils.errors import UserError
+
+INFERENCE = {
+    "--host": "--server.host",
+    "--port": "--server.port",
+    "--api-key": "--server.api-key",
+    "--api-key-var": "--server.api-key-var",
+    "--allow-unauthenticated": "--server.allow-unauthenticated",
+    "--no-allow-unauthenticated": "--no-server.allow-unauthenticated",
+}
+
+
+def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
+    """The command line with every short name in full. Raises UserError where an option is given by both names."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    for short, full in short_names.items():
+        if short in given and full in given:
+            raise UserError(f"{short} and {full} say the same thing; give one of them")
+    return [_in_full(argument, short_names) for argument in arguments]
+
+
+def _in_full(argument: str, short_names: Mapping[str, str]) -> str:
+    name, equals, value = argument.partition("=")
+    return short_names.get(name, name) + equals + value

@@ -1,0 +1,143 @@
+"""What goes wrong with a request, and the answer it gets: OpenAI's shape, with the field it is about."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UnusableWeights, WeightUpdateRefused
+from tandem.inference.responses import error_answer
+
+RETRY_AFTER_S = 1
+PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+# Fields that other servers know; whoever sends one should learn why it is refused here.
+REFUSED = {
+    "suffix": "text cannot be inserted, only continued",
+    "use_beam_search": "there is no beam search",
+    "length_penalty": "there is no beam search",
+    "allowed_token_ids": "sampling cannot be constrained; logit_bias can make tokens unlikely",
+    "bad_words": "sampling cannot be constrained; logit_bias can make tokens unlikely",
+    "structured_outputs": "sampling cannot be constrained",
+    "guided_json": "sampling cannot be constrained",
+    "guided_regex": "sampling cannot be constrained",
+    "guided_choice": "sampling cannot be constrained",
+    "guided_grammar": "sampling cannot be constrained",
+    "chat_template": "the model's own chat template is used",
+    "documents": "give documents within the messages, or through chat_template_kwargs",
+    "functions": "use tools",
+    "function_call": "use tools and tool_calls",
+    "image_url": "only text is supported",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+    "reasoning_effort": "use chat_template_kwargs, if the model's chat template has such a switch",
+}
+
+
+class BadRequest(ValueError):
+    """Refused with the field that is wrong, if it is one."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class NotServed(ValueError):
+    """The request names a model or an adapter that is not here."""
+
+    def __init__(self, message: str, param: str = "model") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFull(RuntimeError):
+    """So many requests wait already that this one should come back later."""
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+def engine_status(error: EngineError) -> tuple[int, str]:
+    """Status and code for what the engine could not do."""
+    return (500, "unusable_weights") if isinstance(error, UnusableWeights) else (503, "engine_failed")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        message, param = explain_invalid(error.errors())
+        return error_answer(400, message, param=param)
+
+    @app.exception_handler(BadRequest)
+    async def refused(_: Request, error: BadRequest) -> Response:
+        return error_answer(400, str(error), param=error.param)
+
+    @app.exception_handler(WeightUpdateRefused)
+    async def weights_refused(_: Request, error: WeightUpdateRefused) -> Response:
+        return error_answer(400, str(error), param="path", code="weights_refused")
+
+    @app.exception_handler(AdapterRefused)
+    async def adapter_refused(_: Request, error: AdapterRefused) -> Response:
+        return error_answer(400, str(error), param="lora_path", code="adapter_refused")
+
+    @app.exception_handler(EngineBusy)
+    async def busy(_: Request, error: EngineBusy) -> Response:
+        return error_answer(409, str(error), code="engine_busy")
+
+    @app.exception_handler(NotServed)
+    async def not_served(_: Request, error: NotServed) -> Response:
+        return error_answer(404, str(error), param=error.param, code="model_not_found")
+
+    @app.exception_handler(QueueFull)
+    async def queue_full(_: Request, error: QueueFull) -> Response:
+        answer = error_answer(429, str(error), code="queue_full")
+        answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+        return answer
+
+    @app.exception_handler(EngineError)
+    async def engine_failed(_: Request, error: EngineError) -> Response:
+        status, code = engine_status(error)
+        return error_answer(status, str(error), code=code)
+
+    @app.exception_handler(ClientGone)
+    async def client_gone(_: Request, error: ClientGone) -> Response:
+        return error_answer(499, "the client closed the connection")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: Request, error: HTTPException) -> Response:
+        message = f"there is no route {http.url.path}" if error.detail == "Not Found" else error.detail
+        answer = error_answer(error.status_code, message)
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return error_answer(500, f"the server failed on this request: {type(error).__name__}", code="internal_error")
+
+
+def explain_invalid(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """One sentence about the first thing that is wrong, and the field it is about."""
+    error = most_telling(errors)
+    if error["type"] == "json_invalid":
+        return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}", None
+    path = [str(part) for part in error["loc"] if part not in ("body", "query")]
+    if not path:
+        return "the body must be a JSON object, sent with the header 'Content-Type: application/json'", None
+    field, whole = path[0], ".".join(path)
+    if error["type"] == "extra_forbidden":
+        why = REFUSED.get(path[-1])
+        return (f"{whole!r} is not supported: {why}" if why else f"unknown field {whole!r}"), field
+    if error["type"] == "missing":
+        return f"field {whole!r} is missing", field
+    if field == "prompt":
+        return f"prompt {PROMPT_FORMS}", field
+    return f"{whole}: {error['msg'].removeprefix('Value error, ')}", field
+
+
+def most_telling(errors: Sequence[Any]) -> Any:
+    """Of the first field that is wrong, the deepest error: where a field has several forms, the one that was meant."""
+    field = errors[0]["loc"][:2]
+    return max((error for error in errors if error["loc"][:2] == field), key=lambda error: len(error["loc"]))

@@ -1,0 +1,96 @@
+"""Routes that tell: what is served and how it is doing, and how text becomes tokens."""
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from tandem.inference.api.routing import exact_router
+from tandem.inference.api.served import Served
+from tandem.inference.responses import Answer
+from tandem.types.chat import TokenizeRequest
+from tandem.types.openai import DetokenizeRequest
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def package_version() -> str:
+    try:
+        return version("tandem-rl")
+    except PackageNotFoundError:  # run from its source, not installed
+        return "unknown"
+
+
+def information_routes(served: Served) -> APIRouter:
+    routes = exact_router()
+    engine, prompts = served.engine, served.prompts
+    created = int(time.time())
+
+    def model_entry(name: str, root: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "tandem",
+            "root": root,
+            "parent": parent,
+            "max_model_len": prompts.seq_len,
+        }
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """Whether the engine works; open to everybody."""
+        status = {"version": engine.version, "model": served.model, "paused": engine.paused}
+        if engine.failure is not None:
+            return Answer({"status": "failed", "reason": engine.failure, **status}, 503)
+        return Answer({"status": "ok", **status})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """In Prometheus' text format."""
+        return PlainTextResponse(served.metrics.render(engine), media_type=METRICS_TYPE)
+
+    @routes.get("/version")
+    async def server_version() -> Response:
+        """Of Tandem."""
+        return Answer({"version": package_version()})
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        """The model and the LoRA adapters that are loaded."""
+        entries = [model_entry(served.model, served.model, None)]
+        entries += [model_entry(name, path, served.model) for name, path in engine.adapters.items()]
+        return Answer({"object": "list", "data": entries})
+
+    @routes.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        """One of them."""
+        # A path that begins with / loses it when it is joined to a base address.
+        adapter = served.adapter(f"/{model}" if f"/{model}" in served.names else model)
+        if adapter is None:
+            return Answer(model_entry(served.model, served.model, None))
+        return Answer(model_entry(adapter, engine.adapters[adapter], served.model))
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a prompt or of messages."""
+        served.adapter(body.model)
+        tokens = prompts.tokenize(body)
+        strings = [served.texts.token(token) for token in tokens] if body.return_token_strs else None
+        counts = {"count": len(tokens), "max_model_len": prompts.seq_len}
+        return Answer({**counts, "tokens": tokens, "token_strs": strings})
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """Text of token ids, special ones included."""
+        served.adapter(body.model)
+        return Answer({"prompt": prompts.detokenize(body.tokens)})
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """The tokenizer's configuration and chat template."""
+        return Answer({"tokenizer_class": "PreTrainedTokenizerFast", **served.tokenizer.info})
+
+    return routes

@@ -1,0 +1,98 @@
+"""Chat messages as the model's template takes them, and the prompt it makes of them."""
+
+import json
+from typing import Any
+
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.errors import BadRequest
+from tandem.inference.api.tools import MakeReader, choose_reader
+from tandem.types.chat import ChatMessage, ChatOptions, ToolCall
+from tandem.types.rollout import Message
+from tandem.utils.errors import UserError
+
+OURS = ("messages", "tools", "add_generation_prompt")  # variables of a template that have fields of their own
+
+
+class ChatPrompts:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._reader = choose_reader(tokenizer)
+        self._knows_developer = "developer" in (tokenizer.template_text or "")
+
+    def tool_reader(self) -> MakeReader:
+        if isinstance(self._reader, str):
+            raise BadRequest(f"tools cannot be used with this model: {self._reader}", "tools")
+        return self._reader
+
+    def render(self, messages: list[ChatMessage], options: ChatOptions, *, show_tools: bool) -> str:
+        """The text of the prompt."""
+        self._check(messages, options)
+        if show_tools:
+            self.tool_reader()
+        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in options.tools]
+        plain = [self._plain(message, f"messages.{index}") for index, message in enumerate(messages)]
+        try:
+            text = self.tokenizer.render(
+                plain,
+                add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
+                tools=tools if show_tools else None,
+                variables=options.chat_template_kwargs,
+            )
+        except UserError as error:
+            raise BadRequest(str(error), "messages") from error
+        return leave_open(text, plain[-1]["content"]) if options.continue_final_message else text
+
+    def _check(self, messages: list[ChatMessage], options: ChatOptions) -> None:
+        given = options.model_fields_set
+        if options.continue_final_message and options.add_generation_prompt and "add_generation_prompt" in given:
+            message = "continue_final_message and add_generation_prompt contradict each other; give one of them"
+            raise BadRequest(message, "continue_final_message")
+        if options.continue_final_message and not messages[-1].content:
+            raise BadRequest("the final message has no content to go on with", "continue_final_message")
+        taken = sorted(set(options.chat_template_kwargs) & set(OURS))
+        if taken:
+            raise BadRequest(f"chat_template_kwargs may not set {taken[0]!r}; use the field", "chat_template_kwargs")
+
+    def _plain(self, message: ChatMessage, where: str) -> Message:
+        if message.content is None and not message.tool_calls:
+            raise BadRequest(f"field '{where}.content' is missing", "messages")
+        if message.tool_calls and message.role != "assistant":
+            raise BadRequest(f"{where}.tool_calls: only the assistant calls tools", "messages")
+        if (message.tool_call_id is not None) != (message.role == "tool"):
+            raise BadRequest(f"{where}.tool_call_id: messages of role tool have one, and no others", "messages")
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        plain: Message = {"role": role, "content": text_of(message)}
+        if message.name is not None:
+            plain["name"] = message.name
+        if message.tool_call_id is not None:
+            plain["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            plain["tool_calls"] = [plain_call(call, where) for call in message.tool_calls]
+        return plain
+
+
+def text_of(message: ChatMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text for part in message.content or [])
+
+
+def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """Templates write the arguments themselves, and want them as an object."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{where}.tool_calls: the arguments are not JSON: {error}", "messages") from error
+    if not isinstance(arguments, dict):
+        raise BadRequest(f"{where}.tool_calls: the arguments are not a JSON object", "messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def leave_open(text: str, final: str) -> str:
+    """The rendered conversation up to the end of its final message's content, as some templates trim it."""
+    at = text.rfind(final.strip())
+    if at < 0:
+        message = "the chat template does not show the final message as it is, so it cannot be continued"
+        raise BadRequest(message, "continue_final_message")
+    kept = final.lstrip() if text.startswith(final.lstrip(), at) else final.strip()
+    return text[: at + len(kept)]

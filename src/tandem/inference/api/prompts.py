@@ -1,0 +1,185 @@
+"""From an accepted request body to what the engine takes; what cannot be served is refused by field."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.errors import BadRequest
+from tandem.inference.api.messages import ChatPrompts
+from tandem.inference.engine import GenerationRequest, Sampling
+from tandem.types.chat import ChatCompletionRequest, TokenizeRequest
+from tandem.types.openai import CompletionRequest, GenerationOptions
+
+MAX_CHOICES = 4096
+
+
+class PromptReader:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, seq_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.chat = ChatPrompts(tokenizer)
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+
+    def completion_requests(self, body: CompletionRequest, adapter: str | None) -> list[GenerationRequest]:
+        """One request for each prompt."""
+        if body.max_tokens == 0 and not body.echo:
+            raise BadRequest("max_tokens = 0 gives nothing without echo; give at least 1", "max_tokens")
+        if body.best_of is not None and body.best_of != body.n:
+            raise BadRequest(f"best_of = {body.best_of} is not supported: it must be n = {body.n}", "best_of")
+        wanted = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            if body.stream:
+                raise BadRequest("echo with logprobs is not available with stream", "echo")
+            wanted = max(wanted or 0, body.logprobs)
+        prompts = [self._ids(prompt, body) for prompt in as_prompts(body.prompt)]
+        # The engine always draws a token; where none is wanted, it is left out of the answer.
+        return self._requests(prompts, body, max(body.max_tokens, 1), adapter, body.logprobs or 0, wanted, "prompt")
+
+    def chat_request(self, body: ChatCompletionRequest, adapter: str | None) -> GenerationRequest:
+        if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+            message = "max_tokens and max_completion_tokens differ; give one of them"
+            raise BadRequest(message, "max_completion_tokens")
+        if body.top_logprobs and not body.logprobs:
+            raise BadRequest("top_logprobs needs logprobs = true", "top_logprobs")
+        text = self.chat.render(body.messages, body, show_tools=uses_tools(body))
+        prompt = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        top, wanted = body.top_logprobs, body.prompt_logprobs
+        return self._requests([prompt], body, max_tokens, adapter, top, wanted, "messages")[0]
+
+    def tokenize(self, body: TokenizeRequest) -> list[int]:
+        if body.prompt is not None and body.messages is not None:
+            raise BadRequest("prompt and messages are both given; give one of them", "prompt")
+        if body.messages is not None:
+            text = self.chat.render(body.messages, body, show_tools=bool(body.tools))
+            return self._encode(text, "messages", add_special_tokens=bool(body.add_special_tokens))
+        if body.prompt is None:
+            raise BadRequest("field 'prompt' is missing; give it or messages", "prompt")
+        return self._encode(body.prompt, "prompt", add_special_tokens=body.add_special_tokens is not False)
+
+    def detokenize(self, tokens: list[int]) -> str:
+        self._check_ids(tokens, "tokens")
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _requests(
+        self,
+        prompts: list[list[int]],
+        body: GenerationOptions,
+        max_tokens: int | None,
+        adapter: str | None,
+        top_logprobs: int,
+        prompt_logprobs: int | None,
+        param: str,
+    ) -> list[GenerationRequest]:
+        self._check_ids(body.stop_token_ids, "stop_token_ids")
+        if body.stream and prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs are not available with stream", "prompt_logprobs")
+        if body.stream_options is not None and not body.stream:
+            raise BadRequest("stream_options needs stream = true", "stream_options")
+        if len(prompts) * body.n > MAX_CHOICES:
+            raise BadRequest(f"{len(prompts)} prompts × n = {body.n} are more than {MAX_CHOICES} choices", "n")
+        bias = self._bias(body)
+        requests = []
+        for index, whole in enumerate(prompts):
+            prompt = self._truncate(whole, body, max_tokens)
+            requests.append(
+                GenerationRequest(
+                    prompt_ids=prompt,
+                    sampling=self._sampling(prompt, body, max_tokens, bias, param),
+                    n=body.n,
+                    first_index=index * body.n,
+                    adapter=adapter,
+                    top_logprobs=top_logprobs,
+                    raw_logprobs=body.logprobs_mode == "raw",
+                    prompt_logprobs=prompt_logprobs,
+                )
+            )
+        return requests
+
+    def _sampling(
+        self,
+        prompt: list[int],
+        body: GenerationOptions,
+        max_tokens: int | None,
+        bias: tuple[tuple[int, float], ...],
+        param: str,
+    ) -> Sampling:
+        room = self._room(prompt, max_tokens, param)
+        max_tokens = room if max_tokens is None else max_tokens
+        if body.min_tokens > max_tokens:
+            raise BadRequest(f"min_tokens = {body.min_tokens} is above max_tokens = {max_tokens}", "min_tokens")
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(body.top_k, 0),
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=bias,
+            seed=body.seed,
+            min_tokens=body.min_tokens,
+            stop_token_ids=tuple(body.stop_token_ids),
+            stop=body.stops,
+            ignore_eos=body.ignore_eos,
+        )
+
+    def _room(self, prompt: list[int], max_tokens: int | None, param: str) -> int:
+        """How many tokens fit behind the prompt; at least those that are asked for."""
+        if not prompt:
+            raise BadRequest("the prompt is empty; give at least one token", param)
+        room = self.seq_len - len(prompt)
+        if room < 1:
+            raise BadRequest(f"the prompt has {len(prompt)} tokens, at most {self.seq_len - 1} fit", param)
+        if max_tokens is not None and max_tokens > room:
+            raise BadRequest(
+                f"max_tokens = {max_tokens} and a prompt of {len(prompt)} tokens exceed the context of "
+                f"{self.seq_len} tokens; at most {room} can be generated",
+                "max_tokens",
+            )
+        return room
+
+    def _truncate(self, prompt: list[int], body: GenerationOptions, max_tokens: int | None) -> list[int]:
+        keep = body.truncate_prompt_tokens
+        if keep is None:
+            return prompt
+        if keep == 0:
+            raise BadRequest(
+                "truncate_prompt_tokens = 0 leaves no prompt; give at least 1, or -1", "truncate_prompt_tokens"
+            )
+        return prompt[-keep:] if keep > 0 else prompt[-max(self.seq_len - (max_tokens or 1), 1) :]
+
+    def _bias(self, body: GenerationOptions) -> tuple[tuple[int, float], ...]:
+        for token in body.logit_bias:
+            if not (token.isascii() and token.isdigit() and len(token) < 20 and int(token) < self.vocab_size):
+                message = f"logit_bias: {token!r} is no token id below {self.vocab_size}, the size of the vocabulary"
+                raise BadRequest(message, "logit_bias")
+        return tuple((int(token), bias) for token, bias in body.logit_bias.items())
+
+    def _ids(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+        if isinstance(prompt, str):
+            return self._encode(prompt, "prompt", add_special_tokens=body.add_special_tokens)
+        self._check_ids(prompt, "prompt")
+        return prompt
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
+        # JSON can spell half a character, which no encoding can write.
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise BadRequest("the text is not valid Unicode: it holds a lone surrogate", param)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        if token_ids and max(token_ids) >= self.vocab_size:
+            raise BadRequest(f"token id {max(token_ids)} is outside the vocabulary of {self.vocab_size} tokens", param)
+
+
+def uses_tools(body: ChatCompletionRequest) -> bool:
+    return bool(body.tools) and body.tool_choice == "auto"
+
+
+def as_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """One prompt or several, as text or as token ids; a list of numbers is one prompt."""
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return [cast(str | list[int], prompt)]
+    return cast(list[str | list[int]], prompt)

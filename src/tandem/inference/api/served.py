@@ -1,0 +1,45 @@
+"""What the API serves and within which limits, and the parts its routes share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.errors import NotServed
+from tandem.inference.api.metrics import Metrics
+from tandem.inference.api.prompts import PromptReader
+from tandem.inference.api.submission import Admission
+from tandem.inference.api.text import TokenTexts
+from tandem.inference.engine import Engine
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    vocab_size: int
+    seq_len: int
+    api_key: str | None = None
+    max_waiting: int = 16384
+    max_body_bytes: int = 64 << 20
+
+
+class Served:
+    """One engine with its tokenizer; made once, before the first request."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, options: ApiOptions) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model = str(model_dir)
+        self.names = {self.model, model_dir.name}
+        self.options = options
+        self.texts = TokenTexts(tokenizer)
+        self.prompts = PromptReader(tokenizer, options.vocab_size, options.seq_len)
+        self.admission = Admission(engine, options.max_waiting)
+        self.metrics = Metrics()
+
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter a request names, or None for the model itself."""
+        if model is None or model in self.names:
+            return None
+        adapters = self.engine.adapters
+        if model in adapters:
+            return model
+        raise NotServed(f"model {model!r} is not served here; served: {', '.join(sorted({*self.names, *adapters}))}")

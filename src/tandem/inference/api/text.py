@@ -1,0 +1,83 @@
+"""The text of completions: cut where they ended, whole or as they grow. Both ways give the same text."""
+
+from tandem.data.text_stream import UNFINISHED, TextStream
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.engine import GeneratedSample
+
+
+class TokenTexts:
+    """Single tokens as text, looked up once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: dict[int, str] = {}
+
+    def token(self, token: int) -> str:
+        text = self._tokens.get(token)
+        if text is None:
+            text = self._tokens[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+    def number(self, token: int) -> str:
+        """For return_tokens_as_token_ids."""
+        return f"token_id:{token}"
+
+
+def completion_text(tokenizer: Tokenizer, sample: GeneratedSample, *, skip_special: bool, keep_stop: bool) -> str:
+    """Without the token or the stop string that ended it, unless `keep_stop`."""
+    if sample.finish_reason != "stop":
+        return tokenizer.decode(sample.token_ids, skip_special_tokens=skip_special)
+    if not isinstance(sample.stop_reason, str):
+        tokens = sample.token_ids if keep_stop else sample.token_ids[:-1]
+        return tokenizer.decode(tokens, skip_special_tokens=skip_special)
+    text = tokenizer.decode(sample.token_ids, skip_special_tokens=skip_special)
+    before = tokenizer.decode(sample.token_ids[:-1], skip_special_tokens=skip_special)
+    return cut_at_stop(text, len(before.rstrip(UNFINISHED)), sample.stop_reason, keep_stop=keep_stop)
+
+
+def cut_at_stop(text: str, num_known: int, stop: str, *, keep_stop: bool) -> str:
+    """The text up to the stop string that its last token completed; `num_known` characters were there before it.
+
+    An earlier one does not count: the engine looked for none before min_tokens.
+    """
+    at = text.find(stop, max(0, num_known - len(stop) + 1))
+    if at < 0:
+        return text
+    return text[: at + len(stop)] if keep_stop else text[:at]
+
+
+class GrowingText:
+    """The text of one sample as its tokens come. What may be the beginning of a stop string is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], *, skip_special: bool, keep_stop: bool) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special)
+        self._stops = stops
+        self._keep_stop = keep_stop
+        self._held = ""
+
+    def push(self, part: GeneratedSample) -> str:
+        """The text this part adds; at the sample's end, all that is left."""
+        if part.finish_reason is None:
+            text = self._held + self._stream.push(part.token_ids)
+            hold_from = len(text) - overlap(text, self._stops)
+            self._held = text[hold_from:]
+            return text[:hold_from]
+        ended_by_token = part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
+        if ended_by_token and not self._keep_stop:
+            return self._held + self._stream.push(part.token_ids[:-1]) + self._stream.finish()
+        text = self._held + self._stream.push(part.token_ids[:-1])
+        num_known = len(text)
+        text += self._stream.push(part.token_ids[-1:]) + self._stream.finish()
+        if not isinstance(part.stop_reason, str):
+            return text
+        return cut_at_stop(text, num_known, part.stop_reason, keep_stop=self._keep_stop)
+
+
+def overlap(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that a stop string begins with."""
+    return max((_overlap(text, stop) for stop in stops), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

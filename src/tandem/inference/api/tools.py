@@ -1,0 +1,155 @@
+"""Tool calls in the text a model writes: which format its chat template teaches, and reading it as it grows.
+
+A call is told once it is complete; what may be the beginning of one is held back. What looks like a call and is
+none is given out as text.
+"""
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.text import overlap
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+LEADING_MARKS = ("[TOOL_CALLS]", "<|python_tag|>", '"name": function name, "parameters"')
+
+
+@dataclass(frozen=True)
+class FoundCall:
+    name: str
+    arguments: str  # JSON
+
+    def as_message(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+Found = tuple[str, list[FoundCall]]
+"""Text outside of calls, and calls."""
+
+
+class CallReader(Protocol):
+    """Reads the text of one sample."""
+
+    def push(self, text: str) -> Found: ...
+
+    def finish(self) -> Found: ...
+
+
+MakeReader = Callable[[], CallReader]
+
+
+def choose_reader(tokenizer: Tokenizer) -> MakeReader | str:
+    """How this model writes calls, or why tools cannot be used with it."""
+    template = tokenizer.template_text or ""
+    if "tools" not in tokenizer.template_variables:
+        return "the model's chat template has no tools"
+    if BEGIN in template and "<function=" not in template:
+        if tokenizer.decode(tokenizer.encode(BEGIN)) != BEGIN:
+            return f"{BEGIN} is a special token of this model, which its text leaves out"
+        return TaggedCalls
+    if any(mark in template for mark in LEADING_MARKS):
+        return LeadingCalls
+    return "the model's chat template has tools in a format this server cannot read"
+
+
+class TaggedCalls:
+    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere in the text: Hermes, Qwen."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._after_call = False
+
+    def push(self, text: str) -> Found:
+        self._text += text
+        content, calls = "", []
+        while True:
+            outside, begin, rest = self._text.partition(BEGIN)
+            if not begin:
+                keep = len(outside) - overlap(outside, (BEGIN,))
+                content += self._tidy(outside[:keep])
+                self._text = outside[keep:]
+                return content, calls
+            inside, end, after = rest.partition(END)
+            content += self._tidy(outside)
+            if not end:
+                self._text = begin + inside
+                return content, calls
+            call = read_call(inside)
+            if call is None:
+                content += self._tidy(begin + inside + end)
+            else:
+                calls.append(call)
+                self._after_call = True
+            self._text = after
+
+    def finish(self) -> Found:
+        left, self._text = self._text, ""
+        # Cut off, or ended without its end tag, a call may be whole all the same.
+        call = read_call(left.removeprefix(BEGIN)) if left.startswith(BEGIN) else None
+        return ("", [call]) if call else (self._tidy(left), [])
+
+    def _tidy(self, content: str) -> str:
+        """Line breaks behind a call are no content."""
+        if self._after_call:
+            content = content.lstrip()
+            self._after_call = not content
+        return content
+
+
+class LeadingCalls:
+    """The text is nothing but calls: {"name": …, "parameters": {…}} one or more, separated by ;, or a list of
+    them: Llama 3, Mistral. Its special token before them leaves no text."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._is_content = False
+
+    def push(self, text: str) -> Found:
+        if self._is_content:
+            return text, []
+        self._text += text
+        begins = self._text.lstrip()
+        self._is_content = bool(begins) and begins[0] not in "{["
+        return (self._release(), []) if self._is_content else ("", [])
+
+    def finish(self) -> Found:
+        calls = read_calls(self._text)
+        return ("", calls) if calls else (self._release(), [])
+
+    def _release(self) -> str:
+        text, self._text = self._text, ""
+        return text
+
+
+def read_calls(text: str) -> list[FoundCall] | None:
+    """All of the text as calls, or None."""
+    decoder, rest, values = json.JSONDecoder(), text.strip(), []
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return None
+        values += value if isinstance(value, list) else [value]
+        rest = rest[end:].strip().removeprefix(";").strip()
+    calls = [as_call(value) for value in values]
+    return [call for call in calls if call] if all(calls) else None
+
+
+def read_call(text: str) -> FoundCall | None:
+    try:
+        return as_call(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_call(value: Any) -> FoundCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return FoundCall(value["name"], arguments)

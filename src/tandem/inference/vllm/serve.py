@@ -1,0 +1,62 @@
+"""`inference --engine vllm`: check what can be checked, then become vLLM's server."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import tandem
+from tandem.config.inference import InferenceConfig
+from tandem.inference.vllm.command import build_command, build_environment, is_headless
+from tandem.inference.vllm.installation import Installation, find_vllm
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json
+from tandem.utils.ports import bind_or_refuse
+
+
+def become_server(config: InferenceConfig) -> NoReturn:
+    """Replaces this process. Raises UserError before anything is started."""
+    api_key = config.server.resolve_api_key()
+    vllm = check_vllm(config)
+    model_config = check_model_files(config.model.name)
+    if not is_headless(config):
+        bind_or_refuse(config.server.host, config.server.port, "server.port").close()
+    command = build_command(config, vllm, model_config, free_memory_bytes())
+    environment = build_environment(config, api_key, import_path(vllm), dict(os.environ))
+    sys.stdout.flush()
+    os.execve(command[0], command, environment)
+
+
+def check_vllm(config: InferenceConfig) -> Installation:
+    """The vLLM that would serve; it must run where the configuration wants it to."""
+    vllm = find_vllm(config.vllm.python)
+    if config.device != "auto" and (config.device == "cpu") != vllm.is_cpu:
+        kind = "CPU" if vllm.is_cpu else "GPU"
+        raise UserError(f"device = {config.device!r}, but vLLM {vllm.version} of {vllm.python} is the {kind} build")
+    return vllm
+
+
+def check_model_files(model_dir: Path) -> dict[str, object]:
+    """The config.json of a directory that vLLM can load; of which architecture, vLLM knows best."""
+    for name, what in (("config.json", "model"), ("tokenizer.json", "tokenizer")):
+        if not (model_dir / name).exists():
+            raise UserError(f"model.name = {str(model_dir)!r} holds no {what}: there is no {name} in it")
+    if not any(model_dir.glob("*.safetensors")):
+        raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no *.safetensors in it")
+    return read_json(model_dir / "config.json")
+
+
+def import_path(vllm: Installation) -> Path:
+    """A directory that holds this package and nothing else: what lies beside it in our environment must not
+    take the place of vLLM's own packages."""
+    package = Path(tandem.__file__).resolve().parent
+    if package.parent.name != "site-packages" or vllm.python == Path(sys.executable):
+        return package.parent
+    folder = Path(tempfile.mkdtemp(prefix="tandem-import-"))
+    (folder / package.name).symlink_to(package)
+    return folder
+
+
+def free_memory_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

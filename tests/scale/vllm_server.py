@@ -1,0 +1,130 @@
+"""A real `inference --engine vllm`, started as a user starts it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tests.integration.processes import is_alive
+
+from tandem.utils.ports import nearest_free_port
+
+KEY = "correct-horse"
+SEQ_LEN = 512
+START_S = 420
+
+
+@dataclass
+class VllmServer:
+    process: subprocess.Popen[bytes]
+    http: httpx.Client
+    log: Path
+
+    def complete(self, **body: Any) -> list[dict[str, Any]]:
+        """The choices of a completion with everything the orchestrator asks for."""
+        answer = self.http.post("/v1/completions", json={"logprobs": 0, "return_token_ids": True} | body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    def update(self, path: Path, version: int, mode: str = "keep") -> None:
+        answer = self.http.post("/update_weights", json={"path": str(path), "version": version, "mode": mode})
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"version": version}
+
+    def health(self) -> dict[str, Any]:
+        return self.http.get("/health").json()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def end(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def start(
+    python: Path, model_dir: Path, log: Path, *options: str, dev_mode: bool = False, eager: bool = True
+) -> VllmServer:
+    """Start and wait until it answers."""
+    port = free_port()
+    server = launch(python, model_dir, log, "--port", str(port), *options, dev_mode=dev_mode, eager=eager)
+    http = httpx.Client(
+        base_url=f"http://127.0.0.1:{port}",
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=120,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=None),
+    )
+    started = VllmServer(server, http, log)
+    wait_until_ready([started])
+    return started
+
+
+def launch(
+    python: Path, model_dir: Path, log: Path, *options: str, dev_mode: bool = False, eager: bool = True
+) -> subprocess.Popen[bytes]:
+    command = [
+        *(sys.executable, "-m", "tandem.entrypoints.inference", "--engine", "vllm", "--vllm.python", str(python)),
+        *("--model.name", str(model_dir), "--server.api-key-var", "TANDEM_TEST_KEY", "--seq-len", str(SEQ_LEN)),
+        *("--max-sequences", "32", "--tokens-per-step", "1024", "--threads", "1", *options),
+        *(["--enforce-eager"] if eager else []),
+    ]
+    # Without the warm-up for compiled shapes, which eager mode has no use for.
+    environment = os.environ | {"TANDEM_TEST_KEY": KEY, "VLLM_CPU_CI_ENV": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    if dev_mode:
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
+    with log.open("ab") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+
+
+def wait_until_ready(servers: Sequence[VllmServer], others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    deadline = time.monotonic() + START_S
+    for server in servers:
+        while True:
+            try:
+                if server.http.get("/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+            ended = [process for process in (server.process, *others) if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                server.end()
+                raise AssertionError(f"the server did not start:\n{server.log.read_text()[-5000:]}")
+
+
+def free_port() -> int:
+    port = nearest_free_port("127.0.0.1", 21000 + os.getpid() % 20000)
+    assert port is not None
+    return port
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below `pid`."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def wait_until_gone(pids: set[int], timeout_s: float = 10) -> None:
+    """The last to leave, Python's resource tracker, does so a moment after everybody else."""
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.1)
