@@ -180,12 +180,11 @@ def main() -> None:
         return
     for model in args.models:
         for dtype in args.dtypes:
-            pythons = {side: args.vllm_python if side.startswith("vllm") else Path(sys.executable) for side in args.sides}
-            report(
-                model,
-                dtype,
-                {side: run_side(side, python, model, dtype, args.threads) for side, python in pythons.items()},
-            )
+            speeds = {}
+            for side in args.sides:
+                python = args.vllm_python if side.startswith("vllm") else Path(sys.executable)
+                speeds[side] = run_side(side, python, model, dtype, args.threads)
+            report(model, dtype, speeds)
 
 
 if __name__ == "__main__":

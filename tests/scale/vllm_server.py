@@ -55,8 +55,16 @@ def start(
     python: Path, model_dir: Path, log: Path, *options: str, dev_mode: bool = False, eager: bool = True
 ) -> VllmServer:
     """Start and wait until it answers."""
-    port = free_port()
-    server = launch(python, model_dir, log, "--port", str(port), *options, dev_mode=dev_mode, eager=eager)
+    started = begin(python, model_dir, log, free_port(), *options, dev_mode=dev_mode, eager=eager)
+    wait_until_ready([started])
+    return started
+
+
+def begin(
+    python: Path, model_dir: Path, log: Path, port: int, *options: str, dev_mode: bool = False, eager: bool = True
+) -> VllmServer:
+    """Start without waiting: most of the time goes into imports, and two servers may take it side by side."""
+    process = launch(python, model_dir, log, "--port", str(port), *options, dev_mode=dev_mode, eager=eager)
     http = httpx.Client(
         base_url=f"http://127.0.0.1:{port}",
         headers={"Authorization": f"Bearer {KEY}"},
@@ -64,9 +72,7 @@ def start(
         trust_env=False,
         limits=httpx.Limits(max_connections=None),
     )
-    started = VllmServer(server, http, log)
-    wait_until_ready([started])
-    return started
+    return VllmServer(process, http, log)
 
 
 def launch(

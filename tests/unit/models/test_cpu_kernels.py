@@ -81,7 +81,7 @@ def test_silu_mul(dtype: torch.dtype, num_threads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 64), (2, 2, 128), (6, 2, 24)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 64), (2, 2, 128), (6, 2, 48)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_decode_attention(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None, num_threads: int
@@ -106,6 +106,31 @@ def test_decode_attention(
         torch.testing.assert_close(out[row].float(), exact[:, 0], rtol=1e-2, atol=2e-2 if dtype != torch.float32 else 0)
     changed = (keys != before).flatten(2).any(-1).sum()
     assert changed == len(lengths), "something else in the cache was written to"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 80)])
+def test_rows_that_begin_alike_attend_as_if_alone(
+    dtype: torch.dtype, block_size: int, heads: int, kv_heads: int, head_dim: int, num_threads: int
+) -> None:
+    """Runs of rows with common blocks, of several lengths, the longest longer than a kernel takes at once."""
+    num_blocks, kernel = 20, kernels_for(dtype)
+    keys, values = torch.randn(2, 2000, block_size, kv_heads, head_dim).to(dtype)
+    tables = torch.randperm(2000)[: 90 * num_blocks].view(90, num_blocks)
+    for first, last, shared in ((0, 70, 9), (70, 73, 2), (74, 88, 5), (80, 88, 11)):
+        tables[first:last, :shared] = tables[first, :shared]
+    positions = torch.randint(11 * block_size, num_blocks * block_size, (90,))
+    positions[75] = 3 * block_size + 1  # ends within what its neighbours share
+    q = torch.randn(90, heads, head_dim).to(dtype)
+    k, v = torch.randn(2, 90, kv_heads, head_dim).to(dtype)
+    together, alone = torch.empty_like(q), torch.empty_like(q)
+    kernel.decode_attention(q, k, v, keys, values, tables, positions, together, None)
+    for row in range(90):
+        one = slice(row, row + 1)
+        inputs = (x[one] for x in (q, k, v))
+        kernel.decode_attention(*inputs, keys, values, tables[one], positions[one], alone[one], None)
+    torch.testing.assert_close(together, alone, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

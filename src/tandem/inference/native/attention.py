@@ -240,7 +240,7 @@ def plan_attention(
     device, block_size = cache.keys.device, cache.shape[2]
     fast = kernels.find(cache.keys)
     num_decoding = 0
-    if fast is not None and cache.shape[4] <= kernels.MAX_HEAD_DIM:
+    if fast is not None and cache.shape[4] % kernels.LANES == 0 and cache.shape[4] <= kernels.MAX_HEAD_DIM:
         longer = np.flatnonzero(count > 1)
         num_decoding = int(longer[0]) if len(longer) else len(count)
     groups: list[AttentionGroup] = []

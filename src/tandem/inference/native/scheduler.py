@@ -104,6 +104,8 @@ class Scheduler:
         """Rows to compute together, and how many tokens of each."""
         rows = np.flatnonzero(self.state.running)
         if not self.isolate:
+            # Sequences that begin alike lie side by side: attention may then look at their beginning once for all.
+            rows = rows[self.state.block_table[rows, 0].argsort(kind="stable")]
             return [self._chunks(rows)] if len(rows) else []
         groups = self.state.group[rows]
         return [self._chunks(rows[groups == group]) for group in np.unique(groups)]

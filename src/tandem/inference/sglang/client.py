@@ -32,13 +32,17 @@ class SGLangRefused(EngineError):
 
 
 class SGLangClient:
-    """To be made and used within one event loop."""
+    """To be opened, used and closed within one event loop."""
 
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float) -> None:
         self.base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        self._open_session: aiohttp.ClientSession | None = None
+
+    def open(self) -> None:
+        self._open_session = aiohttp.ClientSession(
+            headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),  # the server's queue is the queue
             read_bufsize=MAX_LINE_BYTES,
             json_serialize=lambda value: orjson.dumps(value).decode(),
@@ -46,6 +50,11 @@ class SGLangClient:
 
     async def close(self) -> None:
         await self._session.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._open_session is not None, "open it first"
+        return self._open_session
 
     async def is_healthy(self) -> bool:
         """Whether the server can generate; it tries, and takes a second or more for it."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.inference.checkpoint import Served, compare_configs
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.inference.sglang.translate import Abilities
-from tandem.inference.vllm.checkpoint import Served, compare_configs
 from tandem.utils.errors import UserError
 from tandem.utils.waiting import Deadline
 

@@ -60,6 +60,8 @@ def build_command(
     if not is_headless(config):
         own |= {"host": config.server.host, "port": config.server.port, "api-server-count": 1}
         own |= {"uvicorn-log-level": "warning", "disable-uvicorn-access-log": True}
+        # A client that wants no call gets words: the template must not tell the model of the tools either.
+        own["exclude-tools-when-tool-choice-none"] = True
     if not any(name in flags for name in CACHE_FLAGS) and (config.kv_cache_tokens is not None or vllm.is_cpu):
         own["kv-cache-memory-bytes"] = cache_bytes(config, model_config, free_bytes)
     arguments = [str(model_dir), *render_flags(own | flags)]

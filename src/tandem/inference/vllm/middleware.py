@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
+from tandem.inference.checkpoint import Served
 from tandem.inference.engine import EngineError, WeightUpdateRefused
 from tandem.inference.responses import Answer, error_answer
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
-from tandem.inference.vllm.checkpoint import Served
 from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.updates import PAUSE_MODES, PauseMode, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen

@@ -10,8 +10,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+from tandem.inference.checkpoint import Served
 from tandem.inference.engine import EngineError, WeightUpdateRefused
-from tandem.inference.vllm.checkpoint import Served
 from tandem.inference.vllm.versions import VersionLedger
 
 logger = logging.getLogger(__name__)

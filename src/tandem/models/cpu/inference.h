@@ -62,74 +62,140 @@ void NAME(silu_mul)(const ELEMENT *gate_up, ELEMENT *out, int64_t tokens, int64_
     }
 }
 
-/* One query token of one sequence over its blocks, for the query heads that share a KV head. */
-static inline __attribute__((always_inline)) void NAME(attend_heads)(
-    const ELEMENT *q, const ELEMENT *keys, const ELEMENT *values, const int64_t *table, ELEMENT *out, float *scores,
-    int64_t first, int64_t end, int64_t block_size, int64_t token_stride, int64_t folded, int64_t head_dim) {
-    float scale = 1.0f / sqrtf((float)head_dim);
-    int64_t context = end - first;
-    for (int64_t head = 0; head < folded; head++) {
-        float query[MAX_HEAD_DIM];
-        float *row = scores + head * context;
-        for (int64_t i = 0; i < head_dim; i++) query[i] = LOAD(q[head * head_dim + i]) * scale;
-        float largest = -INFINITY;
-        for (int64_t at = first; at < end; at++) {
-            const ELEMENT *key = keys + (table[at / block_size] * block_size + at % block_size) * token_stride;
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < head_dim; i++) sum += query[i] * LOAD(key[i]);
-            row[at - first] = sum;
-            largest = sum > largest ? sum : largest;
+/* One query over some tokens of its own, from `first` to `end`: its state is carried on. */
+INLINE void NAME(attend_alone)(const float *query, const ELEMENT *keys, const ELEMENT *values, const int64_t *table,
+                               float *state, float *scores, int64_t first, int64_t end, int64_t block_size,
+                               int64_t token_stride, int64_t size) {
+    float largest = state[LARGEST], total = 0.0f;
+    int64_t at = first, last_block = (end - 1) / block_size;
+    for (int64_t block = first / block_size; block <= last_block; block++) {
+        int64_t stop = (block + 1) * block_size < end ? (block + 1) * block_size : end;
+        const ELEMENT *key = keys + ((table[block] - block) * block_size + at) * token_stride;
+        for (; at < stop; at++, key += token_stride) {
+            Lanes sums = {0};
+            for (int64_t i = 0; i < size; i += LANES) sums += *(const Lanes *)(query + i) * LOAD_LANES(key + i);
+            scores[at - first] = sum_of(sums);
+            largest = scores[at - first] > largest ? scores[at - first] : largest;
         }
-        float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < context; i++) {
-            row[i] = exp_negative(row[i] - largest);
-            total += row[i];
-        }
-        float mixed[MAX_HEAD_DIM];
-        for (int64_t i = 0; i < head_dim; i++) mixed[i] = 0.0f;
-        for (int64_t at = first; at < end; at++) {
-            const ELEMENT *value = values + (table[at / block_size] * block_size + at % block_size) * token_stride;
-            float share = row[at - first];
-#pragma omp simd
-            for (int64_t i = 0; i < head_dim; i++) mixed[i] += share * LOAD(value[i]);
-        }
-        float inverse = 1.0f / total;
-        for (int64_t i = 0; i < head_dim; i++) out[head * head_dim + i] = STORE(mixed[i] * inverse);
     }
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < end - first; i++) {
+        scores[i] = exp_negative(scores[i] - largest);
+        total += scores[i];
+    }
+    float fading = exp_negative(state[LARGEST] - largest);
+    state[LARGEST] = largest;
+    state[TOTAL] = state[TOTAL] * fading + total;
+    Lanes mixed[MAX_HEAD_DIM / LANES];
+    for (int64_t i = 0; i < size / LANES; i++) mixed[i] = fading * *(Lanes *)(state + MIXED + i * LANES);
+    at = first;
+    for (int64_t block = first / block_size; block <= last_block; block++) {
+        int64_t stop = (block + 1) * block_size < end ? (block + 1) * block_size : end;
+        const ELEMENT *value = values + ((table[block] - block) * block_size + at) * token_stride;
+        for (; at < stop; at++, value += token_stride)
+            for (int64_t i = 0; i < size / LANES; i++) mixed[i] += scores[at - first] * LOAD_LANES(value + i * LANES);
+    }
+    for (int64_t i = 0; i < size / LANES; i++) *(Lanes *)(state + MIXED + i * LANES) = mixed[i];
+}
+
+/* Rows whose sequences begin with the same `shared` tokens, for one KV head: those tokens are looked at together,
+   which takes each key from memory once instead of once a query; then each row looks at the rest of its own. */
+INLINE void NAME(attend_rows)(const ELEMENT *q, int64_t q_stride, const ELEMENT *keys, const ELEMENT *values,
+                              const int64_t *tables, int64_t table_stride, const int64_t *positions, ELEMENT *out,
+                              int64_t out_stride, int64_t rows, int64_t shared, float *workspace, int64_t block_size,
+                              int64_t token_stride, int64_t window, int64_t folded, int64_t size) {
+    float scale = 1.0f / sqrtf((float)size);
+    int64_t num_queries = rows * folded, padded = (num_queries + TOGETHER - 1) / TOGETHER * TOGETHER, state_size = MIXED + size;
+    float *queries = workspace, *states = queries + padded * size, *keys_t = states + padded * state_size;
+    float *few_values = keys_t + LANES * size, *scores = few_values + LANES * size;
+    memset(queries, 0, sizeof(float) * (size_t)(padded * (size + state_size)));
+    for (int64_t query = 0; query < padded; query++) states[query * state_size + LARGEST] = -INFINITY;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < folded * size; i++)
+            queries[row * folded * size + i] = LOAD(q[row * q_stride + i]) * scale;
+    for (int64_t first = 0; first < shared; first += LANES) {
+        int64_t count = shared - first < LANES ? shared - first : LANES;
+        for (int64_t at = 0; at < count; at++) {
+            int64_t token = tables[(first + at) / block_size] * block_size + (first + at) % block_size;
+            const ELEMENT *key = keys + token * token_stride, *value = values + token * token_stride;
+            for (int64_t i = 0; i < size; i++) keys_t[i * LANES + at] = LOAD(key[i]);
+            for (int64_t i = 0; i < size; i++) few_values[at * size + i] = LOAD(value[i]);
+        }
+        attend_lanes(keys_t, few_values, count, queries, states, padded, size);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t end = positions[row] + 1, first = window > 0 && end > window ? end - window : 0;
+        first = first > shared ? first : shared;
+        for (int64_t head = 0; head < folded; head++) {
+            int64_t query = row * folded + head;
+            float *state = states + query * state_size;
+            NAME(attend_alone)(queries + query * size, keys, values, tables + row * table_stride, state, scores, first,
+                               end, block_size, token_stride, size);
+            float inverse = 1.0f / state[TOTAL];
+            for (int64_t i = 0; i < size; i++)
+                out[row * out_stride + head * size + i] = STORE(state[MIXED + i] * inverse);
+        }
+    }
+}
+
+/* How many rows from `row` on begin with the same blocks as it, and in `shared` how many tokens that is: whole
+   blocks, before everybody's last token. Few tokens or rows are not worth it. */
+static inline int64_t NAME(run_of_rows)(const int64_t *tables, int64_t table_stride, const int64_t *positions,
+                                        int64_t row, int64_t end, int64_t block_size, int64_t window,
+                                        int64_t *shared) {
+    enum { MAX_ROWS = 64 };
+    int64_t blocks = positions[row] / block_size, next = row + 1;
+    const int64_t *table = tables + row * table_stride;
+    *shared = 0;
+    if (window > 0) return 1;
+    for (; next < end && next - row < MAX_ROWS; next++) {
+        int64_t same = 0, most = positions[next] / block_size < blocks ? positions[next] / block_size : blocks;
+        const int64_t *other = tables + next * table_stride;
+        while (same < most && table[same] == other[same]) same++;
+        if (same * block_size < LANES) break;
+        blocks = same;
+    }
+    if (next - row < 2) return 1;
+    *shared = blocks * block_size;
+    return next - row;
 }
 
 /* Decoding: each row has one new token, at positions[row]. Its key and value go into the cache, then its queries
    look at everything in the sequence's blocks up to it, or at the last `window` tokens if that is above zero.
-   keys and values: (blocks, block_size, kv_heads, head_dim). Returns 0, or 1 if memory ran out. */
+   keys and values: (blocks, block_size, kv_heads, head_dim), head_dim a multiple of LANES. Returns 0, or 1 if memory
+   ran out. */
 int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k, int64_t k_stride, const ELEMENT *v,
                            int64_t v_stride, ELEMENT *keys, ELEMENT *values, const int64_t *tables,
                            int64_t table_stride, const int64_t *positions, ELEMENT *out, int64_t rows, int64_t heads,
                            int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int threads) {
-    int64_t folded = heads / kv_heads, token_stride = kv_heads * head_dim;
-    int64_t longest = 0;
-    for (int64_t row = 0; row < rows; row++) longest = positions[row] >= longest ? positions[row] + 1 : longest;
-    float *scores = malloc(sizeof(float) * (size_t)(longest * folded * threads));
-    if (scores == NULL) return 1;
-    /* Each thread takes a run of rows, and one part of `scores`. */
+    int64_t folded = heads / kv_heads, token_stride = kv_heads * head_dim, longest = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t *table = tables + row * table_stride;
+        int64_t position = positions[row];
+        int64_t slot = (table[position / block_size] * block_size + position % block_size) * token_stride;
+        memcpy(keys + slot, k + row * k_stride, sizeof(ELEMENT) * (size_t)token_stride);
+        memcpy(values + slot, v + row * v_stride, sizeof(ELEMENT) * (size_t)token_stride);
+        longest = position >= longest ? position + 1 : longest;
+    }
+    int64_t most_queries = (rows < 64 ? rows : 64) * folded + TOGETHER;
+    int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * LANES * head_dim + longest;
+    float *workspace = malloc(sizeof(float) * (size_t)(room * threads));
+    if (workspace == NULL) return 1;
+    /* Each thread takes a run of rows, and one part of the workspace. */
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t thread = 0; thread < threads; thread++) {
-        float *own = scores + thread * longest * folded;
-        for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; row++) {
-            const int64_t *table = tables + row * table_stride;
-            int64_t position = positions[row], end = position + 1;
-            int64_t first = window > 0 && end > window ? end - window : 0;
-            int64_t slot = (table[position / block_size] * block_size + position % block_size) * token_stride;
-            memcpy(keys + slot, k + row * k_stride, sizeof(ELEMENT) * (size_t)token_stride);
-            memcpy(values + slot, v + row * v_stride, sizeof(ELEMENT) * (size_t)token_stride);
+        float *own = workspace + thread * room;
+        int64_t end = rows * (thread + 1) / threads;
+        for (int64_t row = rows * thread / threads, count; row < end; row += count) {
+            int64_t shared;
+            count = NAME(run_of_rows)(tables, table_stride, positions, row, end, block_size, window, &shared);
             for (int64_t head = 0; head < kv_heads; head++) {
-                const ELEMENT *query = q + row * q_stride + head * folded * head_dim;
-                ELEMENT *to = out + (row * heads + head * folded) * head_dim;
-                const ELEMENT *key = keys + head * head_dim, *value = values + head * head_dim;
 /* A head size that the compiler knows lets it keep sums in registers. */
-#define ATTEND(size) \
-    NAME(attend_heads)(query, key, value, table, to, own, first, end, block_size, token_stride, folded, size)
+#define ATTEND(size)                                                                                              \
+    NAME(attend_rows)(q + row * q_stride + head * folded * size, q_stride, keys + head * size, values + head * size, \
+                      tables + row * table_stride, table_stride, positions + row,                                 \
+                      out + (row * heads + head * folded) * size, heads * size, count, shared, own, block_size,   \
+                      token_stride, window, folded, size)
                 if (head_dim == 32) ATTEND(32);
                 else if (head_dim == 64) ATTEND(64);
                 else if (head_dim == 128) ATTEND(128);
@@ -138,7 +204,7 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
             }
         }
     }
-    free(scores);
+    free(workspace);
     return 0;
 }
 

@@ -14,6 +14,23 @@
 #include <string.h>
 
 #define MAX_HEAD_DIM 512
+#define INLINE static inline __attribute__((always_inline))
+
+/* Vectors of the widest kind there is; compilers split them where the machine has narrower ones. */
+enum { LANES = 16 };
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float Lanes8 __attribute__((vector_size(32)));
+typedef float Lanes4 __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+INLINE float sum_of(Lanes x) {
+    Lanes8 eight = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                   __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    Lanes4 four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+    Lanes4 two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
+    return two[0] + two[1];
+}
 
 static inline float bits_to_float(uint32_t bits) {
     float value;
@@ -51,12 +68,79 @@ static inline float sigmoid(float x) {
     return x >= 0.0f ? s : e * s;
 }
 
+/* Attention of one query so far: the largest score, the sum of exp(score - largest), and the values mixed by it.
+   A state holds them one after the other, the values as `size` floats. */
+enum { LARGEST, TOTAL, MIXED };
+
+/* How many queries are taken at once: so many sums run side by side that none waits for its last addition. */
+enum { TOGETHER = 8 };
+
+/* weights = exp(scores - largest) of one query, carrying its state on; returns how much what was mixed before fades. */
+INLINE float weigh(float *scores, int64_t count, float *state) {
+    float before = state[LARGEST], largest = before, sum = 0.0f;
+    for (int64_t at = count; at < LANES; at++) scores[at] = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (int64_t at = 0; at < LANES; at++) largest = scores[at] > largest ? scores[at] : largest;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t at = 0; at < LANES; at++) {
+        scores[at] = exp_negative(scores[at] - largest);
+        sum += scores[at];
+    }
+    float fading = exp_negative(before - largest);
+    state[LARGEST] = largest;
+    state[TOTAL] = state[TOTAL] * fading + sum;
+    return fading;
+}
+
+/* Keys and values of `count` tokens, at most LANES, for many queries, whose states are carried on. Keys come
+   transposed, (size, LANES); values as (LANES, size). The number of queries is a multiple of TOGETHER. */
+INLINE void attend_lanes(const float *keys_t, const float *values, int64_t count, const float *queries, float *states,
+                         int64_t num_queries, int64_t size) {
+    int64_t state_size = MIXED + size;
+    for (int64_t query = 0; query < num_queries; query += TOGETHER) {
+        const float *q = queries + query * size;
+        Lanes sums[TOGETHER] = {{0}};
+        for (int64_t i = 0; i < size; i++) {
+            Lanes key = *(const Lanes *)(keys_t + i * LANES);
+#pragma GCC unroll 8
+            for (int64_t n = 0; n < TOGETHER; n++) sums[n] += q[n * size + i] * key;
+        }
+        float scores[TOGETHER][LANES];
+        memcpy(scores, sums, sizeof scores);
+        for (int64_t n = 0; n < TOGETHER; n += 2) {
+            float *one = states + (query + n) * state_size, *two = one + state_size;
+            float *weights = scores[n], *others = scores[n + 1];
+            float fading = weigh(weights, count, one), other_fading = weigh(others, count, two);
+            for (int64_t part = 0; part < size; part += 4 * LANES) {
+                int64_t width = size - part < 4 * LANES ? (size - part) / LANES : 4;
+                Lanes mixed[4], other_mixed[4];
+                for (int64_t i = 0; i < width; i++) {
+                    mixed[i] = fading * *(Lanes *)(one + MIXED + part + i * LANES);
+                    other_mixed[i] = other_fading * *(Lanes *)(two + MIXED + part + i * LANES);
+                }
+                for (int64_t at = 0; at < count; at++)
+                    for (int64_t i = 0; i < width; i++) {
+                        Lanes value = *(const Lanes *)(values + at * size + part + i * LANES);
+                        mixed[i] += weights[at] * value;
+                        other_mixed[i] += others[at] * value;
+                    }
+                for (int64_t i = 0; i < width; i++) {
+                    *(Lanes *)(one + MIXED + part + i * LANES) = mixed[i];
+                    *(Lanes *)(two + MIXED + part + i * LANES) = other_mixed[i];
+                }
+            }
+        }
+    }
+}
+
 /* float32 */
 #define NAME(name) name##_f32
 #define ELEMENT float
 #define LOAD(x) (x)
 #define STORE(x) (x)
+#define LOAD_LANES(at) (*(const Lanes *)(at))
 #include "inference.h"
+#undef LOAD_LANES
 #undef NAME
 #undef ELEMENT
 #undef LOAD
@@ -75,6 +159,7 @@ static inline uint16_t bf16_store(float x) {
 #define ELEMENT uint16_t
 #define LOAD(x) bf16_load(x)
 #define STORE(x) bf16_store(x)
+#define LOAD_LANES(at) ((Lanes)(__builtin_convertvector(*(const Halves *)(at), Words) << 16))
 #include "inference.h"
 
 #include "training.h"

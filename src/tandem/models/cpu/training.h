@@ -4,7 +4,7 @@
 enum { PARTS = 8 };
 
 /* The gradient of one normalized row: x, weight and grad -> dx; adds to dweight. */
-static inline __attribute__((always_inline)) void norm_backward_row(const float *x, const float *weight,
+INLINE void norm_backward_row(const float *x, const float *weight,
                                                                     const float *grad, float *dx, float *dweight,
                                                                     int64_t size, float eps) {
     float squares = 0.0f, along = 0.0f;
@@ -95,9 +95,6 @@ void silu_mul_backward_f32(const float *gate_up, const float *grad, float *d_gat
    to itself; with a window above zero only the last so many of them. Tokens with the same start are a segment, and
    lie side by side. The keys and values that a segment sees are copied together once, keys and values also
    transposed, so that all sums run along rows of whole vectors. */
-enum { LANES = 16 };
-typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
 typedef struct {
     const int64_t *starts, *prefix_starts, *prefix_lengths;
     int64_t window, tokens, heads, kv_heads;
@@ -141,7 +138,7 @@ static inline int64_t token_at(const Segment *segment, int64_t at) {
 }
 
 /* The segment that begins at token `first`: its keys and values of one KV head, copied together. */
-static inline __attribute__((always_inline)) void open_segment(const Packed *packed, const float *k, const float *v,
+INLINE void open_segment(const Packed *packed, const float *k, const float *v,
                                                                int64_t v_stride, int64_t first, int64_t kv_head,
                                                                Segment *segment, int64_t size) {
     segment->first = segment->end = first;
@@ -168,7 +165,7 @@ static inline __attribute__((always_inline)) void open_segment(const Packed *pac
 }
 
 /* out = vector · matrix (rows, width), over the columns from `from` to `to`, both multiples of LANES */
-static inline __attribute__((always_inline)) void vector_times(const float *vector, const float *matrix, int64_t rows,
+INLINE void vector_times(const float *vector, const float *matrix, int64_t rows,
                                                                int64_t width, int64_t from, int64_t to, float *out) {
     for (int64_t column = from; column < to; column += LANES) {
         Lanes sums = {0};
@@ -178,7 +175,7 @@ static inline __attribute__((always_inline)) void vector_times(const float *vect
 }
 
 /* out[row] += factors[row] * vector, for the rows from `from` to `to` */
-static inline __attribute__((always_inline)) void add_outer(const float *factors, const float *vector, float *out,
+INLINE void add_outer(const float *factors, const float *vector, float *out,
                                                             int64_t from, int64_t to, int64_t size) {
     for (int64_t row = from; row < to; row++) {
 #pragma omp simd
@@ -198,7 +195,7 @@ static inline View view_of(const Packed *packed, const Segment *segment, int64_t
 }
 
 /* scores = exp(q · keys / sqrt(size) - largest or logsum), 0 where the query does not look. Returns their sum. */
-static inline __attribute__((always_inline)) float shares(const Segment *segment, View view, const float *query,
+INLINE float shares(const Segment *segment, View view, const float *query,
                                                           float *largest, int64_t size) {
     float scale = 1.0f / sqrtf((float)size), total = 0.0f;
     float *scores = segment->scores;
@@ -221,7 +218,7 @@ static inline __attribute__((always_inline)) float shares(const Segment *segment
     return total;
 }
 
-static inline __attribute__((always_inline)) void forward_segment(const Packed *packed, const Segment *segment,
+INLINE void forward_segment(const Packed *packed, const Segment *segment,
                                                                   const float *q, float *out, float *logsums,
                                                                   int64_t head, int64_t size) {
     for (int64_t token = segment->first; token < segment->end; token++) {
@@ -236,7 +233,7 @@ static inline __attribute__((always_inline)) void forward_segment(const Packed *
     }
 }
 
-static inline __attribute__((always_inline)) void backward_segment(const Packed *packed, const Segment *segment,
+INLINE void backward_segment(const Packed *packed, const Segment *segment,
                                                                    const float *q, const float *out,
                                                                    const float *logsums, const float *grad, float *dq,
                                                                    int64_t head, int64_t size) {

@@ -313,7 +313,7 @@ def test_an_update_that_ends_what_runs(
     updating = threading.Thread(target=engine.update_weights, args=(publish(2), 2, mode))
     updating.start()
     if mode == "wait":
-        until(lambda: not engine._open.is_set(), "the update to begin")
+        until(lambda: not engine._gate.is_open, "the update to begin")
         later = ask(engine, GenerationRequest(PROMPT, sampling(2)))
         sglang.limit = None
         assert later.result(10).samples[0].versions == [2, 2]

@@ -67,6 +67,7 @@ def test_our_options_become_vllms_flags() -> None:
         "logprobs-mode": ["processed_logprobs"],
         "generation-config": ["vllm"],
         "api-server-count": ["1"],
+        "exclude-tools-when-tool-choice-none": [],
     }
     assert {name: flags[name] for name in expected} == expected
     assert "kv-cache-memory-bytes" not in flags

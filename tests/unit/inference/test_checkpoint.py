@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.inference.checkpoint import Layout, Served, compare_tensors, read_layout
 from tandem.inference.engine import WeightUpdateRefused
-from tandem.inference.vllm.checkpoint import Layout, Served, compare_tensors, read_layout
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import read_json, write_json
 
