@@ -29,6 +29,10 @@ class ClientConfig(Config):
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for one request."""
 
+    update_mode: Literal["keep", "wait"] = "keep"
+    """What running requests do when weights change. keep: go on under the new ones, their cache computed again.
+    wait: end first, while nothing new begins; better for short completions."""
+
     retries: int = Field(default=3, ge=0)
     """How often a request that failed on its way is sent again."""
 

@@ -85,6 +85,7 @@ def serve(config: InferenceConfig) -> None:
             app,
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=config.drain_timeout_s,  # pyright: ignore[reportArgumentType]
             timeout_keep_alive=75,
         )

@@ -74,7 +74,8 @@ class InferenceClient:
         return [_completion(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
 
     async def update_weights(self, path: Path, version: int) -> None:
-        await self._post("/update_weights", {"path": str(path.resolve()), "version": version})
+        body = {"path": str(path.resolve()), "version": version, "mode": self.config.update_mode}
+        await self._post("/update_weights", body)
 
     async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         problem = ""

@@ -8,7 +8,7 @@ from tandem.orchestrator.client import InferenceClient, InferenceError
 from tandem.transport.weights.manifest import newest_version
 from tandem.utils.run_dir import step_name
 
-POLL_S = 0.01
+POLL_S = 0.002
 
 VersionListener = Callable[[int, int], Awaitable[None]]
 
@@ -36,9 +36,12 @@ class Policy:
         meets one version only.
         """
         while self.version < last_version:
+            changed = last_change(self.weights_folder)
             newest = newest_version(self.weights_folder)
             if newest is None or newest <= self.version:
-                await asyncio.sleep(POLL_S)
+                # A version appears by a rename within the folder, which is cheaper to notice than to look for.
+                while last_change(self.weights_folder) == changed:
+                    await asyncio.sleep(POLL_S)
                 continue
             previous = self.version
             try:
@@ -49,3 +52,11 @@ class Policy:
                     raise
                 continue
             await on_update(previous, newest)
+
+
+def last_change(folder: Path) -> int:
+    """When an entry of the folder last came or went; 0 while there is no folder."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -167,7 +167,7 @@ def test_a_refusal_in_another_shape_is_shown_as_it_is(server: FakeServer) -> Non
 def test_update_weights_names_path_and_version(server: FakeServer, tmp_path: Path) -> None:
     with_client(server, lambda client: client.update_weights(tmp_path / "step_000004", 4))
     path, _, body = server.requests[0]
-    assert (path, body) == ("/update_weights", {"path": str(tmp_path / "step_000004"), "version": 4})
+    assert (path, body) == ("/update_weights", {"path": str(tmp_path / "step_000004"), "version": 4, "mode": "keep"})
 
 
 def test_waiting_for_a_server_that_is_starting(server: FakeServer) -> None:

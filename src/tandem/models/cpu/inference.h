@@ -78,10 +78,14 @@ INLINE void NAME(attend_alone)(const float *query, const ELEMENT *keys, const EL
             largest = scores[at - first] > largest ? scores[at - first] : largest;
         }
     }
+    /* In whole vectors: what is left over would cost more than all the rest of a short context. */
+    for (int64_t i = end - first; i % LANES != 0; i++) scores[i] = -INFINITY;
+    for (int64_t start = 0; start < end - first; start += LANES) {
 #pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < end - first; i++) {
-        scores[i] = exp_negative(scores[i] - largest);
-        total += scores[i];
+        for (int64_t i = start; i < start + LANES; i++) {
+            scores[i] = exp_negative(scores[i] - largest);
+            total += scores[i];
+        }
     }
     float fading = exp_negative(state[LARGEST] - largest);
     state[LARGEST] = largest;
@@ -178,7 +182,7 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
         longest = position >= longest ? position + 1 : longest;
     }
     int64_t most_queries = (rows < 64 ? rows : 64) * folded + TOGETHER;
-    int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * LANES * head_dim + longest;
+    int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * LANES * head_dim + longest + LANES;
     float *workspace = malloc(sizeof(float) * (size_t)(room * threads));
     if (workspace == NULL) return 1;
     /* Each thread takes a run of rows, and one part of the workspace. */

@@ -66,7 +66,7 @@ class RolloutReader:
             timeout_s=self.timeout_s,
             hint="is the orchestrator running? see logs/orchestrator.log",
         )
-        wait_for(lambda: True if (path / MARKER).exists() else None, deadline)
+        wait_for(lambda: True if (path / MARKER).exists() else None, deadline, poll_s=0.001)
         sizes = read_json(path / MARKER)["files"]
         actual = (path / RANK_FILE).stat().st_size
         if actual != sizes[RANK_FILE]:
