@@ -2,7 +2,7 @@
 
 Two workloads, prompts of random token ids, temperature 1, no early end: 64 requests of 64 new tokens at once
 (prompts of 32 tokens), and 8 prompts of 256 tokens with 16 samples each of 64 new tokens. Prints generated tokens per
-second, the best of several repeats after a warm-up, and how many times the others' that is.
+second, the better of two repeats after a warm-up, and how many times the others' that is.
 
     make vllm                                          # vLLM's CPU build, into .venv-vllm
     python benchmarks/inference_cpu.py models/reverse_text models/smollm2
@@ -24,13 +24,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 64
-REPEATS = 3
+REPEATS = 2
+WARM_UP_TOKENS = 4
 MAX_LENGTH = 512
 WORKLOADS = {"64 requests": (64, 32, 1), "8 prompts × 16": (8, 256, 16)}  # prompts, tokens of each, samples of each
 SIDES = ("tandem", "vllm", "vllm eager", "transformers")
 
-Generate = Callable[[list[list[int]], int], int]
-"""Prompts and samples of each in, number of generated tokens out."""
+Generate = Callable[[list[list[int]], int, int], int]
+"""Prompts, samples of each and tokens of each sample in, number of generated tokens out."""
 
 
 def load_tandem(model: Path, dtype: str, threads: int) -> Generate:
@@ -46,9 +47,9 @@ def load_tandem(model: Path, dtype: str, threads: int) -> Generate:
     settings = {"model": {"name": model, "dtype": dtype}, "seq_len": MAX_LENGTH, "prefix_caching": False}
     engine = build_engine(InferenceConfig.model_validate(settings), [], lambda: None, print)  # type: ignore[arg-type]
     engine.start()
-    sampling = Sampling(NEW_TOKENS, ignore_eos=True)
 
-    def generate(prompts: list[list[int]], samples: int) -> int:
+    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+        sampling = Sampling(new_tokens, ignore_eos=True)
         futures: list[Future[GenerationResult]] = [Future() for _ in prompts]
         for prompt, future in zip(prompts, futures, strict=True):
             engine.submit(GenerationRequest(prompt, sampling, samples), future.set_result)  # type: ignore[arg-type]
@@ -76,8 +77,8 @@ def load_vllm(model: Path, dtype: str, threads: int, *, eager: bool = False) -> 
         disable_log_stats=True,
     )
 
-    def generate(prompts: list[list[int]], samples: int) -> int:
-        params = SamplingParams(n=samples, temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+        params = SamplingParams(n=samples, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
 
@@ -91,7 +92,7 @@ def load_transformers(model: Path, dtype: str, threads: int) -> Generate:
     torch.set_num_threads(threads)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
-    def generate(prompts: list[list[int]], samples: int) -> int:
+    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
         batch = torch.tensor(prompts)
         with torch.inference_mode():
             out = reference.generate(
@@ -99,8 +100,8 @@ def load_transformers(model: Path, dtype: str, threads: int) -> Generate:
                 attention_mask=torch.ones_like(batch),
                 do_sample=True,
                 num_return_sequences=samples,
-                min_new_tokens=NEW_TOKENS,
-                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
                 pad_token_id=0,
             )
         return out.shape[0] * (out.shape[1] - batch.shape[1])
@@ -122,13 +123,13 @@ def measure(side: str, model: Path, dtype: str, threads: int) -> dict[str, float
     for workload, (num_prompts, length, samples) in WORKLOADS.items():
         rng = random.Random(0)
         times = []
-        for _ in range(REPEATS + 1):  # the first one warms up
+        for new_tokens in (WARM_UP_TOKENS, *[NEW_TOKENS] * REPEATS):
             prompts = [[rng.randrange(10, vocab_size) for _ in range(length)] for _ in range(num_prompts)]
             started = time.perf_counter()
-            num_tokens = generate(prompts, samples)
+            num_tokens = generate(prompts, samples, new_tokens)
             times.append(time.perf_counter() - started)
-        assert num_tokens == num_prompts * samples * NEW_TOKENS, f"{num_tokens} tokens"
-        speeds[workload] = num_tokens / min(times[1:])
+            assert num_tokens == num_prompts * samples * new_tokens, f"{num_tokens} tokens"
+        speeds[workload] = num_prompts * samples * NEW_TOKENS / min(times[1:])
     return speeds
 
 
