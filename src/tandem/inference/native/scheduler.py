@@ -65,6 +65,7 @@ class Scheduler:
         self.isolate = isolate
         self.cache_prefixes = cache_prefixes and not isolate
         self.closed = False  # while it is, nothing begins that has not begun
+        self.num_waiting = 0  # samples in the queue; counted, since every request that comes asks for it
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -83,10 +84,6 @@ class Scheduler:
             return True
         return any(sample.has_begun for group in self.queue for sample in group.samples)
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(group.samples) for group in list(self.queue))
-
     def has_begun_one_of(self, request: Request) -> bool:
         if self._slots_of(request):
             return True
@@ -94,6 +91,7 @@ class Scheduler:
 
     def add(self, request: Request, samples: list[Sample]) -> None:
         self.queue.append(WaitingGroup(request, samples))
+        self.num_waiting += len(samples)
 
     def prepare_step(self) -> None:
         """Make room for the running sequences, then admit what fits beside them."""
@@ -164,6 +162,7 @@ class Scheduler:
         for group in self.queue:
             if group.request is request:
                 samples += group.samples
+                self.num_waiting -= len(group.samples)
         self.queue = deque(group for group in self.queue if group.request is not request)
         return samples
 
@@ -185,6 +184,7 @@ class Scheduler:
         assert not state.running[state.free_slots].any(), "a free row runs"
         waiting = {slot for followers in self._followers.values() for slot in followers}
         assert waiting == {slot for slot in admitted if not state.running[slot]}, "a row waits for nobody"
+        assert self.num_waiting == sum(len(group.samples) for group in self.queue), "the queue is miscounted"
 
     def _make_room(self) -> bool:
         """A block for each sequence that has filled its last; True if others had to give way."""
@@ -217,6 +217,7 @@ class Scheduler:
 
     def _requeue(self, slot: int) -> None:
         sample = self.finish(slot)
+        self.num_waiting += 1
         if self.queue and self.queue[0].request is sample.request:
             self.queue[0].samples.insert(0, sample)
         else:
@@ -233,6 +234,7 @@ class Scheduler:
                 return
             prompt_tokens += self._start(group.request, group.samples[:count])
             del group.samples[:count]
+            self.num_waiting -= count
             if not group.samples:
                 self.queue.popleft()
 

@@ -164,13 +164,26 @@ INLINE void open_segment(const Packed *packed, const float *k, const float *v,
     }
 }
 
+/* out = vector · matrix (rows, width) over `count` vectors of columns, whose sums run side by side: one alone would
+   wait for each of its additions. */
+INLINE void vector_times_few(const float *vector, const float *matrix, int64_t rows, int64_t width, float *out,
+                             int64_t count) {
+    Lanes sums[4] = {{0}};
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < count; i++) sums[i] += vector[row] * *(const Lanes *)(matrix + row * width + i * LANES);
+    for (int64_t i = 0; i < count; i++) *(Lanes *)(out + i * LANES) = sums[i];
+}
+
 /* out = vector · matrix (rows, width), over the columns from `from` to `to`, both multiples of LANES */
-INLINE void vector_times(const float *vector, const float *matrix, int64_t rows,
-                                                               int64_t width, int64_t from, int64_t to, float *out) {
-    for (int64_t column = from; column < to; column += LANES) {
-        Lanes sums = {0};
-        for (int64_t row = 0; row < rows; row++) sums += vector[row] * *(const Lanes *)(matrix + row * width + column);
-        *(Lanes *)(out + column) = sums;
+INLINE void vector_times(const float *vector, const float *matrix, int64_t rows, int64_t width, int64_t from,
+                         int64_t to, float *out) {
+    int64_t column = from;
+    for (; column + 4 * LANES <= to; column += 4 * LANES)
+        vector_times_few(vector, matrix + column, rows, width, out + column, 4);
+    switch ((to - column) / LANES) {
+        case 3: vector_times_few(vector, matrix + column, rows, width, out + column, 3); break;
+        case 2: vector_times_few(vector, matrix + column, rows, width, out + column, 2); break;
+        case 1: vector_times_few(vector, matrix + column, rows, width, out + column, 1); break;
     }
 }
 
@@ -209,11 +222,13 @@ INLINE float shares(const Segment *segment, View view, const float *query,
     float top = *largest;
     for (int64_t at = view.from; at < view.first; at++) scores[at] = -INFINITY;
     for (int64_t at = view.seen; at < view.to; at++) scores[at] = -INFINITY;
+    for (int64_t start = view.from; start < view.to; start += LANES) {
 #pragma omp simd reduction(+ : total)
-    for (int64_t at = view.from; at < view.to; at++) {
-        float below = scores[at] * scale - top;
-        scores[at] = exp_negative(below > 0.0f ? 0.0f : below);
-        total += scores[at];
+        for (int64_t at = start; at < start + LANES; at++) {
+            float below = scores[at] * scale - top;
+            scores[at] = exp_negative(below > 0.0f ? 0.0f : below);
+            total += scores[at];
+        }
     }
     return total;
 }
