@@ -1,5 +1,6 @@
 """Blocks known by their content: who shares them, what is computed, and that nothing stale is ever served."""
 
+import queue
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +23,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def result_of(engine: NativeEngine, request: GenerationRequest) -> GenerationResult:
-    import queue
-
     answers: queue.Queue[GenerationResult | Exception] = queue.Queue()
     engine.submit(request, answers.put)
     answer = answers.get(timeout=30)
