@@ -21,8 +21,13 @@ from tandem.models.decoder import Decoder
 from tandem.utils.files import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-FUSED["up_proj"] = "gate_up_proj"
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 # What PEFT can add beside two matrices per projection, with the value that means it does not.
 UNSUPPORTED = {
     "bias": "none",

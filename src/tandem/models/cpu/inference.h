@@ -142,28 +142,6 @@ INLINE void NAME(attend_rows)(const ELEMENT *q, int64_t q_stride, const ELEMENT 
     }
 }
 
-/* How many rows from `row` on begin with the same blocks as it, and in `shared` how many tokens that is: whole
-   blocks, before everybody's last token. Few tokens or rows are not worth it. */
-static inline int64_t NAME(run_of_rows)(const int64_t *tables, int64_t table_stride, const int64_t *positions,
-                                        int64_t row, int64_t end, int64_t block_size, int64_t window,
-                                        int64_t *shared) {
-    enum { MAX_ROWS = 64 };
-    int64_t blocks = positions[row] / block_size, next = row + 1;
-    const int64_t *table = tables + row * table_stride;
-    *shared = 0;
-    if (window > 0) return 1;
-    for (; next < end && next - row < MAX_ROWS; next++) {
-        int64_t same = 0, most = positions[next] / block_size < blocks ? positions[next] / block_size : blocks;
-        const int64_t *other = tables + next * table_stride;
-        while (same < most && table[same] == other[same]) same++;
-        if (same * block_size < LANES) break;
-        blocks = same;
-    }
-    if (next - row < 2) return 1;
-    *shared = blocks * block_size;
-    return next - row;
-}
-
 /* Decoding: each row has one new token, at positions[row]. Its key and value go into the cache, then its queries
    look at everything in the sequence's blocks up to it, or at the last `window` tokens if that is above zero.
    keys and values: (blocks, block_size, kv_heads, head_dim), head_dim a multiple of LANES. Returns 0, or 1 if memory
@@ -181,7 +159,7 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
         memcpy(values + slot, v + row * v_stride, sizeof(ELEMENT) * (size_t)token_stride);
         longest = position >= longest ? position + 1 : longest;
     }
-    int64_t most_queries = (rows < 64 ? rows : 64) * folded + TOGETHER;
+    int64_t most_queries = (rows < MAX_RUN ? rows : MAX_RUN) * folded + TOGETHER;
     int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * LANES * head_dim + longest + LANES;
     float *workspace = malloc(sizeof(float) * (size_t)(room * threads));
     if (workspace == NULL) return 1;
@@ -192,18 +170,14 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
         int64_t end = rows * (thread + 1) / threads;
         for (int64_t row = rows * thread / threads, count; row < end; row += count) {
             int64_t shared;
-            count = NAME(run_of_rows)(tables, table_stride, positions, row, end, block_size, window, &shared);
+            count = run_of_rows(tables, table_stride, positions, row, end, block_size, window, &shared);
             for (int64_t head = 0; head < kv_heads; head++) {
-/* A head size that the compiler knows lets it keep sums in registers. */
 #define ATTEND(size)                                                                                              \
     NAME(attend_rows)(q + row * q_stride + head * folded * size, q_stride, keys + head * size, values + head * size, \
                       tables + row * table_stride, table_stride, positions + row,                                 \
                       out + (row * heads + head * folded) * size, heads * size, count, shared, own, block_size,   \
                       token_stride, window, folded, size)
-                if (head_dim == 32) ATTEND(32);
-                else if (head_dim == 64) ATTEND(64);
-                else if (head_dim == 128) ATTEND(128);
-                else ATTEND(head_dim);
+                BY_HEAD_DIM(ATTEND);
 #undef ATTEND
             }
         }

@@ -133,6 +133,35 @@ INLINE void attend_lanes(const float *keys_t, const float *values, int64_t count
     }
 }
 
+/* A head size that the compiler knows lets it keep sums in registers. */
+#define BY_HEAD_DIM(call)                \
+    if (head_dim == 32) call(32);        \
+    else if (head_dim == 64) call(64);   \
+    else if (head_dim == 128) call(128); \
+    else call(head_dim)
+
+enum { MAX_RUN = 64 }; /* rows that are looked at together */
+
+/* How many rows from `row` on begin with the same blocks as it, and in `shared` how many tokens that is: whole
+   blocks, before everybody's last token. Few tokens or rows are not worth it. */
+static int64_t run_of_rows(const int64_t *tables, int64_t table_stride, const int64_t *positions, int64_t row,
+                           int64_t end, int64_t block_size, int64_t window, int64_t *shared) {
+    int64_t blocks = positions[row] / block_size, next = row + 1;
+    const int64_t *table = tables + row * table_stride;
+    *shared = 0;
+    if (window > 0) return 1;
+    for (; next < end && next - row < MAX_RUN; next++) {
+        int64_t same = 0, most = positions[next] / block_size < blocks ? positions[next] / block_size : blocks;
+        const int64_t *other = tables + next * table_stride;
+        while (same < most && table[same] == other[same]) same++;
+        if (same * block_size < LANES) break;
+        blocks = same;
+    }
+    if (next - row < 2) return 1;
+    *shared = blocks * block_size;
+    return next - row;
+}
+
 /* float32 */
 #define NAME(name) name##_f32
 #define ELEMENT float

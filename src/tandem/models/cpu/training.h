@@ -272,13 +272,6 @@ INLINE void backward_segment(const Packed *packed, const Segment *segment,
     }
 }
 
-/* A head size that the compiler knows lets it keep sums in registers. */
-#define BY_HEAD_DIM(call)                \
-    if (head_dim == 32) call(32);        \
-    else if (head_dim == 64) call(64);   \
-    else if (head_dim == 128) call(128); \
-    else call(head_dim)
-
 /* q and out (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim), logsums (tokens, heads). head_dim must be
    a multiple of LANES. Each thread takes whole KV heads. */
 int packed_attention_f32(const float *q, const float *k, const float *v, int64_t v_stride, float *out, float *logsums,
