@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.inference.engine import AdapterRefused, GenerationRequest, GenerationResult, Sampling
 from tandem.inference.native.engine import NativeEngine
-from tandem.models.lora import WEIGHTS
+from tandem.models.lora import WEIGHTS, read_adapter
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import read_json, write_json
 
@@ -178,3 +178,25 @@ def test_an_adapter_of_another_model_is_refused(make_adapter: MakeAdapter, make_
     save_file({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(3, 64)}, folder / WEIGHTS)
     with pytest.raises(AdapterRefused, match="not a weight of a LoRA adapter that can be served"):
         engine.load_adapter("other", folder)
+
+
+def test_a_request_that_was_on_its_way_meets_nothing_of_a_replaced_adapter(
+    make_model: Callable[..., Path], make_adapter: MakeAdapter, make_engine: MakeEngine
+) -> None:
+    """The adapter changes between a request's submission and its arrival in the engine's thread."""
+    old, new = make_adapter("old", EVERYWHERE, 1), make_adapter("new", EVERYWHERE, 2)
+    engine = make_engine()
+    engine.load_adapter("policy", old)
+    ask(engine, "policy", Sampling(2)).get(timeout=30)  # now cached under the old adapter
+    add = engine.core.add
+
+    def replace_then_add(request: Any) -> None:
+        engine.core.put_adapter(1, read_adapter(new, engine.core.decoder), None)
+        add(request)
+
+    engine.core.add = replace_then_add  # type: ignore[method-assign]
+    result = ask(engine, "policy", Sampling(6, seed=1, ignore_eos=True)).get(timeout=30)
+    assert result.num_cached_tokens == 0
+    model = AutoModelForCausalLM.from_pretrained(make_model(), dtype=torch.float32)
+    expected = logprobs_of(PeftModel.from_pretrained(model, str(new)).eval(), result.samples[0].token_ids)
+    assert result.samples[0].logprobs == pytest.approx(expected, abs=1e-4)

@@ -23,6 +23,7 @@ from tandem.inference.engine import (
 )
 from tandem.inference.native.adjustments import adjust
 from tandem.inference.native.attention import KVCache
+from tandem.inference.native.blocks import Key
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import Drawn, SamplingRows, sample
 from tandem.inference.native.scheduler import Scheduler
@@ -58,6 +59,8 @@ class EngineCore:
         self._is_eos = np.zeros(parts.decoder.spec.vocab_size, np.bool_)
         self._is_eos[self._eos_token_ids] = True
         self._adapter_versions: dict[int, int | None] = {}
+        self._cache_roots: dict[int, Key] = {}  # of the sequences of each adapter
+        self._num_roots = 0
         self._requests: dict[int, Request] = {}
         self._num_generated = 0
         self._finished: dict[str, int] = {}
@@ -81,6 +84,8 @@ class EngineCore:
         if request.adapter and request.adapter not in self._adapter_versions:
             request.on_done(AdapterRefused(f"the adapter {request.asked.adapter!r} was unloaded"))
             return
+        # Here and not where the request came from: the adapter may have been replaced on the way.
+        request.cache_root = self._cache_roots.get(request.adapter, b"")
         self._requests[request.id] = request
         samples = [Sample(request, index) for index in range(request.asked.n)]
         sampling = request.sampling
@@ -123,20 +128,22 @@ class EngineCore:
             self.cache.clear()
             self._cache_is_poisoned = False
 
-    def put_adapter(self, number: int, weights: AdapterWeights, version: int | None, cache_root: bytes) -> None:
+    def put_adapter(self, number: int, weights: AdapterWeights, version: int | None) -> None:
         """Load an adapter, or replace the one of this number: its sequences are computed again under the new one."""
         self.adapters.put(number, weights)
         self._adapter_versions[number] = version
+        self._num_roots += 1
+        self._cache_roots[number] = f"adapter {self._num_roots}".encode()
         self.scheduler.requeue(slot for slot in self.state.admitted() if self.state.adapter[slot] == number)
         for request in self._requests.values():
             if request.adapter == number:
-                request.cache_root, request.keys = cache_root, None
+                request.cache_root, request.keys = self._cache_roots[number], None
 
     def remove_adapter(self, number: int) -> None:
         for request in [request for request in self._requests.values() if request.adapter == number]:
             self._abort(request)
         self.adapters.remove(number)
-        del self._adapter_versions[number]
+        del self._adapter_versions[number], self._cache_roots[number]
 
     def refuse_everything(self, error: EngineError) -> None:
         """Nobody is left waiting for an engine that has ended."""

@@ -47,7 +47,6 @@ Refuse = Callable[[EngineError], None]
 class LoadedAdapter:
     number: int
     path: Path
-    cache_root: bytes
 
 
 class NativeEngine:
@@ -64,7 +63,6 @@ class NativeEngine:
         self._request_ids = count()
         self._adapters: dict[str, LoadedAdapter] = {}
         self._adapter_numbers = count(1)
-        self._cache_roots = count(1)
         self._mailbox: deque[tuple[Action, Refuse]] = deque()
         self._when_drained: list[tuple[Action, Refuse]] = []
         self._wake = threading.Condition()
@@ -93,8 +91,7 @@ class NativeEngine:
         seed = derive_seed(self._seed, request_id) if given is None else given & UINT64
         entry = Request(request_id, request, seed, on_done, on_part)
         if request.adapter is not None:
-            adapter = self._known_adapter(request.adapter)
-            entry.adapter, entry.cache_root = adapter.number, adapter.cache_root
+            entry.adapter = self._known_adapter(request.adapter).number
         seq_len = self.core.state.tokens.shape[1]
         if len(entry.prompt) == 0 or request.sampling.max_tokens < 1 or entry.max_length > seq_len:
             raise ValueError(
@@ -126,9 +123,8 @@ class NativeEngine:
                 raise AdapterRefused(f"an adapter named {name!r} is loaded already, from {known.path}; replace it")
             weights = read_checked_adapter(path, self.core.decoder)
             number = next(self._adapter_numbers) if known is None else known.number
-            cache_root = f"adapter {next(self._cache_roots)}".encode()
-            self._call(lambda: self.core.put_adapter(number, weights, version, cache_root))
-            self._adapters = {**self._adapters, name: LoadedAdapter(number, path, cache_root)}
+            self._call(lambda: self.core.put_adapter(number, weights, version))
+            self._adapters = {**self._adapters, name: LoadedAdapter(number, path)}
         logger.info("serving the adapter %s from %s", name, path)
 
     def unload_adapter(self, name: str) -> None:
