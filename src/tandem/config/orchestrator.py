@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from tandem.config.advantages import AdvantageConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.inference import resolve_api_key
 from tandem.config.shared import CheckpointConfig, LogLevel, MetricsConfig, ModelConfig
@@ -78,16 +79,6 @@ class SamplingConfig(Config):
     """Longest completion, in tokens."""
 
 
-class AdvantageConfig(Config):
-    """How rewards become advantages."""
-
-    type: Literal["grpo"] = "grpo"
-    """grpo: reward minus the mean of its group."""
-
-    normalize_std: bool = True
-    """Divide by the standard deviation of the group; off gives Dr. GRPO's estimator."""
-
-
 class EvalConfig(Config):
     """Evaluation on held-out prompts; always before the first step and after the last."""
 
@@ -118,6 +109,9 @@ class OrchestratorConfig(Config):
     env: EnvConfig = EnvConfig()
     sampling: SamplingConfig = SamplingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    overlong: OverlongConfig | None = None
+    """Left out: no penalty on length."""
+
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -131,9 +125,6 @@ class OrchestratorConfig(Config):
     max_staleness: int = Field(default=1, ge=0)
     """How many versions the oldest token of a batch may lag behind the policy being trained.
     0: strictly on-policy. 1: generation and training overlap. More: fully asynchronous."""
-
-    tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens packed into one forward and backward pass of the trainer."""
 
     keep_rollouts: int = Field(default=4, ge=1)
     """How many training batches to keep on disk after they were trained on."""
@@ -162,10 +153,15 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "OrchestratorConfig":
-        if self.group_size < 2:
+        if self.group_size < 2 and self.advantage.is_group_relative:
             raise ValueError(
                 f"group_size = {self.group_size} with advantage.type = {self.advantage.type!r}: an advantage "
                 "relative to the group is always zero in a group of one; the nearest valid group_size is 2"
+            )
+        if self.overlong is not None and self.overlong.buffer_tokens > self.sampling.max_tokens:
+            raise ValueError(
+                f"overlong.buffer_tokens = {self.overlong.buffer_tokens} is more than sampling.max_tokens = "
+                f"{self.sampling.max_tokens}; the largest valid value is {self.sampling.max_tokens}"
             )
         if self.deterministic and self.max_staleness > 0:
             raise ValueError(
@@ -176,10 +172,5 @@ class OrchestratorConfig(Config):
             raise ValueError(
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
                 f"seq_len = {self.seq_len}; the largest valid value is {self.seq_len - 1}"
-            )
-        if self.tokens_per_microbatch < self.seq_len:
-            raise ValueError(
-                f"tokens_per_microbatch = {self.tokens_per_microbatch} cannot hold one sequence of "
-                f"seq_len = {self.seq_len}; the smallest valid value is {self.seq_len}"
             )
         return self

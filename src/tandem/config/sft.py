@@ -5,7 +5,11 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.data import EvaluationConfig, SFTDataConfig, require_held_out
+from tandem.config.lora import LoRAConfig, check_lora
+from tandem.config.parallel import ParallelConfig, require_room
 from tandem.config.shared import (
+    CheckpointConfig,
     Device,
     LogLevel,
     MetricsConfig,
@@ -15,18 +19,8 @@ from tandem.config.shared import (
 )
 
 
-class SFTDataConfig(Config):
-    """Conversations to imitate: JSON lines with `messages`, or `prompt` and `completion`."""
-
-    path: Path
-    """A .jsonl file."""
-
-    shuffle: bool = True
-    """Draw the rows in a new order each epoch."""
-
-
 class SFTConfig(Config):
-    """Supervised fine-tuning on conversations; only assistant messages are learned."""
+    """Supervised fine-tuning on conversations, completions or plain text."""
 
     model: ModelConfig
     data: SFTDataConfig
@@ -37,16 +31,22 @@ class SFTConfig(Config):
     """Optimizer steps."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Longest conversation, in tokens."""
+    """Longest row, in tokens."""
 
     batch_size: int = Field(default=32, ge=1)
-    """Conversations per step."""
+    """Rows per step."""
 
     tokens_per_microbatch: int = Field(default=8192, ge=2)
     """Most tokens packed into one forward and backward pass."""
 
+    eval: EvaluationConfig = EvaluationConfig()
+    lora: LoRAConfig | None = None
+    """Train a LoRA adapter; left out: the whole model."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     device: Device = "auto"
@@ -61,6 +61,9 @@ class SFTConfig(Config):
     deterministic: bool = False
     """Repeat bit for bit."""
 
+    resume: bool = False
+    """Go on with the run in output_dir from its newest complete checkpoint."""
+
     clean: bool = False
     """Delete a run that output_dir holds."""
 
@@ -72,9 +75,7 @@ class SFTConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "SFTConfig":
-        if self.tokens_per_microbatch < self.seq_len:
-            raise ValueError(
-                f"tokens_per_microbatch = {self.tokens_per_microbatch} cannot hold one sequence of "
-                f"seq_len = {self.seq_len}; the smallest valid value is {self.seq_len}"
-            )
+        require_room(self.tokens_per_microbatch, self.seq_len)
+        check_lora(self.model, self.lora)
+        require_held_out(self.eval, self.data)
         return self

@@ -1,11 +1,13 @@
 """Options of the RL trainer."""
 
 from pathlib import Path
-from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.lora import LoRAConfig, check_lora
+from tandem.config.losses import LossConfig
+from tandem.config.parallel import ParallelConfig, require_room
 from tandem.config.shared import (
     CheckpointConfig,
     Device,
@@ -14,19 +16,6 @@ from tandem.config.shared import (
     OptimizerConfig,
     SchedulerConfig,
 )
-
-
-class LossConfig(Config):
-    """The policy-gradient objective."""
-
-    type: Literal["grpo"] = "grpo"
-    """grpo: clipped importance ratio to the sampling policy, averaged over tokens."""
-
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
-
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped above at 1 + clip_high."""
 
 
 class TrainerConfig(Config):
@@ -39,10 +28,26 @@ class TrainerConfig(Config):
     max_steps: int = Field(default=100, ge=1)
     """Training steps of the run."""
 
+    seq_len: int = Field(default=2048, ge=2)
+    """Longest prompt + completion, in tokens."""
+
+    tokens_per_microbatch: int = Field(default=8192, ge=2)
+    """Most tokens packed into one forward and backward pass; it changes memory, not the update."""
+
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer updates that a batch is cut into."""
+
+    epochs_per_batch: int = Field(default=1, ge=1)
+    """How often each batch is gone through."""
+
     loss: LossConfig = LossConfig()
+    lora: LoRAConfig | None = None
+    """Train a LoRA adapter; left out: the whole model."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     keep_weights: int = Field(default=4, ge=2)
     """How many published versions to keep on disk."""
@@ -67,3 +72,9 @@ class TrainerConfig(Config):
 
     log_level: LogLevel = "info"
     """Least severe log lines to show."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainerConfig":
+        require_room(self.tokens_per_microbatch, self.seq_len)
+        check_lora(self.model, self.lora)
+        return self

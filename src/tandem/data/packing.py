@@ -1,97 +1,202 @@
-"""Packs training sequences end to end into micro-batches of bounded size. No padding, no torch.
+"""Packs training sequences end to end, without padding and without computing anything twice. No torch.
 
-Sequences that begin alike (the completions of one prompt) share that beginning: it is computed once.
+Sequences that begin alike (the completions of one prompt) share that beginning, and sequences that are the same
+to the end share everything. `pack` makes one batch of a whole step; `divide` cuts it into what each rank computes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tandem.types.rollout import MicroBatch, Sample
+from tandem.data.balance import balance, fill
+from tandem.types.rollout import PackedBatch, Sample
 
-
-@dataclass(frozen=True)
-class Bundle:
-    """Samples whose first `num_shared` tokens are the same and carry no loss; a single sample shares none."""
-
-    samples: list[Sample]
-    num_shared: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_shared + sum(len(sample.token_ids) - self.num_shared for sample in self.samples)
+# Attention over so many tokens costs about as much as everything else does for one.
+ATTENTION_TOKENS = 4096
 
 
-def pack(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[MicroBatch]:
-    """Few micro-batches, found cheaply: largest bundle first, each into the first micro-batch that has room."""
-    longest = max((len(sample.token_ids) for sample in samples), default=0)
-    if longest > tokens_per_microbatch:
-        raise ValueError(f"a sequence of {longest} tokens does not fit tokens_per_microbatch = {tokens_per_microbatch}")
-    bins: list[list[Bundle]] = []
-    room: list[int] = []
-    for bundle in sorted(bundle_samples(samples, tokens_per_microbatch), key=lambda bundle: -bundle.num_tokens):
-        index = next((i for i, free in enumerate(room) if free >= bundle.num_tokens), None)
-        if index is None:
-            bins.append([])
-            room.append(tokens_per_microbatch)
-            index = len(bins) - 1
-        bins[index].append(bundle)
-        room[index] -= bundle.num_tokens
-    return [concatenate(bundles) for bundles in bins]
-
-
-def bundle_samples(samples: Sequence[Sample], max_tokens: int) -> list[Bundle]:
-    """Samples with the same context before their first learned token go together, as many as fit."""
-    by_context: dict[tuple[int, ...], list[Sample]] = {}
-    for sample in samples:
-        by_context.setdefault(tuple(sample.token_ids[: num_context_tokens(sample)]), []).append(sample)
-    bundles = []
-    for context, alike in by_context.items():
-        taken: list[Sample] = []
-        size = len(context)
-        for sample in alike:
-            rest = len(sample.token_ids) - len(context)
-            if taken and size + rest > max_tokens:
-                bundles.append(_bundle(taken, len(context)))
-                taken, size = [], len(context)
-            taken.append(sample)
-            size += rest
-        bundles.append(_bundle(taken, len(context)))
-    return bundles
-
-
-def _bundle(samples: list[Sample], num_context: int) -> Bundle:
-    return Bundle(samples, num_context if len(samples) > 1 else 0)
-
-
-def num_context_tokens(sample: Sample) -> int:
-    """Tokens before the first one that is learned."""
-    return sample.loss_mask.index(1) if 1 in sample.loss_mask else len(sample.loss_mask)
-
-
-def concatenate(bundles: Sequence[Bundle]) -> MicroBatch:
-    slices: list[tuple[Sample, int, int]] = []
+def pack(samples: Sequence[Sample]) -> PackedBatch:
+    """Sequence i of the batch is samples[i]."""
+    contexts: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for number, sample in enumerate(samples):
+        num_context, token_ids = sample.num_context_tokens, tuple(sample.token_ids)
+        if num_context < len(token_ids):
+            endings = contexts.setdefault(token_ids[:num_context], {})
+            endings.setdefault(token_ids[num_context:], []).append(number)
+    segments: list[tuple[int, ...]] = []
+    offsets: list[int] = []  # of each segment in its sequence
     parents: list[int] = []
-    for bundle in bundles:
-        parent = -1
-        if bundle.num_shared:
-            parent = len(slices)
-            slices.append((bundle.samples[0], 0, bundle.num_shared))
+    num_tokens = 0
+    first_tokens = [0] * len(samples)  # where the first token of each sequence lies, or would lie if it did not share
+    for context, endings in contexts.items():
+        shared = len(endings) > 1
+        parent = len(segments) if shared else -1
+        if shared:
+            segments.append(context)
+            offsets.append(0)
             parents.append(-1)
-        for sample in bundle.samples:
-            slices.append((sample, bundle.num_shared, len(sample.token_ids)))
+            num_tokens += len(context)
+        for ending, numbers in endings.items():
+            segments.append(ending if shared else context + ending)
+            offsets.append(len(context) if shared else 0)
             parents.append(parent)
-    return MicroBatch(
-        token_ids=_join([sample.token_ids[a:b] for sample, a, b in slices], np.int64),
-        positions=np.concatenate([np.arange(a, b, dtype=np.int64) for _, a, b in slices]),
-        segment_lengths=np.array([b - a for _, a, b in slices], dtype=np.int64),
+            for number in numbers:
+                first_tokens[number] = num_tokens - offsets[-1]
+            num_tokens += len(segments[-1])
+    learned = [np.flatnonzero(sample.loss_mask) for sample in samples]
+    lengths = np.array([len(segment) for segment in segments], dtype=np.int64)
+    return PackedBatch(
+        token_ids=_join(segments, np.int64),
+        positions=_ranges(np.array(offsets, dtype=np.int64), lengths),
+        segment_lengths=lengths,
         segment_parents=np.array(parents, dtype=np.int64),
-        loss_mask=_join([sample.loss_mask[a:b] for sample, a, b in slices], np.bool_),
-        advantages=_join([sample.advantages[a:b] for sample, a, b in slices], np.float32),
-        logprobs=_join([sample.logprobs[a:b] for sample, a, b in slices], np.float32),
+        targets=_join([tokens + first for tokens, first in zip(learned, first_tokens, strict=True)], np.int64),
+        sequences=np.repeat(np.arange(len(samples)), [len(tokens) for tokens in learned]),
+        num_sequences=len(samples),
+        streams={
+            name: _join(
+                [np.take(s.streams[name], tokens) for s, tokens in zip(samples, learned, strict=True)], np.float32
+            )
+            for name in (samples[0].streams if samples else ())
+        },
     )
 
 
-def _join(streams: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    return np.concatenate([np.asarray(stream, dtype=dtype) for stream in streams])
+def take(batch: PackedBatch, sequences: NDArray[np.int64]) -> PackedBatch:
+    """The batch of some of its sequences, numbered anew in ascending order."""
+    starts = _starts(batch.segment_lengths)
+    number = np.full(batch.num_sequences, -1, dtype=np.int64)
+    sequences = np.sort(sequences)
+    number[sequences] = np.arange(len(sequences))
+    is_taken = number[batch.sequences] >= 0
+    segments_of_targets = _segments_of(batch)[is_taken]
+    needed = np.zeros(len(starts), dtype=bool)
+    needed[segments_of_targets] = True
+    parents = batch.segment_parents[needed]
+    needed[parents[parents >= 0]] = True
+    segments = np.flatnonzero(needed)
+    new_segment = np.cumsum(needed) - 1
+    lengths = batch.segment_lengths[segments]
+    moved = np.zeros(len(starts), dtype=np.int64)  # by how much the tokens of each segment that is taken move
+    moved[segments] = _starts(lengths) - starts[segments]
+    tokens = _ranges(starts[segments], lengths)
+    parents = batch.segment_parents[segments]
+    return PackedBatch(
+        token_ids=batch.token_ids[tokens],
+        positions=batch.positions[tokens],
+        segment_lengths=lengths,
+        segment_parents=np.where(parents >= 0, new_segment[parents], -1),
+        targets=batch.targets[is_taken] + moved[segments_of_targets],
+        sequences=number[batch.sequences[is_taken]],
+        num_sequences=len(sequences),
+        streams={name: stream[is_taken] for name, stream in batch.streams.items()},
+    )
+
+
+def split(batch: PackedBatch, num_parts: int, seed: int) -> list[PackedBatch]:
+    """The batch in parts of about as many sequences, those that share a beginning together, drawn by lot."""
+    if num_parts == 1:
+        return [batch]
+    units = _units(batch, most_tokens=batch.num_tokens)
+    order = np.random.default_rng(seed).permutation(len(units))
+    parts = [[units[unit] for unit in order[first::num_parts]] for first in range(num_parts)]
+    return [take(batch, np.concatenate(members)) for members in parts if members]
+
+
+def divide(
+    batch: PackedBatch, num_ranks: int, tokens_per_microbatch: int, groups: NDArray[np.int64] | None = None
+) -> list[list[PackedBatch]]:
+    """The micro-batches of each rank: as many for every rank, about the same cost for each.
+
+    Sequences with the same number in `groups` (one entry per sequence) stay in one micro-batch; without it, those
+    that share a beginning do, as far as they fit.
+    """
+    if num_ranks == 1 and batch.num_tokens <= tokens_per_microbatch:
+        return [[batch]]
+    most_tokens = min(tokens_per_microbatch, -(-batch.num_tokens // num_ranks))
+    units = _units(batch, most_tokens) if groups is None else [np.flatnonzero(groups == g) for g in np.unique(groups)]
+    parts = [take(batch, unit) for unit in units]
+    sizes = [part.num_tokens for part in parts]
+    largest = max(sizes, default=0)
+    if largest > tokens_per_microbatch:
+        raise ValueError(f"a sequence of {largest} tokens does not fit tokens_per_microbatch = {tokens_per_microbatch}")
+    per_rank = balance([cost(part) for part in parts], num_ranks)
+    bins = [fill(members, sizes, tokens_per_microbatch) for members in per_rank]
+    most = max(len(rank_bins) for rank_bins in bins)
+    return [
+        [take(batch, np.concatenate([units[unit] for unit in members])) for members in rank_bins]
+        + [idle(batch)] * (most - len(rank_bins))
+        for rank_bins in bins
+    ]
+
+
+def cost(batch: PackedBatch) -> float:
+    """What a batch costs, in tokens: attention grows with the context that each of them sees."""
+    return float((1 + batch.positions / ATTENTION_TOKENS).sum())
+
+
+def idle(batch: PackedBatch) -> PackedBatch:
+    """One token and no loss: for a rank without data, which has to take part all the same."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return PackedBatch(
+        token_ids=batch.token_ids[:1],
+        positions=np.zeros(1, dtype=np.int64),
+        segment_lengths=np.ones(1, dtype=np.int64),
+        segment_parents=np.full(1, -1, dtype=np.int64),
+        targets=nothing,
+        sequences=nothing,
+        num_sequences=0,
+        streams={name: np.zeros(0, dtype=np.float32) for name in batch.streams},
+    )
+
+
+def leaves(batch: PackedBatch) -> NDArray[np.int64]:
+    """(sequences,): the segment that each sequence ends in; -1 for one without learned tokens."""
+    segments = np.full(batch.num_sequences, -1, dtype=np.int64)
+    segments[batch.sequences] = _segments_of(batch)
+    return segments
+
+
+def _units(batch: PackedBatch, most_tokens: int) -> list[NDArray[np.int64]]:
+    """Sequences that share something, in pieces of about `most_tokens`; those without learned tokens are left out."""
+    leaf = leaves(batch)
+    with_loss = np.flatnonzero(leaf >= 0)
+    parents = batch.segment_parents[leaf[with_loss]]
+    root = np.where(parents >= 0, parents, leaf[with_loss])
+    units: list[NDArray[np.int64]] = []
+    for tree in np.unique(root):
+        members = with_loss[root == tree]
+        members = members[np.argsort(leaf[members], kind="stable")]
+        piece: list[int] = []
+        size, last_leaf = 0, -1
+        for sequence in members.tolist():
+            added = int(batch.segment_lengths[leaf[sequence]]) if leaf[sequence] != last_leaf else 0
+            shared = int(batch.segment_lengths[tree]) if leaf[sequence] != tree else 0
+            if piece and added and size + added > most_tokens:
+                units.append(np.array(piece))
+                piece, size = [], 0
+            size += added + (0 if piece else shared)
+            piece.append(sequence)
+            last_leaf = leaf[sequence]
+        units.append(np.array(piece))
+    return units
+
+
+def _segments_of(batch: PackedBatch) -> NDArray[np.int64]:
+    """(loss tokens,): the segment each target lies in."""
+    return np.searchsorted(batch.segment_lengths.cumsum(), batch.targets, side="right")
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return lengths.cumsum() - lengths
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """starts[0], starts[0] + 1, … for lengths[0] numbers, then the same for the next."""
+    return np.arange(lengths.sum()) + np.repeat(starts - _starts(lengths), lengths)
+
+
+def _join(parts: Sequence[Sequence[float] | NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate([np.asarray(part, dtype=dtype) for part in parts]) if parts else np.zeros(0, dtype=dtype)

@@ -11,8 +11,12 @@ def main() -> None:
 
 
 def train(config: TrainerConfig) -> None:
-    from tandem.trainer.train_rl import train_rl
+    from tandem.launch.ranks import spread_over_ranks
     from tandem.utils.log import setup_logging
+
+    spread_over_ranks("tandem.entrypoints.trainer", config.parallel.ranks)
+
+    from tandem.trainer.train_rl import train_rl
 
     setup_logging(config.log_level)
     train_rl(config)

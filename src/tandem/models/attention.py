@@ -16,6 +16,8 @@ from tandem.models import ops
 from tandem.models.cpu.kernels import Layout
 
 MAX_SHORT_CONTEXT = 256
+# Segments share a rectangle if their lengths differ by less than a factor of the square root of two.
+SIZES_PER_DOUBLING = 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class PackedAttention:
         self.parents = torch.full_like(lengths, -1) if parents is None else parents
         self.layout = _short_layout(lengths, self.parents) if lengths.device.type == "cpu" else None
 
+    @torch.compiler.disable  # nothing to fuse, and its layout changes with every batch
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.layout is not None and (out := ops.packed_attention(q, k, v, self.layout, window)) is not None:
             return out
@@ -91,17 +94,19 @@ def _short_layout(lengths: Tensor, parents: Tensor) -> Layout | None:
 
 
 class Rectangles:
-    """Lays segments out as rectangles for the attention kernel, roots and children apart, and flattens the result."""
+    """Lays segments out as rectangles for the attention kernel, roots and children apart, those of about one length
+    together, and flattens the result."""
 
     def __init__(self, lengths: Tensor, parents: Tensor) -> None:
         starts = lengths.cumsum(0) - lengths
         self.rectangles: list[Rectangle] = []
         cells = torch.empty(int(lengths.sum()), dtype=torch.int64, device=lengths.device)
         num_cells = 0
-        for is_root in (True, False):
-            members = ((parents < 0) == is_root).nonzero().squeeze(-1)
-            if len(members) == 0:
-                continue
+        sizes = lengths.clamp(min=1).log2().mul(SIZES_PER_DOUBLING).ceil()
+        kinds = 2 * sizes + (parents < 0)
+        for kind in kinds.unique().tolist():
+            members = (kinds == kind).nonzero().squeeze(-1)
+            is_root = bool(kind % 2)
             columns = int(lengths[members].max())
             tokens, is_token = _grid(starts[members], lengths[members])
             if is_root:

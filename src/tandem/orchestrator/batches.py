@@ -1,4 +1,4 @@
-"""Groups become a training batch: advantages per group, one packed sequence per rollout."""
+"""Groups become a training batch: advantages per group, one sequence per rollout."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,25 +8,13 @@ from tandem.orchestrator.buffer import staleness
 from tandem.types.rollout import Group, Rollout, Sample, TrainBatch
 
 
-def make_batch(
-    groups: Sequence[Group],
-    advantages: Sequence[list[float]],
-    step: int,
-    tokens_per_microbatch: int,
-    temperature: float,
-) -> TrainBatch:
-    """Rollouts whose advantage is zero are counted but not computed: their gradient is zero, whatever the model says.
-
-    One is kept if all of them are so: a step without signal is still a step of the optimizer.
-    """
+def make_batch(groups: Sequence[Group], advantages: Sequence[list[float]], step: int, temperature: float) -> TrainBatch:
     samples = [
         make_sample(rollout, advantage)
         for group, group_advantages in zip(groups, advantages, strict=True)
         for rollout, advantage in zip(group.rollouts, group_advantages, strict=True)
     ]
-    num_loss_tokens = sum(sum(sample.loss_mask) for sample in samples)
-    with_signal = [sample for sample in samples if any(sample.advantages)] or samples[:1]
-    return TrainBatch(step, temperature, num_loss_tokens, pack(with_signal, tokens_per_microbatch))
+    return TrainBatch(step, temperature, pack(samples))
 
 
 def make_sample(rollout: Rollout, advantage: float) -> Sample:
@@ -35,8 +23,10 @@ def make_sample(rollout: Rollout, advantage: float) -> Sample:
     return Sample(
         token_ids=rollout.prompt_ids + rollout.completion.token_ids,
         loss_mask=[0] * num_prompt + [1] * num_sampled,
-        advantages=[0.0] * num_prompt + [advantage] * num_sampled,
-        logprobs=[0.0] * num_prompt + rollout.completion.logprobs,
+        streams={
+            "advantages": [0.0] * num_prompt + [advantage] * num_sampled,
+            "logprobs": [0.0] * num_prompt + rollout.completion.logprobs,
+        },
     )
 
 

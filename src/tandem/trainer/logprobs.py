@@ -9,25 +9,29 @@ from torch.utils.checkpoint import checkpoint
 MAX_LOGITS = 2**24
 
 
-def token_logprobs(hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """hidden (tokens, hidden), labels (tokens,) -> log-prob of each label and entropy, both (tokens,), float32.
 
-    The entropy carries no gradient.
+    The entropy carries a gradient only where asked: it takes as much memory again.
     """
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
     if len(labels) <= rows:
-        return _chunk_logprobs(hidden, output_weight, labels, temperature)
+        return _chunk_logprobs(hidden, output_weight, labels, temperature, entropy_gradient)
     parts = [
-        checkpoint(_chunk_logprobs, h, output_weight, y, temperature, use_reentrant=False)
+        checkpoint(_chunk_logprobs, h, output_weight, y, temperature, entropy_gradient, use_reentrant=False)
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk_logprobs(hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, output_weight).float() / temperature  # (tokens, vocab)
-    distribution = logits.log_softmax(dim=-1)
-    with torch.no_grad():
+def _chunk_logprobs(
+    hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, output_weight).float()  # (tokens, vocab)
+    distribution = (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return distribution.gather(-1, labels[:, None]).squeeze(-1), entropy
+    return -F.nll_loss(distribution, labels, reduction="none"), entropy

@@ -1,27 +1,24 @@
-"""One optimizer step: forward and backward over the micro-batches, then clip and update.
+"""One optimizer step: forward and backward over the micro-batches of this rank, then clip and update.
 
-The loss is normalized by the token count of the whole step, so that the update does not depend on how
-the step is cut into micro-batches.
+The loss is divided by a count of the whole step, over all ranks, so that the update does not depend on how
+the step is cut into micro-batches or how many ranks share it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tandem.config.sft import SFTConfig
-from tandem.config.trainer import TrainerConfig
-from tandem.models.attention import PackedAttention
-from tandem.models.decoder import Decoder
-from tandem.models.hf import load_decoder
-from tandem.models.runtime import choose_device, setup_torch
-from tandem.trainer.logprobs import token_logprobs
-from tandem.trainer.optimizer import make_optimizer
-from tandem.types.rollout import MicroBatch
+from tandem.config.parallel import ParallelConfig
+from tandem.trainer.losses.streams import LossOutput
+from tandem.trainer.model import Inputs
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.sharding import add_gradients, is_sharded, whole
+from tandem.types.rollout import PackedBatch
+
+# Metrics are sums over tokens, but for maxima and parts of the loss.
+MAXIMUM, LOSS = "max/", "loss"
 
 
 @dataclass(frozen=True)
@@ -30,10 +27,11 @@ class Predictions:
 
     logprobs: Tensor  # (loss tokens,)
     entropy: Tensor  # (loss tokens,)
+    values: Tensor | None = None  # (loss tokens,), where there is a critic
 
 
-# Loss summed over the tokens of one micro-batch, and sums of metrics.
-MicroBatchLoss = Callable[[MicroBatch, Predictions], tuple[Tensor, dict[str, Tensor]]]
+# The loss summed over one micro-batch, with its metrics.
+MicroBatchLoss = Callable[[PackedBatch, Predictions], LossOutput]
 
 
 class Stepper:
@@ -41,85 +39,100 @@ class Stepper:
 
     def __init__(
         self,
-        model: Decoder,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: MicroBatchLoss,
+        ranks: Ranks,
+        parallel: ParallelConfig,
         *,
-        device: torch.device,
         compute_dtype: torch.dtype,
         max_grad_norm: float,
+        entropy_gradient: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.loss = loss
-        self.device = device
+        self.ranks = ranks
+        self.is_sharded = is_sharded(parallel, ranks)
         self.compute_dtype = compute_dtype
         self.max_grad_norm = max_grad_norm
+        self.entropy_gradient = entropy_gradient
 
     def step(
-        self, micro_batches: Iterable[MicroBatch], num_loss_tokens: int, temperature: float = 1.0
+        self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss, denominator: float, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Update the model by the loss over `num_loss_tokens`; other metrics are means over what was computed."""
+        """Update the model by the loss over `denominator`; other metrics are means over the tokens computed."""
         self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, Tensor] = {}
-        num_computed = 0
+        totals = Totals()
+        # FSDP takes the mean over ranks; what is wanted is the sum.
+        scale = (self.ranks.size if self.is_sharded else 1) / denominator
         for micro_batch in micro_batches:
-            num_computed += micro_batch.num_loss_tokens
             predictions = self.predict(micro_batch, temperature)
-            loss, metrics = self.loss(micro_batch, predictions)
-            (loss / num_loss_tokens).backward()
-            sums = {"loss": loss.detach(), "entropy": predictions.entropy.sum(), **metrics}
-            for name, value in sums.items():
-                totals[name] = totals[name] + value if name in totals else value
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
+            output = loss(micro_batch, predictions)
+            (output.loss * scale).backward()
+            totals.add(micro_batch, predictions, output)
+        if self.ranks.size > 1 and not self.is_sharded:
+            add_gradients(self.model.parameters(), self.ranks)
+        grad_norm = whole(
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
+        )
         self.optimizer.step()
-        loss = float(totals.pop("loss")) / num_loss_tokens
-        means = {name: float(total) / num_computed for name, total in totals.items()}
-        return {"loss": loss, "grad_norm": float(grad_norm), **means}
+        return totals.over_ranks(self.ranks, denominator) | {"grad_norm": float(grad_norm)}
 
-    def predict(self, micro_batch: MicroBatch, temperature: float) -> Predictions:
-        """Only positions that carry loss go through the output matrix."""
-        token_ids = self._to_device(micro_batch.token_ids)
-        positions = self._to_device(micro_batch.positions)
-        attention = PackedAttention(
-            self._to_device(micro_batch.segment_lengths), self._to_device(micro_batch.segment_parents)
-        )
-        targets = self._to_device(micro_batch.loss_mask.nonzero()[0])
-        sources = self._to_device(previous_tokens(micro_batch)[micro_batch.loss_mask])
-        autocast = torch.autocast(
-            self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32
-        )
-        with autocast:
-            hidden = self.model(token_ids, positions, attention)
-            logprobs, entropy = token_logprobs(
-                hidden.index_select(0, sources), self.model.output_weight, token_ids[targets], temperature
-            )
-        return Predictions(logprobs, entropy)
+    @torch.no_grad()
+    def evaluate(
+        self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss, denominator: float
+    ) -> dict[str, float]:
+        """The loss over `denominator` and the metrics beside it, without an update."""
+        totals = Totals()
+        for micro_batch in micro_batches:
+            predictions = self.judge(micro_batch)
+            totals.add(micro_batch, predictions, loss(micro_batch, predictions))
+        return totals.over_ranks(self.ranks, denominator)
 
-    def _to_device(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    @torch.no_grad()
+    def judge(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
+        """What the model says without learning from it: no gradient, no dropout."""
+        self.model.eval()
+        try:
+            return self.predict(micro_batch, temperature)
+        finally:
+            self.model.train()
 
+    def predict(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
+        with self._autocast():
+            inputs = Inputs.of(micro_batch, self.ranks.device)
+            return Predictions(*self.model(inputs, temperature, self.entropy_gradient))
 
-def make_stepper(config: TrainerConfig | SFTConfig, loss: MicroBatchLoss) -> Stepper:
-    """Load the model and make everything a step needs, as the configuration says."""
-    device = choose_device(config.device)
-    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
-    model = load_decoder(config.model.name, torch.float32, device)
-    return Stepper(
-        model,
-        make_optimizer(model, config.optimizer),
-        loss,
-        device=device,
-        compute_dtype=getattr(torch, config.model.dtype),
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
+    def _autocast(self) -> torch.autocast:
+        """Lower precision by autocast where parameters are whole; under sharding, FSDP casts them when it gathers."""
+        enabled = self.compute_dtype != torch.float32 and not self.is_sharded
+        return torch.autocast(self.ranks.device.type, dtype=self.compute_dtype, enabled=enabled)
 
 
-def previous_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """For each token the one it is predicted from: its neighbour, or the last of the beginning it shares."""
-    previous = np.arange(-1, len(micro_batch.token_ids) - 1, dtype=np.int64)
-    ends = micro_batch.segment_lengths.cumsum()
-    starts = ends - micro_batch.segment_lengths
-    is_child = micro_batch.segment_parents >= 0
-    previous[starts[is_child]] = ends[micro_batch.segment_parents[is_child]] - 1
-    return previous
+class Totals:
+    """Sums and maxima of metrics over the micro-batches of a step, then over the ranks."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+        self._num_tokens = 0
+
+    def add(self, micro_batch: PackedBatch, predictions: Predictions, output: LossOutput) -> None:
+        self._num_tokens += micro_batch.num_loss_tokens
+        metrics = {"loss": output.loss, "entropy": predictions.entropy.sum(), **output.metrics}
+        for name, value in metrics.items():
+            value = value.detach().double()
+            if name not in self._values:
+                self._values[name] = value
+            elif name.startswith(MAXIMUM):
+                self._values[name] = torch.maximum(self._values[name], value)
+            else:
+                self._values[name] = self._values[name] + value
+
+    def over_ranks(self, ranks: Ranks, denominator: float) -> dict[str, float]:
+        sums = {name: value for name, value in self._values.items() if not name.startswith(MAXIMUM)}
+        maxima = {name: value for name, value in self._values.items() if name.startswith(MAXIMUM)}
+        counted = torch.stack([*sums.values(), torch.as_tensor(self._num_tokens).to(sums["loss"])])
+        *totals, num_tokens = ranks.all_sum(counted).tolist()
+        largest = ranks.all_max(torch.stack(list(maxima.values()))).tolist() if maxima else []
+        counts = {name: denominator if name.startswith(LOSS) else max(1, num_tokens) for name in sums}
+        means = {name: total / counts[name] for name, total in zip(sums, totals, strict=True)}
+        return means | dict(zip(maxima, largest, strict=True))

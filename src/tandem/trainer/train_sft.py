@@ -2,17 +2,21 @@
 
 import logging
 import time
-
-from torch import Tensor
+from collections.abc import Sequence
+from contextlib import closing
 
 from tandem.config.sft import SFTConfig
-from tandem.data.order import ShuffledOrder
-from tandem.data.packing import pack
-from tandem.models.hf import named_tensors
+from tandem.data.dataset import Dataset
+from tandem.data.packing import divide, pack
+from tandem.trainer.begin import agree_on_start, joined_ranks
+from tandem.trainer.checkpoint import Checkpointer
+from tandem.trainer.losses.streams import LossOutput
 from tandem.trainer.optimizer import lr_factor, set_lr
-from tandem.trainer.step import Predictions, make_stepper
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.setup import load_trained
+from tandem.trainer.step import Predictions, Stepper
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.types.rollout import MicroBatch, Sample
+from tandem.types.rollout import PackedBatch, Sample
 from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -20,42 +24,81 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 2.0
 
 
-def train_sft(config: SFTConfig, samples: list[Sample], forwarder: MetricsForwarder) -> None:
-    stepper = make_stepper(config, sft_loss)
+def train_sft(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder) -> None:
+    with joined_ranks(config) as ranks:
+        _train(config, data, forwarder, ranks)
+
+
+def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder, ranks: Ranks) -> None:
     run_dir = RunDir(config.output_dir)
-    run_log = RunLog(run_dir, "sft")
+    start = agree_on_start(config, ranks)
+    trained = load_trained(config.model, config.optimizer, config.parallel, ranks, lora=config.lora, seed=config.seed)
+    throughput = trained.throughput()
+    run_log = RunLog(run_dir, "sft", enabled=ranks.is_first)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, keep=1)
-    order = ShuffledOrder(len(samples), config.seed, shuffle=config.data.shuffle)
-    last_line = 0.0
+    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer)
+    if start > 0:
+        checkpoints.load(start)
+    run_log.event("started", step=start, ranks=ranks.size)
+    run_log.event("data", **data.summary)
+    held_out = HeldOut(data.held_out, config, ranks)
+    progress = ProgressLine(config.max_steps, enabled=ranks.is_first)
 
-    for step in range(1, config.max_steps + 1):
-        started = time.monotonic()
-        first = (step - 1) * config.batch_size
-        batch = [samples[order[first + offset]] for offset in range(config.batch_size)]
-        micro_batches = pack(batch, config.tokens_per_microbatch)
-        lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
-        set_lr(stepper.optimizer, lr)
-        num_loss_tokens = sum(micro_batch.num_loss_tokens for micro_batch in micro_batches)
-        stats = stepper.step(micro_batches, num_loss_tokens)
-        seconds = time.monotonic() - started
-        num_tokens = sum(len(sample.token_ids) for sample in batch)
-        run_log.metrics(step, stats | {"lr": lr, "num_tokens": num_tokens, "tokens_per_s": num_tokens / seconds})
-        forwarder.forward()
-        if time.monotonic() - last_line > LOG_EVERY_S or step == config.max_steps:
-            last_line = time.monotonic()
-            logger.info(
-                "step %d of %d: loss %.4f, %.0f tokens/s",
-                step,
-                config.max_steps,
-                stats["loss"],
-                num_tokens / seconds,
-            )
+    with closing(checkpoints):
+        for step in range(start + 1, config.max_steps + 1):
+            started = time.monotonic()
+            ranks.report(step, "training")
+            batch = pack(data.train.batch((step - 1) * config.batch_size, config.batch_size))
+            micro_batches = divide(batch, ranks.size, config.tokens_per_microbatch)[ranks.rank]
+            lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
+            set_lr(trained.optimizer, lr)
+            stats = trained.stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
+            speed = throughput.measure(batch, time.monotonic() - started)
+            if config.eval.is_due(step, config.max_steps):
+                ranks.report(step, "evaluating")
+                stats |= held_out.evaluate(trained.stepper)
+            run_log.metrics(step, stats | speed | {"lr": lr})
+            forwarder.forward()
+            checkpoints.maybe_save(step)
+            progress.show(step, f"loss {stats['loss']:.4f}, {speed['tokens_per_s']:.0f} tokens/s")
 
-    path = weights.publish(named_tensors(stepper.model), version=config.max_steps)
+    trained.publish(weights.publish, version=config.max_steps)
+    trained.save_adapter(run_dir.adapter, version=config.max_steps)
+    run_log.event("data", **data.summary)
     run_log.event("finished", step=config.max_steps)
-    logger.info("the model is in %s", path)
+    if ranks.is_first:
+        logger.info("the model is in %s", run_dir.weights / "latest")
 
 
-def sft_loss(micro_batch: MicroBatch, predictions: Predictions) -> tuple[Tensor, dict[str, Tensor]]:
+class HeldOut:
+    """Rows to evaluate on, packed once, as many at a time as in a training step."""
+
+    def __init__(self, samples: Sequence[Sample], config: SFTConfig, ranks: Ranks) -> None:
+        size = config.batch_size
+        batches = [pack(samples[first : first + size]) for first in range(0, len(samples), size)]
+        self._num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
+        self._micro_batches = [divide(batch, ranks.size, config.tokens_per_microbatch)[ranks.rank] for batch in batches]
+
+    def evaluate(self, stepper: Stepper) -> dict[str, float]:
+        """The mean of -log p over the learned tokens of all rows; nothing where there are none."""
+        parts = [stepper.evaluate(batch, sft_loss, self._num_loss_tokens) for batch in self._micro_batches]
+        return {"eval/loss": sum(part["loss"] for part in parts)} if parts else {}
+
+
+class ProgressLine:
+    """A log line every few seconds, and one for the last step."""
+
+    def __init__(self, max_steps: int, *, enabled: bool) -> None:
+        self.max_steps = max_steps
+        self.enabled = enabled
+        self._last = 0.0
+
+    def show(self, step: int, text: str) -> None:
+        if self.enabled and (time.monotonic() - self._last > LOG_EVERY_S or step == self.max_steps):
+            self._last = time.monotonic()
+            logger.info("step %d of %d: %s", step, self.max_steps, text)
+
+
+def sft_loss(micro_batch: PackedBatch, predictions: Predictions) -> LossOutput:
     """-log p of each learned token, summed."""
-    return -predictions.logprobs.sum(), {}
+    return LossOutput(-predictions.logprobs.sum(), {})

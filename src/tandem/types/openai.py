@@ -191,6 +191,10 @@ class LoadAdapterRequest(ApiModel):
     version: int | None = Field(None, ge=0)
     """What the adapter's tokens carry as weight version; left out: that of the weights below it."""
 
+    mode: Literal["keep", "wait"] = "keep"
+    """What running requests do. keep: they go on, those of a replaced adapter under the new one where the engine can
+    do that. wait: they end first, while nothing new begins."""
+
 
 class UnloadAdapterRequest(ApiModel):
     lora_name: str

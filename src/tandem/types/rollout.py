@@ -1,5 +1,6 @@
-"""What travels from the environment to the trainer, from large to small: Task, Group of Rollouts, MicroBatch."""
+"""What travels from the environment to the trainer, from large to small: Task, Group of Rollouts, PackedBatch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,50 +67,56 @@ class Group:
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence. Every stream has one entry per token, aligned with `token_ids`:
-    entry t speaks of token t, and is read only where the mask is set."""
+    """One training sequence. The mask and every stream have one entry per token: entry t speaks of token t,
+    and streams are read only where the mask is set."""
 
     token_ids: list[int]
     loss_mask: list[int]
-    advantages: list[float]
-    logprobs: list[float]
+    streams: Mapping[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.loss_mask), len(self.advantages), len(self.logprobs)}
+        lengths = {len(self.token_ids), len(self.loss_mask), *map(len, self.streams.values())}
         assert len(lengths) == 1, f"streams of different lengths: {lengths}"
         assert not self.loss_mask[0], "the first token of a sequence has no context to be predicted from"
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens before the first one that is learned."""
+        return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.loss_mask)
+
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Sequences packed end to end; what one forward and backward pass sees.
+class PackedBatch:
+    """Sequences packed end to end: all of a step, or the part of it that one forward and backward pass sees.
 
-    A sequence is one segment, or two: the beginning it shares with others, which is there once, and its own rest.
+    Nothing is there twice: a sequence is one segment, or two where it shares its beginning with others, and
+    sequences that are the same to the end share all of it. So learned tokens are counted by sequence, and several
+    of them may be predictions of one token.
     """
 
     token_ids: NDArray[np.int64]  # (tokens,)
     positions: NDArray[np.int64]  # (tokens,), from 0 in each sequence
     segment_lengths: NDArray[np.int64]  # (segments,)
     segment_parents: NDArray[np.int64]  # (segments,): the segment with the shared beginning, -1 if there is none
-    loss_mask: NDArray[np.bool_]  # (tokens,)
-    advantages: NDArray[np.float32]  # (tokens,)
-    logprobs: NDArray[np.float32]  # (tokens,), of the sampling policy
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return int(self.loss_mask.sum())
-
-
-@dataclass(frozen=True)
-class TrainBatch:
-    """One training step's worth of micro-batches."""
-
-    step: int
-    temperature: float
-    num_loss_tokens: int  # sampled tokens of the step, those without signal included: the loss is divided by this
-    micro_batches: list[MicroBatch]
+    targets: NDArray[np.int64]  # (loss tokens,): the token that is predicted
+    sequences: NDArray[np.int64]  # (loss tokens,): the sequence it belongs to, in ascending order
+    num_sequences: int
+    streams: Mapping[str, NDArray[np.float32]]  # (loss tokens,) each
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed."""
-        return sum(len(micro_batch.token_ids) for micro_batch in self.micro_batches)
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """What the orchestrator hands to the trainer for one step."""
+
+    step: int
+    temperature: float
+    packed: PackedBatch

@@ -50,7 +50,10 @@ def read_json(path: Path) -> Any:
 
 def publish_directory(staging: Path, final: Path) -> None:
     """Flush every file of `staging` and rename it to `final`, replacing an unfinished one."""
+    readable = staging.stat().st_mode & 0o666
     for file in staging.rglob("*"):
+        if file.is_file():
+            file.chmod(readable)  # some libraries write files for their owner only
         fsync_path(file)
     fsync_path(staging)
     if final.exists():

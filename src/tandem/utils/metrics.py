@@ -21,18 +21,22 @@ Number = int | float
 
 
 class RunLog:
-    """Appends the metrics and events of one process."""
+    """Appends the metrics and events of one process; of several that do the same, all but one are not enabled."""
 
-    def __init__(self, run_dir: RunDir, process: str) -> None:
+    def __init__(self, run_dir: RunDir, process: str, *, enabled: bool = True) -> None:
         self.run_dir = run_dir
         self.process = process
+        self.enabled = enabled
 
     def metrics(self, step: int, values: Mapping[str, Number]) -> None:
-        line = {"time": time.time(), "process": self.process, "step": step, **values}
-        append_json_line(self.run_dir.metrics, line)
+        self._append(self.run_dir.metrics, {"step": step, **values})
 
     def event(self, name: str, **details: Any) -> None:
-        append_json_line(self.run_dir.events, {"time": time.time(), "process": self.process, "event": name, **details})
+        self._append(self.run_dir.events, {"event": name, **details})
+
+    def _append(self, path: Path, values: Mapping[str, Any]) -> None:
+        if self.enabled:
+            append_json_line(path, {"time": time.time(), "process": self.process, **values})
 
 
 class Tracker(Protocol):
@@ -131,13 +135,19 @@ class MetricsForwarder:
 
 
 def open_forwarder(
-    run_dir: RunDir, *, report_to: Sequence[str], project: str, run_name: str | None, wandb_mode: str
+    run_dir: RunDir,
+    *,
+    report_to: Sequence[str],
+    project: str,
+    run_name: str | None,
+    wandb_mode: str,
+    enabled: bool = True,
 ) -> MetricsForwarder:
-    """Start the trackers that `report_to` names and forward to them."""
+    """Start the trackers that `report_to` names and forward to them; not enabled, to nobody."""
     name = run_name or run_dir.root.resolve().name
     openers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoardTracker(run_dir),
         "wandb": lambda: WandbTracker(run_dir, project, name, wandb_mode),
         "trackio": lambda: TrackioTracker(project, name),
     }
-    return MetricsForwarder(run_dir.metrics, [openers[tracker]() for tracker in report_to])
+    return MetricsForwarder(run_dir.metrics, [openers[tracker]() for tracker in report_to if enabled])

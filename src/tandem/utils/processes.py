@@ -30,6 +30,11 @@ def die_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
+def is_first_rank() -> bool:
+    """Of the processes that torchrun started, the one that writes what is there once; true without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def run_entrypoint(name: str, body: Callable[[], None]) -> None:
     """Run a process's main part; a user's mistake becomes one line on standard error and exit code 2."""
     die_with_supervisor()

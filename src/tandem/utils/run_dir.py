@@ -8,7 +8,17 @@ from tandem.utils.errors import UserError
 
 # What makes a directory a run, and what a run leaves besides.
 RUN_CONTENT = ("rollouts", "weights", "checkpoints", "metrics.jsonl", "events.jsonl")
-RUN_SURROUNDINGS = ("config", "logs", "samples", "dry_run", "tensorboard", "wandb")
+RUN_SURROUNDINGS = (
+    "config",
+    "logs",
+    "samples",
+    "adapter",
+    "merged",
+    "reference.safetensors",
+    "dry_run",
+    "tensorboard",
+    "wandb",
+)
 
 
 @dataclass(frozen=True)
@@ -36,12 +46,27 @@ class RunDir:
         return self.root / "weights"
 
     @property
+    def merged(self) -> Path:
+        """Where `rl` leaves the model with its LoRA adapter merged in; the adapter's versions are in `weights`."""
+        return self.root / "merged"
+
+    @property
+    def adapter(self) -> Path:
+        """Where `sft` and `align` leave a LoRA adapter; the merged model is in `weights`."""
+        return self.root / "adapter"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def reference(self) -> Path:
+        """What the model that training starts from says of the data."""
+        return self.root / "reference.safetensors"
 
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"

@@ -1,121 +1,199 @@
-"""Sequences end to end in micro-batches of bounded size; beginnings that are alike are there once."""
+"""Sequences end to end, nothing twice; cut into micro-batches for any number of ranks."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.data.packing import bundle_samples, concatenate, pack
-from tandem.types.rollout import MicroBatch, Sample
-
-EVERY_STREAM = ("token_ids", "positions", "loss_mask", "advantages", "logprobs")
+from tandem.data.packing import cost, divide, pack, split, take
+from tandem.types.rollout import PackedBatch, Sample
 
 
 def sample(number: int, num_prompt: int, num_learned: int, prompt: int | None = None) -> Sample:
     """Learned entries of every stream say which sample and which token they belong to."""
     prompt = number if prompt is None else prompt
     marks = [(number + 1) * 1000 + position for position in range(num_learned)]
+    return make(prompt, num_prompt, marks, [1 - position % 2 for position in range(num_learned)], number)
+
+
+def make(prompt: int, num_prompt: int, completion: list[int], mask: list[int], number: int) -> Sample:
+    marks = [(number + 1) * 1000 + position for position in range(len(completion))]
     return Sample(
-        token_ids=[prompt * 100 + position for position in range(num_prompt)] + marks,
-        loss_mask=[0] * num_prompt + [1 - position % 2 for position in range(num_learned)],
-        advantages=[0.0] * num_prompt + [mark + 0.25 for mark in marks],
-        logprobs=[0.0] * num_prompt + [-mark - 0.5 for mark in marks],
+        token_ids=[prompt * 100 + position for position in range(num_prompt)] + completion,
+        loss_mask=[0] * num_prompt + mask,
+        streams={
+            "advantages": [0.0] * num_prompt + [mark + 0.25 for mark in marks],
+            "logprobs": [0.0] * num_prompt + [-mark - 0.5 for mark in marks],
+        },
     )
 
 
-def unpack(micro_batch: MicroBatch) -> list[Sample]:
-    """Every sequence of a micro-batch, put together again from its segments."""
-    ends = micro_batch.segment_lengths.cumsum()
-    starts = ends - micro_batch.segment_lengths
-    assert ends[-1] == len(micro_batch.token_ids)
-    parents = micro_batch.segment_parents.tolist()
-    samples = []
-    for segment, parent in enumerate(parents):
-        if segment in parents:
-            assert parent == -1 and not micro_batch.loss_mask[starts[segment] : ends[segment]].any()
-            continue
+def unpack(batch: PackedBatch) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
+    """Every sequence put together again: its tokens, which of them are learned, and what the streams say of those."""
+    ends = batch.segment_lengths.cumsum()
+    starts = ends - batch.segment_lengths
+    assert (ends[-1] if len(ends) else 0) == batch.num_tokens
+    found = []
+    for sequence in range(batch.num_sequences):
+        mine = batch.sequences == sequence
+        targets = batch.targets[mine]
+        segment = int(np.searchsorted(ends, targets[0], side="right"))
+        parent = int(batch.segment_parents[segment])
         pieces = [segment] if parent == -1 else [parent, segment]
         indices = np.concatenate([np.arange(starts[piece], ends[piece]) for piece in pieces])
-        streams = {name: getattr(micro_batch, name)[indices].tolist() for name in EVERY_STREAM}
-        assert streams.pop("positions") == list(range(len(indices)))
-        streams["loss_mask"] = [int(learned) for learned in streams["loss_mask"]]
-        samples.append(Sample(**streams))
-    return samples
+        assert batch.positions[indices].tolist() == list(range(len(indices)))
+        learned = [indices.tolist().index(target) for target in targets]
+        streams = {name: stream[mine].tolist() for name, stream in batch.streams.items()}
+        found.append((batch.token_ids[indices].tolist(), learned, streams))
+    return found
 
 
-def test_by_hand() -> None:
-    """Lengths 3, 5, 2, 4 into 7: longest first gives [5, 2] and [4, 3]."""
-    packed = pack([sample(0, 1, 2), sample(1, 3, 2), sample(2, 1, 1), sample(3, 2, 2)], 7)
-    assert [batch.segment_lengths.tolist() for batch in packed] == [[5, 2], [4, 3]]
-    assert [batch.segment_parents.tolist() for batch in packed] == [[-1, -1], [-1, -1]]
-    assert packed[0].token_ids.tolist() == [100, 101, 102, 2000, 2001, 200, 3000]
-    assert packed[0].positions.tolist() == [0, 1, 2, 3, 4, 0, 1]
-    assert packed[0].loss_mask.tolist() == [False, False, False, True, False, False, True]
-    assert packed[1].advantages.tolist() == [0.0, 0.0, 4000.25, 4001.25, 0.0, 1000.25, 1001.25]
-    assert packed[0].num_loss_tokens == 2
+def expected(samples: list[Sample]) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
+    def learned(found: Sample) -> list[int]:
+        return np.flatnonzero(found.loss_mask).tolist()
+
+    return [
+        (s.token_ids, learned(s), {name: [stream[t] for t in learned(s)] for name, stream in s.streams.items()})
+        for s in samples
+    ]
+
+
+def test_two_sequences_by_hand() -> None:
+    batch = pack([sample(0, 1, 2), sample(1, 3, 3)])
+    assert batch.token_ids.tolist() == [0, 1000, 1001, 100, 101, 102, 2000, 2001, 2002]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert (batch.segment_lengths.tolist(), batch.segment_parents.tolist()) == ([3, 6], [-1, -1])
+    assert (batch.targets.tolist(), batch.sequences.tolist()) == ([1, 6, 8], [0, 1, 1])
+    assert batch.streams["advantages"].tolist() == [1000.25, 2000.25, 2002.25]
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.num_sequences) == (9, 3, 2)
 
 
 def test_one_prompt_with_two_completions_by_hand() -> None:
     """A prompt of 3 and completions of 2 and 1: six tokens instead of nine."""
-    (batch,) = pack([sample(0, 3, 2, prompt=7), sample(1, 3, 1, prompt=7)], 10)
+    batch = pack([sample(0, 3, 2, prompt=7), sample(1, 3, 1, prompt=7)])
     assert batch.token_ids.tolist() == [700, 701, 702, 1000, 1001, 2000]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3]
-    assert batch.segment_lengths.tolist() == [3, 2, 1]
-    assert batch.segment_parents.tolist() == [-1, 0, 0]
-    assert batch.loss_mask.tolist() == [False, False, False, True, False, True]
-    assert batch.logprobs.tolist() == [0.0, 0.0, 0.0, -1000.5, -1001.5, -2000.5]
+    assert (batch.segment_lengths.tolist(), batch.segment_parents.tolist()) == ([3, 2, 1], [-1, 0, 0])
+    assert (batch.targets.tolist(), batch.sequences.tolist()) == ([3, 5], [0, 1])
+    assert batch.streams["logprobs"].tolist() == [-1000.5, -2000.5]
 
 
-def test_a_group_above_the_bound_is_cut_and_its_prompt_repeated() -> None:
-    alike = [sample(number, 3, 2, prompt=7) for number in range(3)]
-    assert [len(bundle.samples) for bundle in bundle_samples(alike, 7)] == [2, 1]
-    assert [batch.segment_lengths.tolist() for batch in pack(alike, 7)] == [[3, 2, 2], [5]]
+def test_the_same_completion_twice_by_hand() -> None:
+    """Computed once, learned twice, each with its own advantage."""
+    batch = pack([make(7, 2, [8, 9], [1, 1], 0), make(7, 2, [8], [1], 1), make(7, 2, [8, 9], [1, 1], 2)])
+    assert batch.token_ids.tolist() == [700, 701, 8, 9, 8]
+    assert (batch.targets.tolist(), batch.sequences.tolist()) == ([2, 3, 4, 2, 3], [0, 0, 1, 2, 2])
+    assert batch.streams["advantages"].tolist() == [1000.25, 1001.25, 2000.25, 3000.25, 3001.25]
+
+
+def test_a_sequence_without_a_learned_token_is_counted_and_not_computed() -> None:
+    batch = pack([sample(0, 1, 1), Sample([5, 6], [0, 0], {"advantages": [0, 0], "logprobs": [0, 0]})])
+    assert (batch.num_sequences, batch.token_ids.tolist()) == (2, [0, 1000])
+    assert [len(part) for part in divide(batch, 2, 10)] == [1, 1]
 
 
 def test_the_types_are_what_the_trainer_reads() -> None:
-    batch = concatenate(bundle_samples([sample(1, 2, 1)], 8))
-    whole = (batch.token_ids, batch.positions, batch.segment_lengths, batch.segment_parents)
-    assert {stream.dtype for stream in whole} == {np.dtype(np.int64)}
-    assert batch.loss_mask.dtype == np.bool_
-    assert batch.advantages.dtype == batch.logprobs.dtype == np.float32
+    for batch in (pack([sample(1, 2, 1)]), *divide(pack([sample(1, 2, 1), sample(2, 2, 1)]), 3, 8)[2]):
+        whole = (batch.token_ids, batch.positions, batch.segment_lengths, batch.segment_parents)
+        assert {part.dtype for part in (*whole, batch.targets, batch.sequences)} == {np.dtype(np.int64)}
+        assert {stream.dtype for stream in batch.streams.values()} == {np.dtype(np.float32)}
 
 
-shapes = st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10), st.integers(0, 2)), max_size=15)
+# Prompt, its length, the completion's length, and which completion of that prompt it is: some are the same.
+shapes = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 8), st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=14
+)
 
 
-@settings(max_examples=60)
-@given(shapes, st.integers(20, 45))
-def test_every_sample_is_packed_once_whole_and_within_bounds(cases: list[tuple[int, int, int]], bound: int) -> None:
-    samples = [sample(number, *case) for number, case in enumerate(cases)]
-    packed = pack(samples, bound)
-    assert all(len(batch.token_ids) <= bound for batch in packed)
-    unpacked = [found for batch in packed for found in unpack(batch)]
-    own_token = {found.token_ids[found.loss_mask.index(1)]: found for found in unpacked}
-    assert len(own_token) == len(unpacked) == len(samples)
-    for expected in samples:
-        assert own_token[expected.token_ids[expected.loss_mask.index(1)]] == expected
+def samples_of(cases: list[tuple[int, int, int, int]]) -> list[Sample]:
+    return [
+        make(
+            prompt, num_prompt, [50 + kind * 10 + i for i in range(length)], [1 - i % 2 for i in range(length)], number
+        )
+        for number, (prompt, num_prompt, length, kind) in enumerate(cases)
+    ]
 
 
-@settings(max_examples=60)
-@given(shapes, st.integers(20, 45))
-def test_sharing_never_costs_tokens(cases: list[tuple[int, int, int]], bound: int) -> None:
-    samples = [sample(number, *case) for number, case in enumerate(cases)]
-    packed = sum(len(batch.token_ids) for batch in pack(samples, bound))
-    assert packed <= sum(len(found.token_ids) for found in samples)
+@settings(max_examples=80)
+@given(shapes)
+def test_every_sample_comes_out_as_it_went_in(cases) -> None:
+    samples = samples_of(cases)
+    batch = pack(samples)
+    assert unpack(batch) == expected(samples)
+    assert batch.num_tokens <= sum(len(found.token_ids) for found in samples)
 
 
-@settings(max_examples=60)
-@given(shapes, st.integers(20, 45))
-def test_no_two_micro_batches_could_be_one(cases: list[tuple[int, int, int]], bound: int) -> None:
-    packed = pack([sample(number, *case) for number, case in enumerate(cases)], bound)
-    sizes = sorted(len(batch.token_ids) for batch in packed)
-    assert len(sizes) < 2 or sizes[0] + sizes[1] > bound
+@settings(max_examples=80)
+@given(shapes, st.data())
+def test_some_sequences_are_taken_whole_and_nothing_else(cases, data) -> None:
+    samples = samples_of(cases)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(samples))), unique=True))
+    part = take(pack(samples), np.array(chosen, dtype=np.int64))
+    assert unpack(part) == expected([samples[number] for number in sorted(chosen)])
+    assert part.num_tokens <= sum(len(samples[number].token_ids) for number in chosen)
+
+
+@settings(max_examples=80)
+@given(shapes, st.integers(1, 4), st.integers(14, 60))
+def test_ranks_get_every_sequence_once_and_as_many_micro_batches(cases, num_ranks: int, bound: int) -> None:
+    samples = samples_of(cases)
+    ranks = divide(pack(samples), num_ranks, bound)
+    assert len(ranks) == num_ranks
+    assert len({len(micro_batches) for micro_batches in ranks}) == 1
+    parts = [part for micro_batches in ranks for part in micro_batches]
+    assert all(part.num_tokens <= bound for part in parts)
+    found = [entry for part in parts for entry in unpack(part)]
+    assert sorted(map(repr, found)) == sorted(map(repr, expected(samples)))
+
+
+@settings(max_examples=50)
+@given(shapes, st.integers(1, 3))
+def test_groups_stay_together(cases, num_ranks: int) -> None:
+    samples = samples_of(cases * 2)
+    groups = np.arange(len(samples)) // 2
+    for micro_batches in divide(pack(samples), num_ranks, 60, groups):
+        for part in micro_batches:
+            marks = {int(entry[2]["advantages"][0]) // 1000 - 1 for entry in unpack(part)}
+            assert all((number ^ 1) in marks for number in marks)
+
+
+def test_ranks_are_balanced_by_cost() -> None:
+    """Sixteen sequences of 5 to 20 tokens, 200 in all, on four ranks: 50 each, give or take the smallest."""
+    samples = [sample(number, 2, 3 + number) for number in range(16)]
+    ranks = divide(pack(samples), 4, 1000)
+    costs = [sum(cost(part) for part in micro_batches) for micro_batches in ranks]
+    assert sum(sum(part.num_tokens for part in micro_batches) for micro_batches in ranks) == 200
+    assert max(costs) - min(costs) <= 5
+
+
+def test_a_long_sequence_costs_more_than_its_tokens() -> None:
+    long, short = pack([sample(0, 8192, 1)]), pack([sample(number, 1024, 1) for number in range(8)])
+    assert long.num_tokens < short.num_tokens
+    assert cost(long) > cost(short)
+
+
+def test_a_rank_without_data_takes_part() -> None:
+    ranks = divide(pack([sample(0, 2, 2)]), 3, 10)
+    assert [part.num_loss_tokens for micro_batches in ranks for part in micro_batches] == [1, 0, 0]
+    assert all(part.num_tokens == 1 for part in ranks[1] + ranks[2])
+
+
+def test_one_group_is_cut_for_several_ranks() -> None:
+    """Four completions of one prompt on two ranks: two each, the prompt on both."""
+    ranks = divide(pack([sample(number, 3, 4, prompt=7) for number in range(4)]), 2, 100)
+    assert [[part.segment_lengths.tolist() for part in micro_batches] for micro_batches in ranks] == [[[3, 4, 4]]] * 2
+
+
+@settings(max_examples=40)
+@given(shapes, st.integers(1, 3), st.integers(0, 5))
+def test_a_split_holds_every_sequence_once(cases, num_parts: int, seed: int) -> None:
+    samples = samples_of(cases)
+    parts = split(pack(samples), num_parts, seed)
+    found = [entry for part in parts for entry in unpack(part)]
+    assert sorted(map(repr, found)) == sorted(map(repr, expected(samples)))
+    assert len(parts) <= num_parts
 
 
 def test_a_sequence_above_the_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 8 tokens does not fit tokens_per_microbatch = 7"):
-        pack([sample(0, 1, 1), sample(1, 5, 3)], 7)
-
-
-def test_nothing_packs_to_nothing() -> None:
-    assert pack([], 7) == []
+        divide(pack([sample(0, 1, 1), sample(1, 5, 3)]), 1, 7)

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.shared import OptimizerConfig
-from tandem.models.decoder import Decoder
-from tandem.models.hf import load_decoder
-from tandem.trainer.losses.policy import grpo_loss
-from tandem.trainer.optimizer import make_optimizer
+from tandem.config.losses import LossConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import ModelConfig, OptimizerConfig
+from tandem.data.packing import divide, pack
+from tandem.trainer.learner import micro_batch_loss
+from tandem.trainer.losses import make_policy_loss
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.setup import load_trained
 from tandem.trainer.step import Stepper
-from tandem.trainer.train_rl import policy_loss
 from tandem.types.rollout import Sample
 
 CPU = torch.device("cpu")
@@ -34,8 +36,10 @@ def make_samples() -> Callable[..., list[Sample]]:
                     Sample(
                         token_ids=prompt + completion,
                         loss_mask=[0] * len(prompt) + [1] * len(completion),
-                        advantages=[0.0] * len(prompt) + [advantage] * len(completion),
-                        logprobs=[0.0] * len(prompt) + [draw.uniform(-5.0, -4.0) for _ in completion],
+                        streams={
+                            "advantages": [0.0] * len(prompt) + [advantage] * len(completion),
+                            "logprobs": [0.0] * len(prompt) + [draw.uniform(-5.0, -4.0) for _ in completion],
+                        },
                     )
                 )
         return samples
@@ -46,14 +50,20 @@ def make_samples() -> Callable[..., list[Sample]]:
 @pytest.fixture
 def make_stepper(tiny_model: Path) -> Callable[[], Stepper]:
     def make() -> Stepper:
-        model: Decoder = load_decoder(tiny_model, torch.float32, CPU)
-        return Stepper(
-            model,
-            make_optimizer(model, OptimizerConfig(lr=1e-3, weight_decay=0.01)),
-            policy_loss(lambda streams: grpo_loss(streams, 0.2, 0.2)),
-            device=CPU,
-            compute_dtype=torch.float32,
-            max_grad_norm=1.0,
-        )
+        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.01)
+        return load_trained(ModelConfig(name=tiny_model), optimizer, ParallelConfig(), Ranks.single(CPU)).stepper
 
     return make
+
+
+@pytest.fixture
+def take_step() -> Callable[..., dict[str, float]]:
+    """One GRPO step on samples, in micro-batches of a bounded size."""
+
+    def take(stepper: Stepper, samples: list[Sample], bound: int = 1000, temperature: float = 1.0) -> dict[str, float]:
+        batch = pack(samples)
+        (micro_batches,) = divide(batch, 1, bound)
+        loss = micro_batch_loss(LossConfig(), make_policy_loss(LossConfig()))
+        return stepper.step(micro_batches, loss, batch.num_loss_tokens, temperature)
+
+    return take

@@ -28,9 +28,7 @@ def settings_of_torch():
 def write_batches(root: Path, make_samples, steps: range) -> None:
     writer = RolloutWriter(root / "rollouts", keep=10)
     for step in steps:
-        samples = make_samples(step)
-        count = sum(sum(sample.loss_mask) for sample in samples)
-        writer.write(TrainBatch(step, 1.0, count, pack(samples, 30)))
+        writer.write(TrainBatch(step, 1.0, pack(make_samples(step))))
 
 
 def config(model: Path, root: Path, **options: object) -> TrainerConfig:
@@ -44,6 +42,8 @@ def config(model: Path, root: Path, **options: object) -> TrainerConfig:
         "optimizer": {"lr": 1e-3},
         "scheduler": {"type": "linear", "warmup_steps": 1},
         "keep_weights": 10,
+        "seq_len": 30,
+        "tokens_per_microbatch": 30,
     }
     return TrainerConfig.model_validate(tree | options)
 

@@ -1,12 +1,15 @@
 """Supervised fine-tuning learns what it is shown."""
 
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.config.sft import SFTConfig
-from tandem.data.conversations import tokenize_conversation
+from tandem.data.conversations import encode_sft_row
+from tandem.data.dataset import load_dataset
 from tandem.data.packing import pack
 from tandem.data.tokenizer import Tokenizer
 from tandem.trainer.step import Predictions
@@ -17,22 +20,18 @@ from tandem.utils.metrics import MetricsForwarder
 
 
 def test_the_loss_is_the_sum_of_negative_log_probs(make_samples) -> None:
-    (batch,) = pack(make_samples(0), 1000)
-    loss, metrics = sft_loss(batch, Predictions(torch.tensor([-0.5, -2.0]), torch.zeros(2)))
-    assert (loss.item(), metrics) == (2.5, {})
+    output = sft_loss(pack(make_samples(0)), Predictions(torch.tensor([-0.5, -2.0]), torch.zeros(2)))
+    assert (output.loss.item(), output.metrics) == (2.5, {})
 
 
 def test_the_loss_falls_and_the_model_is_published(tiny_model: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer(tiny_model)
+    path = tmp_path / "rows.jsonl"
     rows = [("ab", "ba"), ("xyz", "zyx"), ("hello", "olleh")]
-    samples = [
-        tokenize_conversation([{"role": "user", "content": a}, {"role": "assistant", "content": b}], tokenizer)
-        for a, b in rows
-    ]
+    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in rows))
     config = SFTConfig.model_validate(
         {
             "model": {"name": tiny_model},
-            "data": {"path": "unused.jsonl"},
+            "data": {"path": str(path)},
             "output_dir": tmp_path,
             "max_steps": 12,
             "batch_size": 3,
@@ -40,7 +39,9 @@ def test_the_loss_falls_and_the_model_is_published(tiny_model: Path, tmp_path: P
             "optimizer": {"lr": 5e-3},
         }
     )
-    train_sft(config, samples, MetricsForwarder(tmp_path / "metrics.jsonl", []))
+    encode = partial(encode_sft_row, tokenizer=Tokenizer(tiny_model))
+    data = load_dataset(config.data, encode, seq_len=config.seq_len, seed=config.seed)
+    train_sft(config, data, MetricsForwarder(tmp_path / "metrics.jsonl", []))
     losses = [line["loss"] for line in read_json_lines(tmp_path / "metrics.jsonl")]
     assert losses[0] == pytest.approx(4.6, abs=0.3)  # ln 102: nothing is known
     assert losses[-1] < 2.0

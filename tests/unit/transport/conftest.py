@@ -8,17 +8,19 @@ from tandem.types.rollout import Sample, TrainBatch
 
 @pytest.fixture
 def make_batch() -> Callable[..., TrainBatch]:
-    def make(step: int = 1, shapes: tuple[tuple[int, int], ...] = ((2, 3), (1, 2)), bound: int = 6) -> TrainBatch:
+    def make(step: int = 1, shapes: tuple[tuple[int, int], ...] = ((2, 3), (1, 2))) -> TrainBatch:
         """Sequences of given numbers of prompt and learned tokens."""
         samples = [
             Sample(
                 token_ids=[number * 100 + position for position in range(num_prompt + num_learned)],
                 loss_mask=[0] * num_prompt + [1] * num_learned,
-                advantages=[number / 3] * (num_prompt + num_learned),
-                logprobs=[-position / 7 for position in range(num_prompt + num_learned)],
+                streams={
+                    "advantages": [number / 3] * (num_prompt + num_learned),
+                    "logprobs": [-position / 7 for position in range(num_prompt + num_learned)],
+                },
             )
             for number, (num_prompt, num_learned) in enumerate(shapes)
         ]
-        return TrainBatch(step, 0.7, 99, pack(samples, bound))
+        return TrainBatch(step, 0.7, pack(samples))
 
     return make

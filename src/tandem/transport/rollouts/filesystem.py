@@ -1,26 +1,23 @@
-"""Training batches through the run directory: rollouts/step_000012/rank_0.safetensors, then done.json.
+"""Training batches through the run directory: rollouts/step_000012/batch.safetensors, then done.json.
 
 The orchestrator writes, the trainer reads. The directory is filled under a temporary name and renamed,
 and the marker goes in last: a reader that sees the marker sees everything.
 """
 
-import json
-from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tandem.types.rollout import MicroBatch, TrainBatch
+from tandem.types.rollout import PackedBatch, TrainBatch
 from tandem.utils.files import publish_directory, read_json, staging_directory, write_json
 from tandem.utils.run_dir import remove_old_steps, step_name
 from tandem.utils.waiting import Deadline, wait_for
 
 MARKER = "done.json"
-RANK_FILE = "rank_0.safetensors"
-STREAMS = tuple(field.name for field in fields(MicroBatch))
-PER_SEGMENT = ("segment_lengths", "segment_parents")
+BATCH_FILE = "batch.safetensors"
+LAYOUT = ("token_ids", "positions", "segment_lengths", "segment_parents", "targets", "sequences")
+STREAM = "streams."
 
 
 class RolloutWriter:
@@ -31,22 +28,18 @@ class RolloutWriter:
     def write(self, batch: TrainBatch) -> None:
         final = self.folder / step_name(batch.step)
         staging = staging_directory(final)
-        # Streams of all micro-batches are joined; the lengths tell them apart again.
-        tensors = {
-            name: np.concatenate([getattr(micro_batch, name) for micro_batch in batch.micro_batches])
-            for name in STREAMS
-        }
-        counts = [len(micro_batch.segment_lengths) for micro_batch in batch.micro_batches]
+        packed = batch.packed
+        tensors = {name: getattr(packed, name) for name in LAYOUT}
+        tensors |= {STREAM + name: stream for name, stream in packed.streams.items()}
         metadata = {
             "step": str(batch.step),
             "temperature": repr(batch.temperature),
-            "num_loss_tokens": str(batch.num_loss_tokens),
-            "segments_per_microbatch": json.dumps(counts),
+            "num_sequences": str(packed.num_sequences),
         }
-        save_file(tensors, staging / RANK_FILE, metadata=metadata)
+        save_file(tensors, staging / BATCH_FILE, metadata=metadata)
         publish_directory(staging, final)
-        size_bytes = (final / RANK_FILE).stat().st_size
-        write_json(final / MARKER, {"step": batch.step, "files": {RANK_FILE: size_bytes}})
+        size_bytes = (final / BATCH_FILE).stat().st_size
+        write_json(final / MARKER, {"step": batch.step, "files": {BATCH_FILE: size_bytes}})
 
     def remove_trained(self, version: int) -> None:
         """Delete batches that version `version` has been trained on, but for the newest few."""
@@ -68,28 +61,17 @@ class RolloutReader:
         )
         wait_for(lambda: True if (path / MARKER).exists() else None, deadline, poll_s=0.001)
         sizes = read_json(path / MARKER)["files"]
-        actual = (path / RANK_FILE).stat().st_size
-        if actual != sizes[RANK_FILE]:
-            raise ValueError(f"{path / RANK_FILE} is damaged: {actual} bytes, {sizes[RANK_FILE]} were written")
-        return _load(path / RANK_FILE)
+        actual = (path / BATCH_FILE).stat().st_size
+        if actual != sizes[BATCH_FILE]:
+            raise ValueError(f"{path / BATCH_FILE} is damaged: {actual} bytes, {sizes[BATCH_FILE]} were written")
+        return _load(path / BATCH_FILE)
 
 
 def _load(path: Path) -> TrainBatch:
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
-        streams = {name: file.get_tensor(name) for name in STREAMS}
-    micro_batches = []
-    first_token = first_segment = 0
-    for num_segments in json.loads(metadata["segments_per_microbatch"]):
-        segments = slice(first_segment, first_segment + num_segments)
-        num_tokens = int(streams["segment_lengths"][segments].sum())
-        tokens = slice(first_token, first_token + num_tokens)
-        parts = {name: stream[segments if name in PER_SEGMENT else tokens] for name, stream in streams.items()}
-        micro_batches.append(MicroBatch(**parts))
-        first_token, first_segment = tokens.stop, segments.stop
-    return TrainBatch(
-        step=int(metadata["step"]),
-        temperature=float(metadata["temperature"]),
-        num_loss_tokens=int(metadata["num_loss_tokens"]),
-        micro_batches=micro_batches,
-    )
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    streams = {name.removeprefix(STREAM): stream for name, stream in tensors.items() if name.startswith(STREAM)}
+    layout = {name: tensors[name] for name in LAYOUT}
+    packed = PackedBatch(**layout, num_sequences=int(metadata["num_sequences"]), streams=streams)
+    return TrainBatch(int(metadata["step"]), float(metadata["temperature"]), packed)

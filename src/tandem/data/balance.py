@@ -1,0 +1,30 @@
+"""Dividing work: among ranks so that each has about as much, and into bins of bounded size."""
+
+import heapq
+from collections.abc import Sequence
+
+
+def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Numbers of the items each rank gets: the dearest first, always to the rank that has least so far."""
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    members: list[list[int]] = [[] for _ in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        load, rank = heapq.heappop(loads)
+        members[rank].append(item)
+        heapq.heappush(loads, (load + costs[item], rank))
+    return members
+
+
+def fill(items: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Few bins, found cheaply: the largest item first, each into the first bin that has room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(items, key=lambda item: (-sizes[item], item)):
+        index = next((i for i, free in enumerate(room) if free >= sizes[item]), None)
+        if index is None:
+            bins.append([])
+            room.append(capacity)
+            index = len(bins) - 1
+        bins[index].append(item)
+        room[index] -= sizes[item]
+    return bins

@@ -1,0 +1,21 @@
+"""A training command on several ranks of this machine: it becomes torchrun, which starts itself so many times.
+
+Across machines people call torchrun themselves, one a machine; its workers come here too, and go on as they are.
+"""
+
+import os
+import sys
+
+from tandem.utils.processes import SUPERVISOR_PID
+
+
+def spread_over_ranks(module: str, num_ranks: int) -> None:
+    """Returns in a process that trains; where several are wanted and this is none of them yet, it never returns."""
+    if num_ranks == 1 or "RANK" in os.environ:
+        return
+    # The process stays the same, so whoever watches over this one watches over torchrun, and torchrun over the ranks.
+    os.environ[SUPERVISOR_PID] = str(os.getpid())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [*command, "-m", module, *sys.argv[1:]])

@@ -1,0 +1,110 @@
+"""From a configuration to everything that trains: model, optimizer, stepper."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.lora import LoRAConfig
+from tandem.config.losses import PpoConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import ModelConfig, OptimizerConfig
+from tandem.models.trainable import Trainable, adapter_config, adapter_tensors, load_trainable, merged_tensors
+from tandem.trainer.model import LanguageModel
+from tandem.trainer.optimizer import make_optimizer
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.sharding import is_offloaded, prepare
+from tandem.trainer.step import Stepper
+from tandem.trainer.throughput import Throughput
+from tandem.transport.weights.filesystem import WeightsPublisher
+
+# Takes the weights under their Hugging Face names, or an adapter under PEFT's, and their version.
+Publish = Callable[[Mapping[str, Tensor], int], object]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in training, with the module that holds its weights."""
+
+    config: ModelConfig
+    lora: LoRAConfig | None
+    decoder: Trainable
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    stepper: Stepper
+
+    def publish(self, publish: Publish, version: int) -> None:
+        """Every rank takes part in putting the weights together, an adapter merged into them; the first one
+        publishes them."""
+        self._publish(merged_tensors, publish, version)
+
+    def publish_adapter(self, publish: Publish, version: int) -> None:
+        """The same for the adapter alone."""
+        self._publish(adapter_tensors, publish, version)
+
+    def _publish(self, gather: Callable[[Trainable], dict[str, Tensor]], publish: Publish, version: int) -> None:
+        tensors = gather(self.decoder)
+        if self.stepper.ranks.is_first:
+            publish(tensors, version)
+
+    def save_adapter(self, folder: Path, version: int) -> None:
+        """The adapter, if one is trained, for those who want it apart from the model."""
+        if self.adapter_config is not None:
+            publisher = WeightsPublisher(folder, self.config.name, "float32", 1, adapter_config=self.adapter_config)
+            self.publish_adapter(publisher.publish, version)
+
+    @property
+    def adapter_config(self) -> dict[str, Any] | None:
+        """What PEFT has to know of the adapter; None: the whole model is trained."""
+        return self.lora and adapter_config(self.decoder, self.lora, self.config.name.resolve())
+
+    def throughput(self) -> Throughput:
+        ranks = self.stepper.ranks
+        num_parameters = sum(parameter.numel() for parameter in self.decoder.parameters())
+        return Throughput(self.decoder.spec, num_parameters, ranks.device, ranks.size)
+
+
+def load_trained(
+    model_config: ModelConfig,
+    optimizer_config: OptimizerConfig,
+    parallel: ParallelConfig,
+    ranks: Ranks,
+    *,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
+    entropy_gradient: bool = False,
+    critic: PpoConfig | None = None,
+) -> Trained:
+    """The model in float32 whatever it computes in, spread as the configuration says; a critic gets a value head."""
+    dtype = getattr(torch, model_config.dtype)
+    home = torch.device("cpu") if is_offloaded(parallel, ranks) else ranks.device
+    decoder = load_trainable(model_config, home, lora, seed)
+    model = LanguageModel(decoder, None if critic is None else new_value_head(decoder.spec.hidden_size, home))
+    prepare(model, decoder.layers, parallel, ranks, dtype)
+    optimizer = make_optimizer(
+        model,
+        optimizer_config,
+        value_head_lr=critic.critic_lr if critic else None,
+        offload=parallel.optimizer_offload and ranks.device.type == "cuda",
+    )
+    stepper = Stepper(
+        model,
+        optimizer,
+        ranks,
+        parallel,
+        compute_dtype=dtype,
+        max_grad_norm=optimizer_config.max_grad_norm,
+        entropy_gradient=entropy_gradient,
+    )
+    return Trained(model_config, lora, decoder, model, optimizer, stepper)
+
+
+def new_value_head(hidden_size: int, device: torch.device) -> nn.Linear:
+    """It expects nothing at first."""
+    head = nn.Linear(hidden_size, 1, device=device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,78 @@
+"""One rank of `test_ranks.py`: takes two steps in every way asked for and saves the weights of each.
+
+A way with `failure` lets the last rank die or hang before the second step.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tandem.config.losses import LossConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import ModelConfig, OptimizerConfig
+from tandem.data.packing import divide, pack
+from tandem.models.runtime import setup_torch
+from tandem.trainer.learner import micro_batch_loss
+from tandem.trainer.losses import make_policy_loss
+from tandem.trainer.ranks import Ranks, joined
+from tandem.trainer.setup import load_trained
+from tandem.types.rollout import Sample
+
+
+def make_samples(seed: int) -> list[Sample]:
+    """Three groups of unequal size and length, so that no two ranks have the same to do."""
+    draw = random.Random(seed)
+    samples = []
+    for group_size in (4, 2, 1):
+        prompt = [draw.randrange(6, 100) for _ in range(draw.randint(3, 9))]
+        for _ in range(group_size):
+            completion = [draw.randrange(6, 100) for _ in range(draw.randint(1, 9))]
+            advantage = draw.uniform(-1, 1)
+            streams = {
+                "advantages": [advantage] * (len(prompt) + len(completion)),
+                "logprobs": [draw.uniform(-5.0, -4.0) for _ in prompt + completion],
+            }
+            mask = [0] * len(prompt) + [1] * len(completion)
+            samples.append(Sample(prompt + completion, mask, streams))
+    return samples
+
+
+def take_steps(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Plain SGD: Adam divides by the gradient's own size, which blows rounding up where it is next to nothing."""
+    parallel = ParallelConfig.model_validate(way["parallel"])
+    trained = load_trained(ModelConfig(name=model), OptimizerConfig(), parallel, ranks)
+    trained.stepper.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
+    loss = micro_batch_loss(LossConfig(), make_policy_loss(LossConfig()))
+    stats = {}
+    for seed in (0, 1):
+        ranks.report(seed + 1, "training")
+        if seed == 1 and ranks.rank == ranks.size - 1 and "failure" in way:
+            os.kill(os.getpid(), signal.SIGKILL) if way["failure"] == "dies" else time.sleep(300)
+        batch = pack(make_samples(seed))
+        micro_batches = divide(batch, ranks.size, way["bound"])[ranks.rank]
+        stats = trained.stepper.step(micro_batches, loss, batch.num_loss_tokens)
+    found: dict[str, torch.Tensor] = {}
+    trained.publish(lambda tensors, version: found.update(tensors), version=2)
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in stats.items()}
+    return {name: tensor.clone().contiguous() for name, tensor in (found | numbers).items()}
+
+
+def main() -> None:
+    model, folder, ways = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    setup_torch(threads=1, seed=0, deterministic=False)
+    with joined("cpu", timeout_s=5) as ranks:
+        for number, way in enumerate(ways):
+            tensors = take_steps(model, way, ranks)
+            if ranks.is_first:
+                save_file(tensors, folder / f"{number}.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Several ranks train one model: the update is that of one, however it is divided; one that fails ends all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+BOUNDS = (1000, 60, 20)
+
+
+def run_ranks(num_ranks: int, model: Path, folder: Path, ways: list[dict]) -> list[dict[str, torch.Tensor]]:
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = command if num_ranks > 1 else [sys.executable]
+    arguments = [str(WORKER), str(model), str(folder), json.dumps(ways)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, *arguments], check=True, timeout=240, env=environment, capture_output=True, text=True)
+    return [load_file(folder / f"{number}.safetensors") for number in range(len(ways))]
+
+
+def test_the_update_does_not_depend_on_ranks_micro_batches_or_sharding(tiny_model: Path, tmp_path: Path) -> None:
+    plain = [{"bound": bound, "parallel": {}} for bound in BOUNDS]
+    alone = run_ranks(1, tiny_model, tmp_path / "one", plain)
+    sharded = [
+        {"bound": bound, "parallel": {"strategy": strategy}}
+        for strategy in ("ddp", "zero2", "zero3", "zero3_offload")
+        for bound in BOUNDS
+    ] + [{"bound": 60, "parallel": {"strategy": "zero3", "gradient_checkpointing": 2}}]
+    results = alone[1:]
+    for num_ranks in (2, 4):
+        results += run_ranks(num_ranks, tiny_model, tmp_path / str(num_ranks), sharded)
+    start = load_file(tiny_model / "model.safetensors")
+    expected = alone[0]
+    assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
+    for found in results:
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("failure", ["dies", "hangs"])
+def test_a_rank_that_fails_is_named_and_ends_the_job(failure: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Ranks wait five seconds for each other."""
+    ways = [{"bound": 60, "parallel": {"strategy": "zero3"}, "failure": failure}]
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run_ranks(2, tiny_model, tmp_path / "failed", ways)
+    message = caught.value.stderr
+    if failure == "hangs":
+        assert "RankLost: rank 0 waited in vain in step 2 (training) for: rank 1 on" in message
+    else:
+        assert "Signal 9 (SIGKILL) received by PID" in message
+        assert "local_rank: 1" in message or "RankLost" in message

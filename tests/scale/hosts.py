@@ -1,0 +1,56 @@
+"""Two hosts on one machine: network namespaces on a bridge, each with an address of its own."""
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SUBNET = "10.77.0"
+
+
+def why_not() -> str | None:
+    """Why hosts cannot be made here; None if they can."""
+    if shutil.which("ip") is None:
+        return "network namespaces need the `ip` command (Debian: apt-get install iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return None
+
+
+class Host:
+    def __init__(self, namespace: str, address: str) -> None:
+        self.namespace = namespace
+        self.address = address
+
+    def command(self, arguments: list[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[Host]]:
+    """Names are drawn anew, so that runs side by side do not meet; the addresses are their own in each bridge."""
+    mark = uuid.uuid4().hex[:6]
+    bridge = f"tb{mark}"
+    hosts = [Host(f"tandem-{mark}-{number}", f"{SUBNET}.{number}") for number in (1, 2)]
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        for number, host in enumerate(hosts, start=1):
+            link = f"tv{mark}{number}"
+            _ip("netns", "add", host.namespace)
+            _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            _ip("link", "set", link, "master", bridge, "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", host.namespace, "link", "set", "eth0", "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.namespace], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
