@@ -99,6 +99,21 @@ class RLConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _advantages_fit_the_loss(self) -> "RLConfig":
+        loss, advantage = self.trainer.loss, self.orchestrator.advantage.type
+        if loss.type == "ppo" and advantage != "reward":
+            raise ValueError(
+                f'orchestrator.advantage.type = {advantage!r} with trainer.loss.type = "ppo": the critic itself makes '
+                'advantages of rewards; set orchestrator.advantage.type = "reward"'
+            )
+        if advantage == "none" and loss.teacher.coef == 0:
+            raise ValueError(
+                'orchestrator.advantage.type = "none" leaves nothing to learn from without a teacher; '
+                "give trainer.loss.teacher.model and trainer.loss.teacher.coef"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _client_finds_server(self) -> "RLConfig":
         if self.inference is None:
             return self

@@ -18,6 +18,7 @@ from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
 RETRY_STATUS = (429, 502, 503, 504)
+ADAPTER = "tandem-policy"  # what the server calls the adapter that is trained
 
 
 class InferenceError(RuntimeError):
@@ -30,6 +31,7 @@ class InferenceClient:
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.base_url = config.base_url.rstrip("/")
+        self.model: dict[str, str] = {}  # what requests ask for; nothing: the model that is served
         key = config.resolve_api_key()
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -69,13 +71,26 @@ class InferenceClient:
             "seed": seed,
             "logprobs": 0,
             "return_token_ids": True,
-        }
+        } | self.model
         answer = await self._post("/v1/completions", body)
         return [_completion(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
 
     async def update_weights(self, path: Path, version: int) -> None:
         body = {"path": str(path.resolve()), "version": version, "mode": self.config.update_mode}
         await self._post("/update_weights", body)
+        self.model = {}
+
+    async def load_adapter(self, path: Path, version: int) -> None:
+        """Have a LoRA adapter serve in place of the one before; completions come from it from here on."""
+        body = {
+            "lora_name": ADAPTER,
+            "lora_path": str(path.resolve()),
+            "load_inplace": True,
+            "version": version,
+            "mode": self.config.update_mode,
+        }
+        await self._post("/load_lora_adapter", body)
+        self.model = {"model": ADAPTER}
 
     async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         problem = ""

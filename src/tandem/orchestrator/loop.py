@@ -3,7 +3,7 @@
 Two tasks run side by side:
 
     batches   dispatcher ─► groups ─► advantages ─► rollouts/step_n ─► metrics, samples
-    policy    weights/step_n ─► /update_weights ─► evaluation where due
+    policy    weights/step_n ─► /update_weights or /load_lora_adapter ─► evaluation where due
 
 The trainer is met only through the run directory, the inference server only through its client.
 """
@@ -25,6 +25,7 @@ from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.policy import Policy
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
+from tandem.orchestrator.shaping import shape_rewards, shaping_metrics
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import request_seed
 from tandem.transport.rollouts.filesystem import RolloutWriter
@@ -87,7 +88,7 @@ class Orchestrator:
         """Whatever the server served before, it now serves the weights this run starts from."""
         version = self.start.step
         path = self.config.model.name if version == 0 else self.run_dir.weights / step_name(version)
-        policy = Policy(self.client, self.run_dir.weights, version)
+        policy = Policy(self.client, self.config.model.name, self.run_dir.weights, version)
         if version > 0:
             deadline = self._weights_deadline(version)
             while not (path / MANIFEST).exists():
@@ -135,13 +136,14 @@ class Orchestrator:
 
     def _write_batch(self, groups: list[Group], step: int) -> None:
         config = self.config
-        advantages = [self.advantages(group.rewards) for group in groups]
-        batch = make_batch(groups, advantages, step, config.tokens_per_microbatch, config.sampling.temperature)
+        advantages = self.advantages(shape_rewards(groups, config.sampling.max_tokens, config.overlong))
+        batch = make_batch(groups, advantages, step, config.sampling.temperature)
         self.writer.write(batch)
         write_samples(self.run_dir.samples(step), groups, advantages)
 
     def _log_step(self, groups: list[Group], step: int, version: int, seconds: float, num_stale: int) -> None:
-        metrics = batch_metrics(groups, step)
+        shaping = shaping_metrics(groups, self.config.sampling.max_tokens, self.config.overlong)
+        metrics = batch_metrics(groups, step) | shaping
         tokens_per_s = metrics["completion_tokens/total"] / max(seconds, 1e-9)
         times = {
             "step_s": seconds,

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tandem.orchestrator.client import InferenceClient, InferenceError
-from tandem.transport.weights.manifest import newest_version
+from tandem.transport.weights.manifest import is_adapter, newest_version
 from tandem.utils.run_dir import step_name
 
 POLL_S = 0.002
@@ -15,19 +15,32 @@ VersionListener = Callable[[int, int], Awaitable[None]]
 
 class Policy:
     """Knows the version being served. One task runs `follow`; others wait on `next_update`, a future that
-    is done when another version is served, and then replaced by a new one."""
+    is done when another version is served, and then replaced by a new one.
 
-    def __init__(self, client: InferenceClient, weights_folder: Path, version: int) -> None:
+    A version is a whole model, or a LoRA adapter of `model_dir`, which then has to be served below it."""
+
+    def __init__(self, client: InferenceClient, model_dir: Path, weights_folder: Path, version: int) -> None:
         self.client = client
+        self.model_dir = model_dir
         self.weights_folder = weights_folder
         self.version = version
+        self._serves_base = False
         self.next_update: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def load(self, path: Path, version: int) -> None:
-        await self.client.update_weights(path, version)
+        if is_adapter(path):
+            if not self._serves_base:
+                await self._serve(self.model_dir, 0)
+            await self.client.load_adapter(path, version)
+        else:
+            await self._serve(path, version)
         self.version = version
         self.next_update.set_result(version)
         self.next_update = asyncio.get_running_loop().create_future()
+
+    async def _serve(self, path: Path, version: int) -> None:
+        await self.client.update_weights(path, version)
+        self._serves_base = path == self.model_dir
 
     async def follow(self, last_version: int, on_update: VersionListener) -> None:
         """Hand each new version to the server as it appears, until `last_version` is served.

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -44,7 +44,8 @@ def options(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
         ]
         flag = prefix + name.replace("_", "-")
         if inner:
-            yield from options(inner[0], flag + ".")
+            each = "[*]." if get_origin(field.annotation) is list else "."
+            yield from options(inner[0], flag + each)
         else:
             yield f"--{flag}"
 
@@ -68,7 +69,7 @@ def test_help_names_every_option_and_needs_no_torch(command: str) -> None:
 
 def is_described(flag: str, help_text: str) -> bool:
     """Flag, kind of value, two spaces or a new line, and a sentence before "(default: …)" or "(required)"."""
-    return re.search(rf" {re.escape(flag)} \S[^│]*?(  +|│\n│ {{6,}})[^\s(│]", help_text) is not None
+    return re.search(rf" {re.escape(flag)} \S[^│]*?(  +|│\n│ {{3,}})[^\s(│]", help_text) is not None
 
 
 def test_an_option_without_description_would_be_noticed() -> None:

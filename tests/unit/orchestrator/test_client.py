@@ -170,6 +170,30 @@ def test_update_weights_names_path_and_version(server: FakeServer, tmp_path: Pat
     assert (path, body) == ("/update_weights", {"path": str(tmp_path / "step_000004"), "version": 4, "mode": "keep"})
 
 
+def test_an_adapter_is_loaded_in_place_and_asked_for_until_whole_weights_come(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    server.plan = [(200, {}), (200, ANSWER), (200, {}), (200, ANSWER)]
+
+    async def run(client: InferenceClient) -> None:
+        await client.load_adapter(tmp_path / "step_000004", 4)
+        await generate(client)
+        await client.update_weights(tmp_path / "step_000005", 5)
+        await generate(client)
+
+    with_client(server, run, update_mode="wait")
+    (path, _, body), (_, _, asked), _, (_, _, asked_later) = server.requests
+    assert path == "/load_lora_adapter"
+    assert body == {
+        "lora_name": "tandem-policy",
+        "lora_path": str(tmp_path / "step_000004"),
+        "load_inplace": True,
+        "version": 4,
+        "mode": "wait",
+    }
+    assert asked["model"] == "tandem-policy" and "model" not in asked_later
+
+
 def test_waiting_for_a_server_that_is_starting(server: FakeServer) -> None:
     server.plan = [(503, ""), (DROP, None), (200, {})]
     with_client(server, lambda client: client.wait_until_ready())

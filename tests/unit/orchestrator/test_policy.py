@@ -11,6 +11,8 @@ from tandem.orchestrator.policy import Policy
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.run_dir import step_name
 
+BASE = Path("models/base")
+
 
 class FakeClient:
     def __init__(self) -> None:
@@ -19,10 +21,15 @@ class FakeClient:
     async def update_weights(self, path: Path, version: int) -> None:
         self.loaded.append((path.name, version))
 
+    async def load_adapter(self, path: Path, version: int) -> None:
+        self.loaded.append((f"adapter {path.name}", version))
 
-def publish(folder: Path, version: int) -> None:
+
+def publish(folder: Path, version: int, *, adapter: bool = False) -> None:
     path = folder / step_name(version)
     path.mkdir(parents=True)
+    if adapter:
+        (path / "adapter_config.json").write_text("{}")
     write_manifest(path, version)
 
 
@@ -38,7 +45,7 @@ def test_follow_takes_the_newest_and_ends_with_the_last(tmp_path: Path) -> None:
             publish(tmp_path, 5)
 
     async def run() -> None:
-        policy = Policy(client, tmp_path, version=0)  # pyright: ignore[reportArgumentType]
+        policy = Policy(client, BASE, tmp_path, version=0)  # pyright: ignore[reportArgumentType]
         following = asyncio.ensure_future(policy.follow(5, on_update))
         await asyncio.sleep(0.02)
         assert policy.version == 0
@@ -54,7 +61,7 @@ def test_follow_takes_the_newest_and_ends_with_the_last(tmp_path: Path) -> None:
 
 def test_whoever_waits_for_the_next_update_is_told(tmp_path: Path) -> None:
     async def run() -> None:
-        policy = Policy(FakeClient(), tmp_path, version=0)  # pyright: ignore[reportArgumentType]
+        policy = Policy(FakeClient(), BASE, tmp_path, version=0)  # pyright: ignore[reportArgumentType]
         first = policy.next_update
         await policy.load(tmp_path, 1)
         assert first.result() == 1
@@ -85,7 +92,7 @@ async def ignore(old: int, new: int) -> None:
 
 def test_refused_weights_end_the_run_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
-        policy = Policy(RefusingClient(lambda: None), tmp_path, version=0)  # pyright: ignore[reportArgumentType]
+        policy = Policy(RefusingClient(lambda: None), BASE, tmp_path, version=0)  # pyright: ignore[reportArgumentType]
         publish(tmp_path, 1)
         await policy.follow(2, ignore)
 
@@ -98,7 +105,38 @@ def test_a_refused_version_that_was_replaced_meanwhile_is_passed_over(tmp_path: 
 
     async def run() -> None:
         publish(tmp_path, 1)
-        await Policy(client, tmp_path, version=0).follow(2, ignore)  # pyright: ignore[reportArgumentType]
+        await Policy(client, BASE, tmp_path, version=0).follow(2, ignore)  # pyright: ignore[reportArgumentType]
 
     asyncio.run(run())
     assert client.loaded == [("step_000002", 2)]
+
+
+def test_adapters_are_served_over_the_model_they_belong_to(tmp_path: Path) -> None:
+    client = FakeClient()
+
+    async def on_update(old: int, new: int) -> None:
+        if new < 2:
+            publish(tmp_path, new + 1, adapter=True)
+
+    async def run() -> None:
+        policy = Policy(client, BASE, tmp_path, version=0)  # pyright: ignore[reportArgumentType]
+        await policy.load(BASE, 0)
+        publish(tmp_path, 1, adapter=True)
+        await policy.follow(2, on_update)
+        assert policy.version == 2
+
+    asyncio.run(run())
+    assert client.loaded == [("base", 0), ("adapter step_000001", 1), ("adapter step_000002", 2)]
+
+
+def test_a_run_resumed_at_an_adapter_first_puts_its_model_below(tmp_path: Path) -> None:
+    """The server may have been kept alive by a run of other weights."""
+    client = FakeClient()
+    publish(tmp_path, 3, adapter=True)
+
+    async def run() -> None:
+        policy = Policy(client, BASE, tmp_path, version=3)  # pyright: ignore[reportArgumentType]
+        await policy.load(tmp_path / step_name(3), 3)
+
+    asyncio.run(run())
+    assert client.loaded == [("base", 0), ("adapter step_000003", 3)]

@@ -1,13 +1,33 @@
-"""How rewards of a group become advantages: pure functions, chosen by `advantage.type`."""
+"""How rewards become advantages: pure functions, chosen by `advantage.type`."""
 
 from collections.abc import Callable
-from functools import partial
 
-from tandem.config.orchestrator import AdvantageConfig
-from tandem.orchestrator.advantages.grpo import grpo_advantages
+from tandem.config.advantages import AdvantageConfig, AdvantageType
+from tandem.orchestrator.advantages.functions import (
+    Advantages,
+    Groups,
+    dr_grpo_advantages,
+    grpo_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    reward_advantages,
+    rloo_advantages,
+    zero_advantages,
+)
 
-AdvantageFunction = Callable[[list[float]], list[float]]
+# The rewards of all groups of a batch to their advantages.
+AdvantageFunction = Callable[[Groups], Advantages]
+
+FUNCTIONS: dict[AdvantageType, AdvantageFunction] = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+    "reinforce_pp": reinforce_pp_advantages,
+    "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
+    "reward": reward_advantages,
+    "none": zero_advantages,
+}
 
 
 def make_advantage_function(config: AdvantageConfig) -> AdvantageFunction:
-    return partial(grpo_advantages, normalize_std=config.normalize_std)
+    return FUNCTIONS[config.type]

@@ -1,13 +1,25 @@
 """Objectives: pure functions of streams, chosen by `loss.type`."""
 
-from collections.abc import Callable
-from functools import partial
+from tandem.trainer.losses.normalization import loss_denominator, token_weights
+from tandem.trainer.losses.objective import (
+    PolicyLoss,
+    ignores_zero_advantages,
+    make_policy_loss,
+    needs_entropy_gradient,
+    needs_reference,
+    needs_teacher,
+)
+from tandem.trainer.losses.streams import LossOutput, PolicyStreams
 
-from tandem.config.trainer import LossConfig
-from tandem.trainer.losses.policy import LossOutput, PolicyStreams, grpo_loss
-
-PolicyLoss = Callable[[PolicyStreams], LossOutput]
-
-
-def make_policy_loss(config: LossConfig) -> PolicyLoss:
-    return partial(grpo_loss, clip_low=config.clip_low, clip_high=config.clip_high)
+__all__ = [
+    "LossOutput",
+    "PolicyLoss",
+    "PolicyStreams",
+    "ignores_zero_advantages",
+    "loss_denominator",
+    "make_policy_loss",
+    "needs_entropy_gradient",
+    "needs_reference",
+    "needs_teacher",
+    "token_weights",
+]

@@ -1,39 +1,54 @@
-"""Policy-gradient objectives: pure functions of per-token streams. No model, no parallelism."""
+"""Policy-gradient objectives: pure functions of per-token streams. No model, no parallelism.
+
+With A the advantage of a token, l its log-prob, r = exp(log-ratio) its ratio to the policy before the batch.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class PolicyStreams:
-    """One entry per sampled token."""
-
-    logprobs: Tensor  # (tokens,), of the policy being trained; carries the gradient
-    sampled_logprobs: Tensor  # (tokens,), of the policy that sampled them
-    advantages: Tensor  # (tokens,)
+from tandem.trainer.losses.ratios import bounded_exp
 
 
 @dataclass(frozen=True)
-class LossOutput:
-    """Sums over tokens: the caller divides by the number of tokens of the whole step."""
+class PolicyTerm:
+    """Of each token."""
 
-    loss: Tensor
-    metrics: dict[str, Tensor]
+    losses: Tensor  # (tokens,)
+    is_clipped_low: Tensor  # (tokens,), bool: the lower bound holds the loss back
+    is_clipped_high: Tensor  # (tokens,), bool: the upper bound does
 
 
-def grpo_loss(streams: PolicyStreams, clip_low: float, clip_high: float) -> LossOutput:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) summed over tokens, with r = exp(logprob - sampled logprob)."""
-    log_ratio = streams.logprobs - streams.sampled_logprobs
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    unclipped_gain = ratio * streams.advantages
-    gain = torch.minimum(unclipped_gain, clipped * streams.advantages)
+def clipped_term(
+    log_ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> PolicyTerm:
+    """−min(r A, clip(r, 1 − low, 1 + high) A); with a dual clip, r is held below it where A < 0.
+
+    Of tokens: GRPO and PPO. Of sequences' geometric means: GSPO. Of sequences' products: RLOO.
+    """
+    ratios = bounded_exp(log_ratios)
+    clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
+    bounded = ratios if dual_clip is None else ratios.clamp(max=dual_clip)
+    gains = torch.minimum(bounded * advantages, clipped * advantages)
     with torch.no_grad():
-        metrics = {
-            "clip_fraction": (gain < unclipped_gain).float().sum(),
-            "ratio": ratio.sum(),
-            "mismatch_kl": (ratio - 1 - log_ratio).sum(),  # k3 estimate of KL(sampling policy || trained policy)
-        }
-    return LossOutput(-gain.sum(), metrics)
+        is_low = (ratios < 1 - clip_low) & (advantages < 0)
+        is_high = (ratios > 1 + clip_high) & (advantages > 0)
+        if dual_clip is not None:
+            is_high |= (ratios > dual_clip) & (advantages < 0)
+    return PolicyTerm(-gains, is_low, is_high)
+
+
+def cispo_term(logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, clip_high: float) -> PolicyTerm:
+    """−sg(min(r, 1 + high)) A l: no token loses its gradient, however far the policy has moved."""
+    ratios = bounded_exp(log_ratios.detach())
+    is_high = ratios > 1 + clip_high
+    return PolicyTerm(
+        -ratios.clamp(max=1 + clip_high) * advantages * logprobs, torch.zeros_like(is_high), is_high & (advantages != 0)
+    )
+
+
+def reinforce_term(logprobs: Tensor, advantages: Tensor) -> PolicyTerm:
+    """−A l."""
+    never = torch.zeros_like(logprobs, dtype=torch.bool)
+    return PolicyTerm(-advantages * logprobs, never, never)

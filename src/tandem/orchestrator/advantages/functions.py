@@ -1,0 +1,64 @@
+"""Advantages from the rewards of a whole batch of groups. Pure functions; a group's rewards are one list.
+
+Rewards that are all equal, in whatever they are compared with, give exact zeros: there is nothing to learn from them.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+Groups = Sequence[Sequence[float]]
+Advantages = list[list[float]]
+
+# Keeps differences that are mere rounding from being blown up to the size of real ones.
+EPSILON = 1e-6
+
+
+def grpo_advantages(groups: Groups) -> Advantages:
+    """(r − mean) / (std + ε), mean and std of the group; of all of it, not of a sample from it."""
+    return [scaled(centred(group), statistics.pstdev(group)) for group in groups]
+
+
+def dr_grpo_advantages(groups: Groups) -> Advantages:
+    """r − mean of the group."""
+    return [centred(group) for group in groups]
+
+
+def rloo_advantages(groups: Groups) -> Advantages:
+    """r − mean of the others in the group, which is n / (n − 1) · (r − mean of the group of n)."""
+    return [[value * len(group) / (len(group) - 1) for value in centred(group)] for group in groups]
+
+
+def reinforce_pp_advantages(groups: Groups) -> Advantages:
+    """(r − mean) / (std + ε), mean and std of the whole batch."""
+    everything = [reward for group in groups for reward in group]
+    values = iter(scaled(centred(everything), statistics.pstdev(everything)))
+    return [[next(values) for _ in group] for group in groups]
+
+
+def reinforce_pp_baseline_advantages(groups: Groups) -> Advantages:
+    """d = r − mean of the group; d / (std + ε), std of d in the whole batch."""
+    differences = dr_grpo_advantages(groups)
+    std = statistics.pstdev([value for group in differences for value in group])
+    return [scaled(group, std) for group in differences]
+
+
+def reward_advantages(groups: Groups) -> Advantages:
+    """r, as it is."""
+    return [list(group) for group in groups]
+
+
+def zero_advantages(groups: Groups) -> Advantages:
+    """0: whatever is learned, rewards have no part in it."""
+    return [[0.0] * len(group) for group in groups]
+
+
+def centred(rewards: Sequence[float]) -> list[float]:
+    """r − mean; exact zeros where all are equal, which the rounding of the mean could spoil."""
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)
+    mean = statistics.fmean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def scaled(values: Sequence[float], std: float) -> list[float]:
+    return [value / (std + EPSILON) for value in values]

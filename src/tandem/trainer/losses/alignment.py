@@ -1,0 +1,116 @@
+"""The objective that `loss.type` names, on the tokens of one micro-batch: sums over sequences, then pairs or labels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.config.align import AlignLossConfig
+from tandem.trainer.losses.kl import kl_estimate
+from tandem.trainer.losses.preference import (
+    PairStreams,
+    cpo_loss,
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    orpo_loss,
+    simpo_loss,
+)
+from tandem.trainer.losses.reward_model import ScoreStreams, reward_model_loss
+from tandem.trainer.losses.sequences import is_last_token, sequence_lengths, sum_by_sequence
+from tandem.trainer.losses.streams import LossOutput
+from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
+
+
+@dataclass(frozen=True)
+class AlignStreams:
+    """One entry per token of a completion. Sequences come in pairs, the chosen one first, or each with a label."""
+
+    logprobs: Tensor  # (tokens,), of the model being trained; carries the gradient. Of a reward model: scores
+    reference_logprobs: Tensor | None  # (tokens,); None: no reference
+    sequences: Tensor  # (tokens,), int64, ascending: the sequence a token belongs to
+    num_sequences: int
+    labels: Tensor | None = None  # (tokens,), where unpaired: 1 in a good completion, 0 in a bad one
+    margins: Tensor | None = None  # (tokens,), of a reward model: by how much the chosen one should win
+
+    def sums(self, values: Tensor) -> Tensor:
+        """(tokens,) -> (sequences,)."""
+        return sum_by_sequence(values, self.sequences, self.num_sequences)
+
+    def means(self, values: Tensor) -> Tensor:
+        """(tokens,) -> (sequences,)."""
+        return self.sums(values) / sequence_lengths(self.sequences, self.num_sequences)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What an objective has to know of the whole step, however it is divided."""
+
+    mean_chosen_length: float = 1.0  # tokens of a chosen completion; cpo, orpo
+    kl: float = 0.0  # estimate of KL(policy || reference); kto
+    delta: float = 0.0  # reward shift; bco
+
+
+def alignment_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
+    """Sums over the pairs, or over the labeled completions. The metric "kl" is a sum over tokens."""
+    if config.type == "reward":
+        return reward_model_loss(score_streams(streams), config.centering or 0.0)
+    compute = _pair_loss if config.is_paired else _labeled_loss
+    output = compute(streams, config, facts)
+    if streams.reference_logprobs is None:
+        return output
+    # Rejected tokens become ever less likely, and k3 would grow with the inverse of their probability.
+    kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, "k2")
+    return LossOutput(output.loss, output.metrics | {"kl": kl.sum()})
+
+
+def _pair_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
+    pairs, beta, smoothing = pair_streams(streams), config.scale, config.label_smoothing or 0.0
+    if config.type == "dpo":
+        return dpo_loss(pairs, beta, smoothing)
+    if config.type == "hinge":
+        return hinge_loss(pairs, beta)
+    if config.type == "ipo":
+        return ipo_loss(pairs, beta)
+    if config.type == "simpo":
+        return simpo_loss(pairs, beta, config.margin, smoothing)
+    if config.type == "orpo":
+        return orpo_loss(pairs, beta, facts.mean_chosen_length)
+    assert config.type == "cpo"
+    return cpo_loss(pairs, beta, smoothing, config.imitation_weight, facts.mean_chosen_length)
+
+
+def _labeled_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
+    labeled = labeled_streams(streams)
+    if config.type == "bco":
+        return bco_loss(labeled, config.scale, facts.delta)
+    assert config.type == "kto"
+    return kto_loss(labeled, config.scale, facts.kl, *config.label_weights)
+
+
+def pair_streams(streams: AlignStreams) -> PairStreams:
+    logprobs = streams.sums(streams.logprobs)
+    lengths = sequence_lengths(streams.sequences, streams.num_sequences).to(logprobs.dtype)
+    reference = torch.zeros_like(logprobs)
+    if streams.reference_logprobs is not None:
+        reference = streams.sums(streams.reference_logprobs)
+    return PairStreams(
+        *(logprobs[0::2], logprobs[1::2]),
+        *(lengths[0::2], lengths[1::2]),
+        *(reference[0::2], reference[1::2]),
+    )
+
+
+def labeled_streams(streams: AlignStreams) -> LabeledStreams:
+    assert streams.reference_logprobs is not None and streams.labels is not None
+    return LabeledStreams(
+        streams.sums(streams.logprobs), streams.sums(streams.reference_logprobs), streams.means(streams.labels) > 0.5
+    )
+
+
+def score_streams(streams: AlignStreams) -> ScoreStreams:
+    """The score of a sequence is that of its last token."""
+    assert streams.margins is not None
+    last = is_last_token(streams.sequences)
+    scores, margins = streams.logprobs[last], streams.margins[last]
+    return ScoreStreams(scores[0::2], scores[1::2], margins[0::2])

@@ -1,0 +1,43 @@
+"""Estimates of KL(policy || reference) from sampled tokens, and where they go.
+
+With l = log π(token) − log ρ(token), π the policy, ρ the reference, tokens sampled from π:
+
+    k1 = l                  E[k1] = KL, can be negative
+    k2 = l² / 2             E[k2] ≠ KL, near it where the two are near
+    k3 = exp(−l) − 1 + l    E[k3] = KL, never negative, varies less than k1
+
+What is learned from is the gradient, and that is another matter. Its mean is, of each token alone,
+
+    in the loss              k1: zero.             k2: that of KL(π || ρ).  k3: that of KL(ρ || π)
+    weighted with the ratio  k1: of KL(π || ρ).    k2: of E[k2].            k3: of KL(π || ρ)
+
+and k1 in the reward has that of KL(π || ρ) of whole sequences: a token answers for where it leads, too.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from tandem.trainer.losses.ratios import bounded_exp
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """(tokens,): k1, k2 or k3 of each token."""
+    difference = logprobs - reference_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return bounded_exp(-difference) - 1 + difference
+
+
+def kl_losses(logprobs: Tensor, old_logprobs: Tensor, estimates: Tensor, *, weighted: bool) -> Tensor:
+    """(tokens,): k, or r k with the ratio r = exp(log-prob − old log-prob), which carries a gradient as well."""
+    return bounded_exp(logprobs - old_logprobs) * estimates if weighted else estimates
+
+
+def kl_rewards(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator, coef: float) -> Tensor:
+    """(tokens,): −coef · k of each token, to be added to its reward. Carries no gradient."""
+    return -coef * kl_estimate(logprobs.detach(), reference_logprobs, estimator)

@@ -1,0 +1,32 @@
+"""What objectives take and return."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PolicyStreams:
+    """One entry per sampled token."""
+
+    logprobs: Tensor  # (tokens,), of the policy being trained; carries the gradient
+    entropy: Tensor  # (tokens,), of the policy being trained; carries a gradient where there is an entropy bonus
+    sampled_logprobs: Tensor  # (tokens,), of the engine that sampled them
+    old_logprobs: Tensor  # (tokens,), what ratios are taken to: sampled_logprobs, or the trainer's before the batch
+    advantages: Tensor  # (tokens,)
+    sequences: Tensor  # (tokens,), int64, ascending: the sequence a token belongs to
+    num_sequences: int
+    reference_logprobs: Tensor | None = None  # (tokens,), where `needs_reference`
+    teacher_logprobs: Tensor | None = None  # (tokens,), where `needs_teacher`
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Sums: the caller divides by the number of tokens or sequences of the whole step.
+
+    Metrics are sums over what the loss is computed on, but for two kinds of names: "loss/…" is a part of the loss and
+    is divided as the loss is; "max/…" is a maximum.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]

@@ -1,0 +1,120 @@
+"""Advantages from rewards, by hand."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.config.advantages import AdvantageConfig
+from tandem.orchestrator.advantages import FUNCTIONS, make_advantage_function
+from tandem.orchestrator.advantages.functions import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    reward_advantages,
+    rloo_advantages,
+    zero_advantages,
+)
+
+RELATIVE = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+GROUPS = st.integers(2, 6).flatmap(
+    lambda size: st.lists(st.lists(st.floats(0, 1), min_size=size, max_size=size), min_size=1, max_size=4)
+)
+
+
+def test_dr_grpo_by_hand() -> None:
+    assert dr_grpo_advantages([[1.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0]]) == [[0.5, -0.5, -0.5, 0.5], [2.0, -1.0, -1.0]]
+
+
+def test_grpo_by_hand() -> None:
+    """Mean 1/2, standard deviation of the group 1/2: plus or minus one."""
+    assert grpo_advantages([[1.0, 0.0, 0.0, 1.0]])[0] == pytest.approx([1, -1, -1, 1], abs=1e-5)
+
+
+def test_the_deviation_is_of_the_group_not_of_a_sample() -> None:
+    """Rewards 3, 0, 0: mean 1, deviations 2, -1, -1, variance 6/3 = 2 (a sample's would be 3)."""
+    root = math.sqrt(2)
+    assert grpo_advantages([[3.0, 0.0, 0.0]])[0] == pytest.approx([2 / root, -1 / root, -1 / root], abs=1e-5)
+
+
+def test_rloo_by_hand() -> None:
+    """3 - mean(0, 6) = 0; 0 - mean(3, 6) = -4.5; 6 - mean(3, 0) = 4.5."""
+    assert rloo_advantages([[3.0, 0.0, 6.0], [1.0, 0.0]]) == [[0.0, -4.5, 4.5], [1.0, -1.0]]
+
+
+def test_reinforce_pp_by_hand() -> None:
+    """Rewards 0, 4, 4, 4 of two groups: mean 3, variance (9 + 1 + 1 + 1) / 4 = 3."""
+    root = math.sqrt(3)
+    expected = [[-3 / root, 1 / root], [1 / root, 1 / root]]
+    for actual, wanted in zip(reinforce_pp_advantages([[0.0, 4.0], [4.0, 4.0]]), expected, strict=True):
+        assert actual == pytest.approx(wanted, abs=1e-5)
+
+
+def test_reinforce_pp_takes_groups_of_one() -> None:
+    assert reinforce_pp_advantages([[0.0], [2.0]]) == [pytest.approx([-1], abs=1e-5), pytest.approx([1], abs=1e-5)]
+
+
+def test_reinforce_pp_with_the_groups_baseline_by_hand() -> None:
+    """Differences -2, 2, 0, 0: variance 8 / 4 = 2."""
+    first, second = reinforce_pp_baseline_advantages([[0.0, 4.0], [4.0, 4.0]])
+    assert first == pytest.approx([-math.sqrt(2), math.sqrt(2)], abs=1e-5)
+    assert second == [0.0, 0.0]
+
+
+def test_rewards_as_they_are_and_none_at_all() -> None:
+    assert reward_advantages([[0.25], [1.0, 2.0]]) == [[0.25], [1.0, 2.0]]
+    assert zero_advantages([[0.25], [1.0, 2.0]]) == [[0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("type", RELATIVE)
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
+def test_groups_of_equal_rewards_get_exact_zeros(type, reward: float) -> None:
+    """The mean of seven times 0.1 is not 0.1 in binary."""
+    advantages = FUNCTIONS[type]([[reward] * 7, [0.0, 1.0, 2.0]])
+    assert advantages[0] == [0.0] * 7
+    assert any(advantages[1])
+
+
+def test_batches_of_equal_rewards_get_exact_zeros() -> None:
+    assert reinforce_pp_advantages([[0.1] * 3, [0.1] * 4]) == [[0.0] * 3, [0.0] * 4]
+
+
+@pytest.mark.parametrize("type", ["grpo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_tiny_differences_do_not_explode(type) -> None:
+    assert max(map(abs, FUNCTIONS[type]([[1.0, 1.0 + 1e-12]])[0])) < 1e-5
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, st.sampled_from(RELATIVE))
+def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(groups: list[list[float]], type) -> None:
+    for rewards, advantages in zip(groups, FUNCTIONS[type](groups), strict=True):
+        assert abs(sum(advantages)) < 1e-6
+        for i, first in enumerate(rewards):
+            for j, second in enumerate(rewards):
+                assert first >= second or advantages[i] <= advantages[j]
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS)
+def test_rloo_is_the_reward_less_the_mean_of_the_others(groups: list[list[float]]) -> None:
+    for rewards, advantages in zip(groups, rloo_advantages(groups), strict=True):
+        for index, advantage in enumerate(advantages):
+            others = rewards[:index] + rewards[index + 1 :]
+            assert advantage == pytest.approx(rewards[index] - sum(others) / len(others), abs=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS)
+def test_reinforce_pp_has_mean_zero_and_at_most_variance_one(groups: list[list[float]]) -> None:
+    values = [value for group in reinforce_pp_advantages(groups) for value in group]
+    assert abs(sum(values)) < 1e-6
+    assert sum(value**2 for value in values) / len(values) <= 1 + 1e-9
+
+
+def test_the_config_chooses_the_function() -> None:
+    rewards = [[1.0, 0.0], [0.0, 0.0]]
+    assert make_advantage_function(AdvantageConfig())(rewards)[0] == pytest.approx([1, -1], abs=1e-5)
+    assert make_advantage_function(AdvantageConfig(type="dr_grpo"))(rewards)[0] == [0.5, -0.5]
+    assert make_advantage_function(AdvantageConfig(type="rloo"))(rewards)[0] == [1.0, -1.0]
