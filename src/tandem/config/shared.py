@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+
+Impl = Literal["native", "hf"]
 
 
 class ModelConfig(Config):
@@ -17,6 +19,10 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of computing. The trainer keeps its master weights in float32 either way."""
 
+    impl: Impl = "native"
+    """What the trainer computes with. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
+    architecture it has. What serves is the choice of inference.engine."""
+
 
 class CheckpointConfig(Config):
     """When to save everything needed to go on."""
@@ -25,7 +31,23 @@ class CheckpointConfig(Config):
     """Save after every so many steps; None: never."""
 
     keep_last: int = Field(default=2, ge=1)
-    """How many complete checkpoints to keep."""
+    """How many of the newest complete checkpoints to keep."""
+
+    keep_every: int | None = Field(default=None, ge=1)
+    """Keep those of every so many steps for good, besides; None: no others."""
+
+    @model_validator(mode="after")
+    def _keeps_what_is_saved(self) -> "CheckpointConfig":
+        if self.keep_every is None:
+            return self
+        if self.every is None:
+            raise ValueError(f"checkpoint.keep_every = {self.keep_every} keeps nothing; set checkpoint.every as well")
+        if self.keep_every % self.every != 0:
+            raise ValueError(
+                f"checkpoint.keep_every = {self.keep_every} names steps that checkpoint.every = {self.every} does not "
+                f"save; the nearest valid value is {max(1, round(self.keep_every / self.every)) * self.every}"
+            )
+        return self
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0

@@ -1,70 +1,243 @@
-"""Saving and loading everything the trainer needs to go on: weights, optimizer, random state."""
+"""Saving and loading everything the trainer needs to go on, while training goes on.
 
+    loop     copies of weights, optimizer and random state ──┐      the next steps
+    thread                                                   └─► shards ─► all ranks done ─► rename ─► manifest
+
+trainer/shard_00000.safetensors   what is trained and the optimizer's state of it, as the ranks hold it
+trainer/random_00000.json         the random number generators of each rank
+trainer/state.json                the number of ranks, and what the loop wants to find again
+
+The learning rate is a function of the step, and frozen weights are those of model.name: neither is saved.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tandem.config.shared import CheckpointConfig
-from tandem.transport.weights.manifest import MANIFEST, write_manifest
-from tandem.utils.files import publish_directory, staging_directory
-from tandem.utils.run_dir import RunDir, remove_old_steps, step_name, steps_with
+from tandem.trainer.random_state import capture_random_state, restore_random_state, seed_random_state
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.shards import Layout, local_part, read_layout, read_shards, write_shards
+from tandem.transport.checkpoints import TRAINER, remove_superseded
+from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.errors import UserError
+from tandem.utils.files import json_text, publish_directory, read_json
+from tandem.utils.run_dir import RunDir, step_name
 
-FOLDER = "trainer"
+logger = logging.getLogger(__name__)
+
+STATE = "state.json"
+MODEL, OPTIMIZER = "model/", "optimizer/"  # optimizer/exp_avg/<name of the parameter>
+SAVE_TIMEOUT_S = 3600.0
+WORTH_A_WARNING_S = 1.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's state after a step, in memory that training does not touch."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    files: Mapping[str, bytes]
 
 
 class Checkpointer:
+    """Every rank makes one and calls its methods at the same steps; `close` at the end, which waits for the last."""
+
     def __init__(
-        self, run_dir: RunDir, config: CheckpointConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        run_dir: RunDir,
+        config: CheckpointConfig,
+        ranks: Ranks,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.run_dir = run_dir
         self.config = config
-        self.model = model
+        self.ranks = ranks
+        self.parameters = trained_parameters(model)
         self.optimizer = optimizer
+        # Messages of a save must not meet those of the steps that go on beside it.
+        self._group = new_group() if ranks.size > 1 else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
 
-    def maybe_save(self, step: int) -> None:
+    def maybe_save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
         if self.config.is_due(step):
-            self.save(step)
+            self.save(step, extra_state)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
+        """Copy the state and have it written; `extra_state` (JSON) is what `load` gives back."""
+        asked = time.monotonic()
+        self.wait()
+        if (waited_s := time.monotonic() - asked) > WORTH_A_WARNING_S:
+            logger.warning("step %d waited %.1f s for the checkpoint before its own; save less often", step, waited_s)
+        self._saving = self._thread.submit(self._write, self._snapshot(step, extra_state or {}))
+
+    def wait(self) -> None:
+        """Until the save under way is complete; raises what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.result(SAVE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"waited {SAVE_TIMEOUT_S:.0f} s for a checkpoint to be written to {self.run_dir.checkpoints}; "
+                "does its file system answer?"
+            ) from error
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Go on from a checkpoint that was verified; returns its extra state."""
+        folder = self.run_dir.checkpoints / step_name(step) / TRAINER
+        layout = read_layout(folder)
+        refuse_other_parameters(folder, layout, self.parameters)
+        weights = {MODEL + name: parameter.detach() for name, parameter in self.parameters.items()}
+        moments = {key: _place_for(key, layout, self.parameters) for key in layout if key.startswith(OPTIMIZER)}
+        read_shards(weights | moments, folder, self._group)
+        load_optimizer(self.optimizer, moments, self.parameters)
+        self._restore_random_state(folder, step)
+        return read_json(folder / STATE)["extra_state"]
+
+    def _snapshot(self, step: int, extra_state: Mapping[str, Any]) -> Snapshot:
+        weights = {MODEL + name: copy_to_cpu(parameter, parameter) for name, parameter in self.parameters.items()}
+        moments = dict(optimizer_copies(self.optimizer, self.parameters))
+        files = {random_file(self.ranks.rank): json_text(capture_random_state(self.ranks.device))}
+        if self.ranks.is_first:
+            files[STATE] = json_text({"num_ranks": self.ranks.size, "extra_state": extra_state})
+        return Snapshot(step, weights | moments, files)
+
+    def _write(self, snapshot: Snapshot) -> None:
         """Written aside and renamed; the manifest comes last, and only then are older ones deleted."""
-        folder = self.run_dir.checkpoints / step_name(step)
-        staging = staging_directory(folder / FOLDER)
-        model_state = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
-        save_file(model_state, staging / "model.safetensors")
-        save_file(self._optimizer_tensors(), staging / "optimizer.safetensors")
-        publish_directory(staging, folder / FOLDER)
-        write_manifest(folder, step)
-        complete = steps_with(self.run_dir.checkpoints, MANIFEST)
-        remove_old_steps(self.run_dir.checkpoints, keep_from=complete[-self.config.keep_last :][0])
+        started = time.monotonic()
+        folder = self.run_dir.checkpoints / step_name(snapshot.step)
+        staging = folder / f".{TRAINER}.tmp"
+        if self.ranks.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        self._meet()
+        write_shards(snapshot.tensors, staging, self._group)
+        for name, content in snapshot.files.items():
+            (staging / name).write_bytes(content)
+        self._meet()
+        if self.ranks.is_first:
+            publish_directory(staging, folder / TRAINER)
+            write_manifest(folder, snapshot.step)
+            logger.info("checkpoint %s is complete after %.1f s", folder, time.monotonic() - started)
+            remove_superseded(self.run_dir, snapshot.step, self.config)
 
-    def load(self, step: int) -> None:
-        folder = self.run_dir.checkpoints / step_name(step) / FOLDER
-        self._load_model(folder)
-        self._load_optimizer(folder)
+    def _meet(self) -> None:
+        if self._group is not None:
+            dist.barrier(self._group)
 
-    def _load_model(self, folder: Path) -> None:
-        saved = load_file(folder / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(saved[name])
+    def _restore_random_state(self, folder: Path, step: int) -> None:
+        file = folder / random_file(self.ranks.rank)
+        if file.exists():
+            restore_random_state(read_json(file), self.ranks.device)
+            return
+        seed = (torch.initial_seed() + 1_000_003 * step + self.ranks.rank) % 2**32
+        seed_random_state(seed)
+        logger.info(
+            "rank %d has no random state in %s, which was saved by %d ranks; it is seeded with %d",
+            self.ranks.rank,
+            folder,
+            read_json(folder / STATE)["num_ranks"],
+            seed,
+        )
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
-        tensors = {
-            f"{key}/{names[parameter]}": value.detach().cpu()
-            for parameter, state in self.optimizer.state.items()
-            for key, value in state.items()
-        }
-        return tensors | {"rng": torch.get_rng_state()}
 
-    def _load_optimizer(self, folder: Path) -> None:
-        saved = load_file(folder / "optimizer.safetensors")
-        torch.set_rng_state(saved.pop("rng"))
-        parameters = dict(self.model.named_parameters())
-        for key, value in saved.items():
-            kind, name = key.split("/", 1)
-            parameter = parameters[name]
-            # Fused AdamW keeps everything beside the parameter, its step counter too.
-            self.optimizer.state[parameter][kind] = value.to(parameter.device)
+def new_group() -> dist.ProcessGroup:
+    """All ranks, over the network rather than GPUs, for those who talk beside the training."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def random_file(rank: int) -> str:
+    return f"random_{rank:05d}.json"
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """As the optimizer knows them: after a forward pass FSDP may show gathered ones in their place."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def optimizer_copies(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in parameters.items():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            yield f"{OPTIMIZER}{kind}/{name}", copy_to_cpu(value, parameter)
+
+
+def copy_to_cpu(value: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of what this rank holds of a parameter, or of the optimizer's state of it."""
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
+        # An optimizer in CPU memory keeps its parts as plain tensors: here they are parts of a whole again.
+        part = parameter.detach().to("cpu", value.dtype, copy=True)
+        local_part(part).copy_(value)
+        return part
+    return value.detach().to("cpu", copy=True)
+
+
+def refuse_other_parameters(folder: Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+    """A checkpoint of other parameters than the run trains would be loaded in part, or not at all."""
+    saved = {key.removeprefix(MODEL): entry for key, entry in layout.items() if key.startswith(MODEL)}
+    hint = "resume with the model and the lora options that the run was started with"
+    for name in sorted(saved.keys() ^ parameters.keys()):
+        which = "holds {!r}, which this run does not train" if name in saved else "does not hold {!r}, which is trained"
+        raise UserError(f"resume: the checkpoint {folder} {which.format(name)}; {hint}")
+    for name, parameter in parameters.items():
+        if saved[name].size != parameter.shape:
+            raise UserError(
+                f"resume: the checkpoint {folder} holds {name!r} with shape {tuple(saved[name].size)}, this run's has "
+                f"{tuple(parameter.shape)}; {hint}"
+            )
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> None:
+    """Through the optimizer's own door: it knows where its state has to lie. Its options stay those of this run."""
+    groups = optimizer.state_dict()["param_groups"]
+    in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {parameter: number for number, parameter in enumerate(in_groups)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        kind, name = _split_key(key)
+        state.setdefault(numbers[parameters[name]], {})[kind] = value
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _place_for(key: str, layout: Layout, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Where a tensor of the optimizer is read to: divided like its parameter if it has its shape."""
+    _, name = _split_key(key)
+    entry, parameter = layout[key], parameters[name].detach()
+    if entry.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype)
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
+    return kind, name

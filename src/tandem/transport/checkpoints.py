@@ -1,23 +1,32 @@
-"""Checkpoints on disk: which are complete, which is the newest, and what lies beyond it. No torch.
+"""Checkpoints on disk: which are complete, which is the newest, which may go, and what lies beyond. No torch.
 
 checkpoints/step_000012/orchestrator.json   written by the orchestrator, with the batch of that step
 checkpoints/step_000012/trainer/            written by the trainer, after that step
 checkpoints/step_000012/manifest.json       written last, over all of it
 """
 
+import json
 import logging
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 
+from tandem.config.shared import CheckpointConfig
 from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
 from tandem.utils.errors import UserError
+from tandem.utils.files import write_atomic
 from tandem.utils.run_dir import RunDir, step_name, step_of, steps_with
 
 logger = logging.getLogger(__name__)
 
+TRAINER = "trainer"
+# A checkpoint on its way out: no longer a step, and swept up with everything else that is temporary.
+REMOVED = ".removed.tmp"
+
 
 def newest_checkpoint(run_dir: RunDir) -> int | None:
-    """The newest complete and undamaged checkpoint; others are named and passed over."""
-    for step in reversed(steps_with(run_dir.checkpoints, MANIFEST)):
+    """The newest complete and undamaged checkpoint; others that are newer are named and passed over."""
+    for step in reversed(_steps(run_dir.checkpoints)):
         folder = run_dir.checkpoints / step_name(step)
         try:
             verify_manifest(folder, step)
@@ -39,6 +48,45 @@ def require_checkpoint(run_dir: RunDir) -> int:
     return step
 
 
+def choose_checkpoint(run_dir: RunDir, step: int | None) -> int:
+    """The complete checkpoint of `step`, or the newest; UserError if there is none."""
+    complete = steps_with(run_dir.checkpoints, MANIFEST)
+    if not complete:
+        raise UserError(f"run_dir = {str(run_dir.root)!r} holds no complete checkpoint")
+    if step is None:
+        return require_checkpoint(run_dir)
+    try:
+        verify_manifest(run_dir.checkpoints / step_name(step), step)
+    except DamagedWeights as error:
+        nearest = min(complete, key=lambda found: abs(found - step))
+        raise UserError(f"step = {step}: {error}; the nearest complete checkpoint is of step {nearest}") from error
+    return step
+
+
+def superseded(complete: Sequence[int], config: CheckpointConfig) -> list[int]:
+    """Of the complete steps, in order, those that need not stay: neither among the last nor kept for good."""
+    return [
+        step for step in complete[: -config.keep_last] if config.keep_every is None or step % config.keep_every != 0
+    ]
+
+
+def remove_superseded(run_dir: RunDir, newest: int, config: CheckpointConfig) -> None:
+    """Delete what `newest` makes unnecessary, once it is known to be whole; unfinished older ones go as well."""
+    complete = [step for step in steps_with(run_dir.checkpoints, MANIFEST) if step <= newest]
+    unfinished = [step for step in _steps(run_dir.checkpoints) if step < newest and step not in complete]
+    steps = superseded(complete, config) + unfinished
+    if not steps:
+        return
+    verify_manifest(run_dir.checkpoints / step_name(newest), newest)
+    for step in steps:
+        path = run_dir.checkpoints / step_name(step)
+        # Renamed first: half of a deleted checkpoint must not be taken for one.
+        removed = path.with_name(f".{path.name}{REMOVED}")
+        shutil.rmtree(removed, ignore_errors=True)  # of a deletion that was cut short
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
 def rewind(run_dir: RunDir, step: int) -> list[str]:
     """Delete what was written after `step`, so that a resumed run cannot meet it. Returns the names."""
     removed = []
@@ -48,7 +96,30 @@ def rewind(run_dir: RunDir, step: int) -> list[str]:
             if (found is not None and found > step) or path.name.endswith(".tmp"):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
                 removed.append(f"{folder.name}/{path.name}")
-    return removed
+    num_dropped = drop_lines_after(run_dir.metrics, step)
+    return [*removed, f"{num_dropped} lines of {run_dir.metrics.name}"] if num_dropped else removed
+
+
+def prepare_run(run_dir: RunDir, *, resume: bool, clean: bool) -> None:
+    """Make the directory ready for a run of one command: emptied, or taken back to where it goes on from."""
+    if clean:
+        run_dir.clean()
+    if resume:
+        step = require_checkpoint(run_dir)
+        for name in rewind(run_dir, step):
+            logger.info("resume: removed %s, which came after step %d", name, step)
+    run_dir.create()
+
+
+def drop_lines_after(path: Path, step: int) -> int:
+    """Leave out the lines of later steps, which will be written again, and a line that was cut short."""
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        write_atomic(path, b"".join(kept))
+    return len(lines) - len(kept)
 
 
 def start_step(run_dir: RunDir, *, resume: bool, own_folder: str, marker: str) -> int:
@@ -67,3 +138,9 @@ def start_step(run_dir: RunDir, *, resume: bool, own_folder: str, marker: str) -
     if resume:
         logger.info("resuming after step %d", step)
     return step
+
+
+def _steps(folder: Path) -> list[int]:
+    """All steps below `folder`, finished or not, in order."""
+    found = [step_of(path) for path in folder.iterdir()] if folder.exists() else []
+    return sorted(step for step in found if step is not None)

@@ -1,69 +1,184 @@
 """A run that was saved and loaded goes on bit for bit."""
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from tandem.config.shared import CheckpointConfig
-from tandem.data.packing import pack
+from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpointer
-from tandem.trainer.step import Stepper
+from tandem.trainer.ranks import Ranks
+from tandem.trainer.shards import read_whole, shard_file
 from tandem.transport.weights.manifest import verify_manifest
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json, write_json
 from tandem.utils.run_dir import RunDir
 
-
-def checkpointer(stepper: Stepper, root: Path, **options: int) -> Checkpointer:
-    return Checkpointer(RunDir(root), CheckpointConfig.model_validate(options), stepper.model, stepper.optimizer)
+CPU = Ranks.single(torch.device("cpu"))
 
 
-def train(stepper: Stepper, make_samples, steps: range) -> list[dict[str, float]]:
-    stats = []
-    for step in steps:
-        batch = pack(make_samples(step), 30)
-        stats.append(stepper.step(batch, sum(part.num_loss_tokens for part in batch)))
-    return stats
+def checkpointer(stepper, root: Path, **options: int) -> Checkpointer:
+    return Checkpointer(RunDir(root), CheckpointConfig.model_validate(options), CPU, stepper.model, stepper.optimizer)
 
 
-def test_an_interrupted_run_equals_one_that_was_not(make_stepper, make_samples, tmp_path: Path) -> None:
+def save(stepper, root: Path, step: int) -> Path:
+    saver = checkpointer(stepper, root)
+    saver.save(step)
+    saver.close()
+    return root / "checkpoints" / f"step_{step:06d}"
+
+
+@pytest.fixture
+def train(make_samples, take_step):
+    def steps(stepper, numbers: range) -> list[dict[str, float]]:
+        return [take_step(stepper, make_samples(number), 30) for number in numbers]
+
+    return steps
+
+
+def test_an_interrupted_run_equals_one_that_was_not(make_stepper, train, tmp_path: Path) -> None:
     whole = make_stepper()
-    expected = train(whole, make_samples, range(1, 5))
+    expected = train(whole, range(1, 5))
 
     first = make_stepper()
-    train(first, make_samples, range(1, 3))
-    torch.manual_seed(17)
-    checkpointer(first, tmp_path).save(2)
-    drawn = torch.rand(3)
+    train(first, range(1, 3))
+    save(first, tmp_path, 2)
 
     second = make_stepper()
-    torch.manual_seed(99)
     checkpointer(second, tmp_path).load(2)
-    assert torch.equal(torch.rand(3), drawn)
-    assert train(second, make_samples, range(3, 5)) == expected[2:]
+    assert train(second, range(3, 5)) == expected[2:]
     for name, parameter in whole.model.named_parameters():
         assert torch.equal(parameter, dict(second.model.named_parameters())[name]), name
 
 
-def test_without_the_optimizer_state_the_run_would_differ(make_stepper, make_samples, tmp_path: Path) -> None:
+def test_without_the_optimizer_state_the_run_would_differ(make_stepper, train, tmp_path: Path, monkeypatch) -> None:
     """So that the test above is known to notice."""
-    whole = make_stepper()
-    expected = train(whole, make_samples, range(1, 4))
-    first = make_stepper()
-    train(first, make_samples, range(1, 3))
-    checkpointer(first, tmp_path).save(2)
-    second = make_stepper()
-    checkpointer(second, tmp_path)._load_model(tmp_path / "checkpoints" / "step_000002" / "trainer")
-    train(second, make_samples, range(3, 4))
+    whole, first, second = make_stepper(), make_stepper(), make_stepper()
+    train(whole, range(1, 4))
+    train(first, range(1, 3))
+    save(first, tmp_path, 2)
+    monkeypatch.setattr(checkpoint, "load_optimizer", lambda *arguments: None)
+    checkpointer(second, tmp_path).load(2)
+    train(second, range(3, 4))
     same = [torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True)]
-    assert expected and not all(same)
+    assert not all(same)
 
 
-def test_saved_when_due_and_only_the_newest_are_kept(make_stepper, make_samples, tmp_path: Path) -> None:
+def test_training_goes_on_while_the_state_is_written(make_stepper, train, tmp_path: Path, monkeypatch) -> None:
+    """What is saved is the state at the step, though the writing begins only after the next one."""
     stepper = make_stepper()
-    train(stepper, make_samples, range(1, 2))
+    train(stepper, range(1, 2))
+    expected = {name: value.detach().clone() for name, value in stepper.model.named_parameters()}
+    saver = checkpointer(stepper, tmp_path)
+    write = saver._write
+    going_on = []
+
+    def late(snapshot: checkpoint.Snapshot) -> None:
+        while not going_on:
+            pass
+        write(snapshot)
+
+    monkeypatch.setattr(saver, "_write", late)
+    saver.save(1)
+    train(stepper, range(2, 3))
+    going_on.append(True)
+    saver.close()
+    saved = read_whole(tmp_path / "checkpoints" / "step_000001" / "trainer", "model/")
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(saved[name], value), name
+        assert not torch.equal(dict(stepper.model.named_parameters())[name], value), name
+
+
+def test_every_random_generator_goes_on(make_stepper, tmp_path: Path) -> None:
+    def draw() -> tuple[float, ...]:
+        return random.random(), random.gauss(0, 1), float(np.random.normal()), float(torch.rand(1))
+
+    draw()  # both gauss functions draw two and keep one: the kept one belongs to the state
+    save(make_stepper(), tmp_path, 1)
+    expected = draw()
+    assert draw() != expected
+    checkpointer(make_stepper(), tmp_path).load(1)
+    assert draw() == expected
+
+
+def test_the_extra_state_is_that_of_the_step(make_stepper, tmp_path: Path) -> None:
+    saver = checkpointer(make_stepper(), tmp_path, every=2)
+    position = {"position": {"epoch": 3, "row": 17}}
+    saver.maybe_save(2, position)
+    position["position"]["row"] = 99
+    saver.close()
+    assert checkpointer(make_stepper(), tmp_path).load(2) == {"position": {"epoch": 3, "row": 17}}
+
+
+def test_what_is_frozen_is_not_saved(make_stepper, train, tmp_path: Path) -> None:
+    """The rest of an optimizer's state is found by name, wherever its parameters stand in the groups."""
+    steppers = [make_stepper(), make_stepper()]
+    for stepper in steppers:
+        for name, parameter in stepper.model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        trained = [parameter for parameter in stepper.model.parameters() if parameter.requires_grad]
+        stepper.optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    first, second = steppers
+    expected = train(first, range(1, 3))
+    folder = save(first, tmp_path, 2)
+    names = load_file(folder / "trainer" / shard_file(0)).keys()
+    assert {name.partition("/")[0] for name in names} == {"model", "optimizer"}
+    assert all("mlp" in name for name in names)
+    checkpointer(second, tmp_path).load(2)
+    assert train(second, range(3, 4)) == train(first, range(3, 4)) != expected
+
+
+def test_other_trained_parameters_are_refused(make_stepper, tmp_path: Path) -> None:
+    save(make_stepper(), tmp_path, 2)
+    frozen = make_stepper()
+    frozen.model.get_parameter("decoder.norm.weight").requires_grad_(False)
+    with pytest.raises(UserError, match=r"holds 'decoder\.norm\.weight', which this run does not train; resume with"):
+        checkpointer(frozen, tmp_path).load(2)
+    larger = make_stepper()
+    larger.model.register_parameter("addition", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(UserError, match="does not hold 'addition', which is trained"):
+        checkpointer(larger, tmp_path).load(2)
+    shorter = make_stepper()
+    shorter.model.decoder.norm.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UserError, match=r"holds 'decoder\.norm\.weight' with shape \(\d+,\), this run's has \(3,\)"):
+        checkpointer(shorter, tmp_path).load(2)
+
+
+def test_a_rank_without_a_random_state_is_seeded(make_stepper, tmp_path: Path, caplog) -> None:
+    folder = save(make_stepper(), tmp_path, 1)
+    (folder / "trainer" / "random_00000.json").unlink()  # as if this were rank 1 of a run that had one rank
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(7)  # as every process does when it starts
+        with caplog.at_level("INFO"):
+            checkpointer(make_stepper(), tmp_path).load(1)
+        draws.append((random.random(), np.random.random(), float(torch.rand(1))))
+    assert draws[0] == draws[1]
+    assert "rank 0 has no random state in" in caplog.text and "saved by 1 ranks" in caplog.text
+
+
+def test_an_error_of_the_writing_is_raised_by_what_comes_next(make_stepper, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    for finish in ("wait", "close"):
+        saver = checkpointer(make_stepper(), tmp_path)
+        saver.save(1)
+        with pytest.raises(OSError):
+            getattr(saver, finish)()
+
+
+def test_saved_when_due_and_only_the_newest_are_kept(make_stepper, train, tmp_path: Path) -> None:
+    stepper = make_stepper()
+    train(stepper, range(1, 2))
     saver = checkpointer(stepper, tmp_path, every=2, keep_last=2)
     for step in range(1, 8):
         saver.maybe_save(step)
+    saver.close()
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step_000004", "step_000006"]
     for step in (4, 6):
@@ -71,16 +186,29 @@ def test_saved_when_due_and_only_the_newest_are_kept(make_stepper, make_samples,
 
 
 def test_the_manifest_covers_what_the_orchestrator_left(make_stepper, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints" / "step_000003"
-    folder.mkdir(parents=True)
-    (folder / "orchestrator.json").write_text("{}")
-    checkpointer(make_stepper(), tmp_path).save(3)
+    write_json(tmp_path / "checkpoints" / "step_000003" / "orchestrator.json", {})
+    folder = save(make_stepper(), tmp_path, 3)
     verify_manifest(folder, 3)
+    files = set(read_json(folder / "manifest.json")["files"])
+    assert files == {"orchestrator.json"} | {
+        f"trainer/{name}" for name in (shard_file(0), "random_00000.json", "state.json")
+    }
     (folder / "orchestrator.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"orchestrator\.json does not match its checksum"):
+    with pytest.raises(ValueError, match=r"orchestrator\.json does not match its checksum|has \d+ bytes"):
         verify_manifest(folder, 3)
 
 
+def test_leftovers_of_a_killed_save_are_written_over(make_stepper, tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / "step_000003" / ".trainer.tmp"
+    left.mkdir(parents=True)
+    (left / "shard_00001.safetensors").write_text("half of another rank's")
+    folder = save(make_stepper(), tmp_path, 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "trainer"]
+    checkpointer(make_stepper(), tmp_path).load(3)
+
+
 def test_never_due_without_every(make_stepper, tmp_path: Path) -> None:
-    checkpointer(make_stepper(), tmp_path).maybe_save(100)
+    saver = checkpointer(make_stepper(), tmp_path)
+    saver.maybe_save(100)
+    saver.close()
     assert not (tmp_path / "checkpoints").exists()

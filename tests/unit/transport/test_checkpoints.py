@@ -4,11 +4,15 @@ import logging
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies
 
-from tandem.transport.checkpoints import newest_checkpoint, rewind, start_step
+from tandem.config.shared import CheckpointConfig
+from tandem.transport import checkpoints
+from tandem.transport.checkpoints import newest_checkpoint, remove_superseded, rewind, start_step, superseded
 from tandem.transport.weights.manifest import MANIFEST, write_manifest
 from tandem.utils.errors import UserError
-from tandem.utils.run_dir import RunDir, step_name
+from tandem.utils.files import append_json_line, read_json_lines
+from tandem.utils.run_dir import RunDir, step_name, steps_with
 
 
 def save(folder: Path, step: int) -> Path:
@@ -19,13 +23,20 @@ def save(folder: Path, step: int) -> Path:
     return path
 
 
-def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_complete_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = RunDir(tmp_path)
     assert newest_checkpoint(run_dir) is None
     for step in (4, 12, 8):
         save(run_dir.checkpoints, step)
     (run_dir.checkpoints / step_name(16)).mkdir()  # no manifest: the trainer died before it
-    assert newest_checkpoint(run_dir) == 12
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(run_dir) == 12
+    assert len(caplog.records) == 1
+    assert "step_000016 is passed over" in caplog.text and "it is unfinished" in caplog.text
 
 
 def test_damaged_checkpoints_are_named_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -47,6 +58,69 @@ def test_a_checkpoint_under_another_number_is_passed_over(tmp_path: Path) -> Non
     assert newest_checkpoint(run_dir) is None
 
 
+def config(**options: int) -> CheckpointConfig:
+    return CheckpointConfig.model_validate({"every": 1} | options)
+
+
+def test_the_last_are_kept_and_every_so_many_for_good() -> None:
+    steps = [10, 20, 30, 40, 50, 60, 70]
+    assert superseded(steps, config(keep_last=2)) == [10, 20, 30, 40, 50]
+    assert superseded(steps, config(keep_last=2, keep_every=30)) == [10, 20, 40, 50]
+    assert superseded(steps, config(keep_last=1, keep_every=70)) == [10, 20, 30, 40, 50, 60]
+    assert superseded(steps, config(keep_last=7)) == superseded(steps, config(keep_last=99)) == []
+    assert superseded([], config(keep_last=1)) == []
+
+
+@given(
+    steps=strategies.lists(strategies.integers(1, 10**6), min_size=1, unique=True).map(sorted),
+    keep_last=strategies.integers(1, 5),
+    keep_every=strategies.none() | strategies.integers(1, 100),
+)
+def test_the_newest_always_stays(steps: list[int], keep_last: int, keep_every: int | None) -> None:
+    gone = set(superseded(steps, config(keep_last=keep_last, keep_every=keep_every)))
+    kept = [step for step in steps if step not in gone]
+    assert kept[-keep_last:] == steps[-keep_last:]
+    assert keep_every is None or not any(step % keep_every == 0 for step in gone)
+
+
+def test_older_checkpoints_go_and_what_is_to_come_stays(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (2, 6, 8):
+        save(run_dir.checkpoints, step)
+    for step in (4, 10):  # an unfinished one, and one the orchestrator has begun
+        (run_dir.checkpoints / step_name(step)).mkdir()
+    remove_superseded(run_dir, 8, config(keep_last=2))
+    assert names(run_dir.checkpoints) == ["step_000006", "step_000008", "step_000010"]
+
+
+def test_nothing_is_deleted_for_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (2, 4):
+        save(run_dir.checkpoints, step)
+    (run_dir.checkpoints / step_name(4) / "trainer" / "model.safetensors").write_text("weights of 9")
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        remove_superseded(run_dir, 4, config(keep_last=1))
+    assert newest_checkpoint(run_dir) == 2
+
+
+def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (2, 4):
+        save(run_dir.checkpoints, step)
+
+    def killed(path: Path, **options: object) -> None:
+        if path.exists():
+            (path / "trainer" / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints.shutil, "rmtree", killed)
+        remove_superseded(run_dir, 4, config(keep_last=1))
+    assert steps_with(run_dir.checkpoints, MANIFEST) == [4]
+    assert rewind(run_dir, 4) == ["checkpoints/.step_000002.removed.tmp"]
+    assert names(run_dir.checkpoints) == ["step_000004"]
+
+
 def test_rewind_removes_what_lies_beyond_and_only_that(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for folder in (run_dir.rollouts, run_dir.weights, run_dir.checkpoints):
@@ -65,6 +139,19 @@ def test_rewind_removes_what_lies_beyond_and_only_that(tmp_path: Path) -> None:
     assert sorted(path.name for path in run_dir.rollouts.iterdir()) == ["notes", "step_000003", "step_000004"]
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_000003", "step_000004"]
     assert rewind(run_dir, 4) == []
+
+
+def test_rewind_takes_back_the_metrics_of_later_steps(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step, process in ((3, "orchestrator"), (5, "orchestrator"), (4, "trainer"), (5, "trainer")):
+        append_json_line(run_dir.metrics, {"process": process, "step": step})
+    with run_dir.metrics.open("a") as file:
+        file.write('{"process": "orche')  # killed in the middle of a line
+    assert rewind(run_dir, 4) == ["3 lines of metrics.jsonl"]
+    assert [line["step"] for line in read_json_lines(run_dir.metrics)] == [3, 4]
+    append_json_line(run_dir.metrics, {"process": "trainer", "step": 5})
+    assert [line["step"] for line in read_json_lines(run_dir.metrics)] == [3, 4, 5]
+    assert rewind(run_dir, 5) == []
 
 
 def test_rewind_of_an_empty_directory(tmp_path: Path) -> None:
@@ -100,3 +187,13 @@ def test_work_beyond_the_start_is_refused(tmp_path: Path) -> None:
         start(run_dir, resume=True)
     rewind(run_dir, 6)
     assert start(run_dir, resume=True) == 6
+
+
+def test_what_could_not_be_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"keep_every = 50 keeps nothing; set checkpoint\.every"):
+        CheckpointConfig(keep_every=50)
+    with pytest.raises(ValueError, match=r"keep_every = 25 names steps that checkpoint\.every = 10 .* value is 20"):
+        CheckpointConfig(every=10, keep_every=25)
+    with pytest.raises(ValueError, match="the nearest valid value is 10"):
+        CheckpointConfig(every=10, keep_every=4)
+    assert CheckpointConfig(every=10, keep_every=50).keep_every == 50

@@ -1,4 +1,5 @@
-"""Weights through the run directory: weights/step_000012/, loadable with transformers' from_pretrained.
+"""Weights through the run directory: weights/step_000012/, loadable with transformers' from_pretrained; or, where an
+adapter is trained, with PEFT's.
 
 The trainer publishes; the orchestrator sees the manifest and tells the inference server the path.
 """
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
+from tandem.transport.weights.manifest import ADAPTER_CONFIG, DamagedWeights, verify_manifest, write_manifest
 from tandem.utils.files import json_text, publish_directory, read_json, staging_directory
 from tandem.utils.run_dir import remove_old_steps, step_name
 
@@ -24,25 +25,38 @@ SIDE_FILES = (
     "chat_template.jinja",
 )
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
 
 class WeightsPublisher:
-    """Writes versions in one precision, beside a copy of the files that came with the model."""
+    """Writes versions: whole models in one precision, beside a copy of the files that came with the model; or, given
+    the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json."""
 
-    def __init__(self, folder: Path, model_dir: Path, dtype: str, keep: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model_dir: Path,
+        dtype: str,
+        keep: int,
+        config: Mapping[str, Any] | None = None,
+        *,
+        adapter_config: Mapping[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
         self.model_dir = model_dir
         self.dtype = dtype
         self.keep = keep
+        self.config = config
+        self.adapter_config = adapter_config
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> Path:
         """Write one version whole, then move `latest` to it and delete versions nobody needs any more."""
         final = self.folder / step_name(version)
         staging = staging_directory(final)
-        config = read_json(self.model_dir / "config.json") | {"dtype": self.dtype}
-        write_model(staging, tensors, config)
-        for name in SIDE_FILES:
-            if (self.model_dir / name).exists():
-                shutil.copyfile(self.model_dir / name, staging / name)
+        if self.adapter_config is None:
+            self._write_model(staging, tensors)
+        else:
+            write_adapter(staging, tensors, self.adapter_config)
         write_manifest(staging, version)
         publish_directory(staging, final)
         self._point_latest_to(final)
@@ -59,6 +73,13 @@ class WeightsPublisher:
         else:
             self._point_latest_to(final)
 
+    def _write_model(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        config = read_json(self.model_dir / "config.json") if self.config is None else dict(self.config)
+        write_model(folder, tensors, config | {"dtype": self.dtype})
+        for name in SIDE_FILES:
+            if (self.model_dir / name).exists():
+                shutil.copyfile(self.model_dir / name, folder / name)
+
     def _point_latest_to(self, final: Path) -> None:
         link = self.folder / ".latest.tmp"
         link.unlink(missing_ok=True)
@@ -72,3 +93,10 @@ def write_model(folder: Path, tensors: Mapping[str, torch.Tensor], config: dict[
     cast = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     save_file(cast, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_bytes(json_text(config))
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(copies, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_bytes(json_text(dict(config)))

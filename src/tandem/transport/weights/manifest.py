@@ -9,6 +9,7 @@ from tandem.utils.files import checksum, read_json, write_json
 from tandem.utils.run_dir import step_name, step_of
 
 MANIFEST = "manifest.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class DamagedWeights(ValueError):
@@ -21,6 +22,11 @@ def newest_version(folder: Path) -> int | None:
         return None
     steps = sorted((step for path in folder.iterdir() if (step := step_of(path)) is not None), reverse=True)
     return next((step for step in steps if (folder / step_name(step) / MANIFEST).exists()), None)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a version is a LoRA adapter of the model rather than a whole one."""
+    return (folder / ADAPTER_CONFIG).exists()
 
 
 def write_manifest(folder: Path, version: int) -> None:

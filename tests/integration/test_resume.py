@@ -1,0 +1,157 @@
+"""Killed at any moment and resumed, a deterministic run ends in the bits of one that was left alone."""
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.integration.processes import ENVIRONMENT, Starter, wait_until
+
+from tandem.transport.checkpoints import newest_checkpoint
+from tandem.transport.weights.manifest import MANIFEST
+from tandem.utils.files import checksum, read_json_lines
+from tandem.utils.run_dir import RunDir, step_name
+
+
+def weights_of(run_dir: RunDir, step: int) -> str:
+    return checksum(run_dir.weights / step_name(step) / "model.safetensors")
+
+
+def is_done(run_dir: RunDir, max_steps: int) -> bool:
+    return (run_dir.weights / step_name(max_steps) / MANIFEST).exists()
+
+
+def wait_for_steps(process: subprocess.Popen[str], run_dir: RunDir, count: int) -> None:
+    """So many that the process does itself; the file may hold earlier ones."""
+    started = time.time()
+
+    def has_stepped() -> bool:
+        steps = [line for line in read_json_lines(run_dir.metrics) if line["time"] > started]
+        return process.poll() is not None or len(steps) >= count
+
+    wait_until(has_stepped, 120, f"{count} steps")
+    assert process.poll() is None, process.communicate()[0]
+
+
+def how_to_go_on(run_dir: RunDir) -> str:
+    return "--clean" if newest_checkpoint(run_dir) is None else "--resume"
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(starter: Starter, entrypoint: str, arguments: list[str], run_dir: RunDir, max_steps: int) -> None:
+    """Whatever state the run was left in."""
+    if not is_done(run_dir, max_steps):
+        done = starter.run(entrypoint, *arguments, how_to_go_on(run_dir))
+        assert done.returncode == 0, done.stdout
+        assert "resuming after step" in done.stdout
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory, load_script) -> Path:
+    """Few: a process that starts twenty times should not read them for long."""
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    load_script("reverse_text/make_data").main(path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:200]))
+    return path
+
+
+@pytest.fixture
+def sft_arguments(tiny_model: Path, conversations: Path) -> list[str]:
+    return [
+        *("@", "examples/reverse_text/sft.toml", "--model.name", str(tiny_model), "--data.path", str(conversations)),
+        *("--batch-size", "8", "--deterministic", "--threads", "1"),
+        *("--checkpoint.every", "1", "--checkpoint.keep-last", "1"),
+    ]
+
+
+def test_sft_killed_twenty_times_ends_in_the_same_bits(starter, sft_arguments, tmp_path):
+    max_steps, num_kills, draw = 150, 20, random.Random(1)
+    arguments = [*sft_arguments, "--max-steps", str(max_steps)]
+    whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
+    done = starter.run("sft", *arguments, "--output-dir", str(whole.root))
+    assert done.returncode == 0, done.stdout
+    arguments += ["--output-dir", str(cut.root)]
+    reached = []
+    for number in range(num_kills):
+        assert not is_done(cut, max_steps), f"the run ended before kill {number + 1}"
+        process = starter.start("sft", *arguments, how_to_go_on(cut))
+        if number % 5 == 4:  # while it starts: imports, rewinding, loading
+            time.sleep(draw.uniform(0, 3))
+        else:
+            wait_for_steps(process, cut, draw.randint(1, 5))
+            time.sleep(draw.uniform(0, 0.1))  # about as long as a step and its checkpoint take
+        kill(process)
+        reached.append(newest_checkpoint(cut) or 0)
+    assert reached == sorted(reached), "a checkpoint was lost"
+    assert len(set(reached)) > 5, "it was killed at the same point again and again"
+    finish(starter, "sft", arguments, cut, max_steps)
+    assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
+    # Steps that were done again are there once, as they would have been.
+    lines = read_json_lines(cut.metrics)
+    assert [line["step"] for line in lines] == list(range(1, max_steps + 1))
+    losses = [[line["loss"] for line in read_json_lines(run_dir.metrics)] for run_dir in (whole, cut)]
+    assert losses[0] == losses[1] and statistics.fmean(losses[0][-5:]) < losses[0][0]
+    assert len(list(cut.checkpoints.iterdir())) == 1
+
+
+def run_ranks(count: int, arguments: list[str]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    done = subprocess.run(
+        [*launcher, "-m", "tandem.entrypoints.sft", *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_sft_goes_on_with_another_number_of_ranks(starter, sft_arguments, tmp_path):
+    arguments = [*sft_arguments, "--scheduler.type", "constant", "--optimizer.lr", "1e-3"]
+    whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
+    done = starter.run("sft", *arguments, "--max-steps", "9", "--output-dir", str(whole.root))
+    assert done.returncode == 0, done.stdout
+    arguments += ["--output-dir", str(cut.root)]
+    run_ranks(2, [*arguments, "--max-steps", "3"])
+    assert len(list((cut.checkpoints / step_name(3) / "trainer").glob("shard_*"))) == 2
+    done = starter.run("sft", *arguments, "--max-steps", "6", "--resume")
+    assert done.returncode == 0 and "resuming after step 3" in done.stdout, done.stdout
+    assert len(list((cut.checkpoints / step_name(6) / "trainer").glob("shard_*"))) == 1
+    run_ranks(2, [*arguments, "--max-steps", "9", "--resume"])
+    expected, found = (read_json_lines(run_dir.metrics) for run_dir in (whole, cut))
+    assert [line["step"] for line in found] == list(range(1, 10))
+    # Two ranks add up in another order; without the moments, the loss would go another way after three steps.
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-4)
+
+
+def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
+    max_steps, draw = 12, random.Random(2)
+    arguments = [
+        *(*rl_arguments, "--orchestrator.prompts-per-step", "4", "--max-steps", str(max_steps)),
+        *("--orchestrator.max-staleness", "0", "--deterministic", "--checkpoint.every", "1"),
+    ]
+    whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
+    done = starter.run("rl", *arguments, "--output-dir", str(whole.root))
+    assert done.returncode == 0, done.stdout
+    arguments += ["--output-dir", str(cut.root)]
+    for number in range(4):
+        assert not is_done(cut, max_steps), f"the run ended before kill {number + 1}"
+        process = starter.start("rl", *arguments, how_to_go_on(cut))
+        wait_for_steps(process, cut, draw.randint(1, 4))
+        time.sleep(draw.uniform(0, 0.3))
+        kill(process)
+    finish(starter, "rl", arguments, cut, max_steps)
+    assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
+    trained = [line["step"] for line in read_json_lines(cut.metrics) if line["process"] == "trainer"]
+    assert trained == list(range(1, max_steps + 1))
