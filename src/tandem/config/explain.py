@@ -76,7 +76,7 @@ def _models_at(root: type[BaseModel], location: list[str]) -> list[type[BaseMode
 def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, types.UnionType, list):
         return [model for inner in get_args(annotation) for model in models_in(inner)]
     return []
 

@@ -1,91 +1,178 @@
-"""Conversations to tokens and loss masks: assistant messages are learned, everything else is context."""
+"""Rows to conversations, and rows of supervised fine-tuning to samples.
+
+A row holds `messages`; or `prompt` and `completion`, each as text or as messages; or `text`. Messages may call
+tools (`tool_calls`) and carry their results (role `tool`); `tools` of the row are shown by the chat template.
+"""
 
 import json
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from tandem.data.masks import Conversation, require_characters, tokenize_conversation, tokenize_spans
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import Message, Sample
-from tandem.utils.errors import UserError
+
+Fields = Mapping[str, Any]
+Fit = Callable[[Sample], Sample]
+"""Takes a sample that is not longer than it may be, cuts it, or raises ValueError."""
 
 
-def load_samples(path: Path, tokenizer: Tokenizer, seq_len: int) -> list[Sample]:
-    """Every row of a file, tokenized; a row that cannot be learned is refused with its number."""
-    samples = []
-    for number, messages in read_conversations(path):
-        try:
-            sample = tokenize_conversation(messages, tokenizer)
-        except ValueError as error:
-            raise UserError(f"data.path = {str(path)!r}, line {number}: {error}") from error
-        if len(sample.token_ids) > seq_len:
-            raise UserError(
-                f"seq_len = {seq_len} is too short: line {number} of {str(path)!r} has {len(sample.token_ids)} tokens; "
-                f"the smallest seq_len that fits it is {len(sample.token_ids)}"
-            )
-        samples.append(sample)
-    return samples
-
-
-def read_conversations(path: Path) -> list[tuple[int, list[Message]]]:
-    """Line number and messages of each row of a JSON-lines file."""
-    if not path.is_file():
-        raise UserError(f"data.path = {str(path)!r} does not exist")
-    conversations = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            try:
-                conversations.append((number, _messages(json.loads(line))))
-            except ValueError as error:
-                raise UserError(f"data.path = {str(path)!r}, line {number}: {error}") from error
-    if not conversations:
-        raise UserError(f"data.path = {str(path)!r} holds no rows")
-    return conversations
-
-
-def _messages(row: Any) -> list[Message]:
-    """A row holds `messages`, or `prompt` and `completion` as text."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a table, not {type(row).__name__}")
+def encode_sft_row(row: Fields, fit: Fit, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)) -> Sample:
     if "messages" in row:
-        messages = row["messages"]
-    elif "prompt" in row and "completion" in row:
-        messages = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["completion"]},
-        ]
-    else:
-        raise ValueError(f"a row needs 'messages', or 'prompt' and 'completion'; it has {sorted(row)}")
+        conversation = Conversation(read_messages(row["messages"], "messages"), read_tools(row))
+        return fit(encode_conversation(conversation, tokenizer, roles))
+    if "prompt" in row and "completion" in row:
+        return fit(encode_completion(row["prompt"], row["completion"], "completion", row, tokenizer, roles))
+    if "text" in row:
+        return fit(encode_text(row["text"], tokenizer))
+    raise ValueError(f"a row needs 'messages', 'prompt' and 'completion', or 'text'; it has {sorted(row)}")
+
+
+def encode_completion(
+    prompt: Any, completion: Any, name: str, row: Fields, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)
+) -> Sample:
+    """A prompt that is context and a completion that is learned; `name` is the completion's field."""
+    if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.has_chat_template:
+        return encode_continuation(prompt, completion, name, tokenizer)
+    context = read_prompt(prompt)
+    answer = read_answer(completion, name)
+    return encode_conversation(Conversation([*context, *answer], read_tools(row), len(context)), tokenizer, roles)
+
+
+def encode_conversation(
+    conversation: Conversation, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)
+) -> Sample:
+    learned = [
+        (index, message)
+        for index, message in enumerate(conversation.messages)
+        if index >= conversation.first_learned and message["role"] in roles
+    ]
+    if not learned:
+        raise ValueError(f"there is no message to learn: none is of role {' or '.join(map(repr, sorted(roles)))}")
+    for index, message in learned:
+        if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
+            raise ValueError(f"message {index}, of role {message['role']!r}, is empty: there is nothing to learn in it")
+    return _with_something_to_learn(tokenize_conversation(conversation, tokenizer, roles))
+
+
+def encode_text(text: Any, tokenizer: Tokenizer) -> Sample:
+    """Plain language modelling: every token is learned, and that the text ends."""
+    token_ids = _encode_plain(text, "text", tokenizer)
+    return _with_something_to_learn(Sample(token_ids, [0] + [1] * (len(token_ids) - 1)))
+
+
+def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Tokenizer) -> Sample:
+    """For models without a chat template: the completion follows the prompt as it is, and ends."""
+    if not completion.strip():
+        raise ValueError(f"{name!r} is empty: there is nothing to learn in it")
+    require_characters(prompt + completion)
+    joined = tokenize_spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))], tokenizer)
+    opening = _opening_tokens(tokenizer)
+    closing = [token for token in tokenizer.eos_token_ids[:1] if joined.token_ids[-1] != token]
+    return Sample([*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing))
+
+
+def read_prompt(prompt: Any) -> list[Message]:
+    """A prompt as text is what the user says."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt, "prompt")
+
+
+def read_answer(completion: Any, name: str) -> list[Message]:
+    """A completion as text is what the assistant says."""
+    if isinstance(completion, str):
+        if not completion.strip():
+            raise ValueError(f"{name!r} is empty: there is nothing to learn in it")
+        return [{"role": "assistant", "content": completion}]
+    return read_messages(completion, name)
+
+
+def read_messages(messages: Any, name: str) -> list[Message]:
+    """Messages as templates take them: content as text, arguments of tool calls as tables, nothing that is null."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("'messages' must be a list of messages, each a table with 'role' and 'content'")
-    for index, message in enumerate(messages):
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f"message {index} needs {key!r} as text; it has {message.get(key)!r}")
-    if not any(message["role"] == "assistant" and message["content"] for message in messages):
-        raise ValueError("there is no assistant message to learn")
-    return messages
+        raise ValueError(f"{name!r} must be a list of messages, each a table with 'role' and 'content'")
+    if not messages:
+        raise ValueError(f"{name!r} is empty: it needs at least one message")
+    return [_message(message, f"message {index} of {name!r}") for index, message in enumerate(messages)]
 
 
-def tokenize_conversation(messages: list[Message], tokenizer: Tokenizer) -> Sample:
-    """The whole conversation once through the template; each assistant turn found by rendering up to it.
+def read_tools(row: Fields) -> list[dict[str, Any]] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _parse(tools, "'tools'")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("'tools' must be a list of tables, or that as JSON text")
+    return tools or None
 
-    A turn is learned from its first token to the end-of-sequence token that closes it.
-    """
-    token_ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
-    mask = [0] * len(token_ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.encode_chat(messages[:index], add_generation_prompt=True)
-        through = tokenizer.encode_chat(messages[: index + 1], add_generation_prompt=False)
-        if token_ids[: len(through)] != through or through[: len(before)] != before:
-            raise ValueError(
-                f"the chat template rewrites earlier turns, so the tokens of message {index} cannot be told apart"
-            )
-        end = len(through)
-        while end > len(before) and through[end - 1] not in tokenizer.eos_token_ids:
-            end -= 1
-        end = end if end > len(before) else len(through)
-        mask[len(before) : end] = [1] * (end - len(before))
-    zeros = [0.0] * len(token_ids)
-    return Sample(token_ids=token_ids, loss_mask=mask, advantages=zeros, logprobs=zeros)
+
+def _message(message: dict[str, Any], where: str) -> Message:
+    given = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(given.get("role"), str):
+        raise ValueError(f"{where} needs 'role' as text; it has {given.get('role')!r}")
+    calls = given.get("tool_calls")
+    if not calls:
+        given.pop("tool_calls", None)
+    elif not isinstance(calls, list):
+        raise ValueError(f"{where}: 'tool_calls' must be a list")
+    else:
+        given["tool_calls"] = [_tool_call(call, where) for call in calls]
+    if "content" not in given and "tool_calls" not in given:
+        raise ValueError(f"{where} needs 'content' as text, or 'tool_calls'")
+    return given | {"content": _content(given.get("content", ""), where)}
+
+
+def _content(content: Any, where: str) -> str:
+    """Text, or parts of which each is text: one a line, as the inference server takes them."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "\n".join(map(str, texts))
+    raise ValueError(f"{where}: 'content' must be text, or a list of parts of type 'text'; it is {_short(content)}")
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: a tool call needs the 'name' and the 'arguments' of a function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _parse(arguments, f"{where}: the arguments of {function['name']!r}")
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"{where}: the arguments of {function['name']!r} must be a table; they are {_short(arguments)}"
+        )
+    identity = {"id": call["id"]} if call.get("id") is not None else {}
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _encode_plain(text: Any, name: str, tokenizer: Tokenizer) -> list[int]:
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{name!r} must be text that is not empty; it is {_short(text)}")
+    require_characters(text)
+    token_ids = _opening_tokens(tokenizer) + tokenizer.encode(text)
+    return token_ids + [token for token in tokenizer.eos_token_ids[:1] if token_ids[-1] != token]
+
+
+def _opening_tokens(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before any text, a beginning-of-sequence token say."""
+    marked, plain = tokenizer.encode("a", add_special_tokens=True), tokenizer.encode("a")
+    return marked[: marked.index(plain[0])]
+
+
+def _with_something_to_learn(sample: Sample) -> Sample:
+    if 1 not in sample.loss_mask:
+        raise ValueError("there is nothing to learn: the chat template shows no message that is learned")
+    return sample
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} are not JSON: {error}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -4,36 +4,18 @@ Only what the fast tokenizer file and the chat template say is used, so that a p
 the same, token by token, as transformers' apply_chat_template would give.
 """
 
-import json
-from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import meta
-from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from tandem.data.template import ChatTemplate, Span
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-# What a template may raise on messages it was not written for; TypeError: content that is no text, say.
-TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-
-class GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks what the assistant wrote; it renders as what it holds."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Tokenizer:
@@ -42,15 +24,23 @@ class Tokenizer:
         if not path.exists():
             raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
         self._tokenizer = FastTokenizer.from_file(str(path))
+        # A tokenizer file may carry the length of what its author once encoded; nothing is cut silently here.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         config_path = model_dir / "tokenizer_config.json"
         self._config: dict[str, Any] = read_json(config_path) if config_path.exists() else {}
         self.template_text = self._read_template(model_dir)
-        self._template = _compile(self.template_text) if self.template_text else None
+        self._template = ChatTemplate(self.template_text) if self.template_text else None
         self.eos_token_ids = self._read_eos(model_dir)
 
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """Every token id, once."""
+        return list(range(max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1))
 
     @property
     def has_chat_template(self) -> bool:
@@ -59,7 +49,18 @@ class Tokenizer:
     @property
     def template_variables(self) -> set[str]:
         """What the chat template asks for."""
-        return meta.find_undeclared_variables(_environment().parse(self.template_text or ""))
+        return self._template.variables if self._template else set()
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the chat template tells what the assistant writes."""
+        return self._template is not None and self._template.marks_generation
+
+    @property
+    def eos_texts(self) -> list[str]:
+        """The tokens that end a completion, as they are written."""
+        texts = (self._tokenizer.id_to_token(token_id) for token_id in self.eos_token_ids)
+        return [text for text in texts if text]
 
     @property
     def info(self) -> dict[str, Any]:
@@ -69,6 +70,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids, and the character of the text at which each token begins."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        starts: list[int] = []
+        previous_end = 0
+        for start, end in encoding.offsets:
+            # Some tokenizers leave the blanks a token begins with out of its offsets.
+            starts.append(min(start, previous_end))
+            previous_end = end
+        # The same objects for the same tokens: whole datasets are held in memory as such lists.
+        return [self._numbers[token_id] for token_id in encoding.ids], starts
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -85,18 +98,14 @@ class Tokenizer:
         variables: dict[str, Any] | None = None,
     ) -> str:
         """The conversation as the model's chat template writes it; it may ask for further `variables`."""
-        if self._template is None:
-            raise UserError("the model has no chat template; give plain prompts instead of messages")
-        special = {name: _text(self._config.get(name)) for name in SPECIAL_TOKENS}
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **{name: text for name, text in special.items() if text is not None} | (variables or {}),
-            )
-        except TEMPLATE_FAILURES as error:
-            raise UserError(f"the chat template refuses these messages: {error}") from error
+        template_variables = self._variables(messages, tools, add_generation_prompt) | (variables or {})
+        return self._chat_template.render(template_variables)
+
+    def generated(
+        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The rendered conversation, and where the template's generation blocks lie in it."""
+        return self._chat_template.generated(self._variables(messages, tools, add_generation_prompt=False))
 
     def encode_chat(
         self,
@@ -106,6 +115,19 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+
+    @property
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise UserError("the model has no chat template; give plain prompts instead of messages")
+        return self._template
+
+    def _variables(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        special = {name: _text(self._config.get(name)) for name in SPECIAL_TOKENS}
+        conversation = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return conversation | {name: text for name, text in special.items() if text is not None}
 
     def _read_template(self, model_dir: Path) -> str | None:
         path = model_dir / "chat_template.jinja"
@@ -134,35 +156,3 @@ class Tokenizer:
 def _text(token: Any) -> str | None:
     """A special token is written as plain text or as a table with its content."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-def _compile(template: str) -> Any:
-    try:
-        return _environment().from_string(template)
-    except TemplateError as error:
-        raise UserError(f"the model's chat template cannot be read: {error}") from error
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)

@@ -1,4 +1,4 @@
-"""Conversations to tokens and masks, on the template of the reverse_text model:
+"""Rows of every kind to samples, on the template of the reverse_text model:
 <|im_start|>role\\ncontent<|im_end|>\\n, one token for each tag, role and character."""
 
 import json
@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
-from tandem.data.conversations import load_samples, read_conversations, tokenize_conversation
+from tandem.data.conversations import encode_sft_row, read_messages, read_tools
 from tandem.data.tokenizer import Tokenizer
-from tandem.utils.errors import UserError
+from tandem.types.rollout import Sample
+
+
+def turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @pytest.fixture
@@ -18,110 +26,151 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer(tiny_model)
 
 
-def turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+@pytest.fixture
+def base_tokenizer(tiny_model: Path, tmp_path: Path) -> Tokenizer:
+    """Of a model without a chat template that puts <|im_start|> before every text."""
+    model = tmp_path / "base"
+    shutil.copytree(tiny_model, model, ignore=shutil.ignore_patterns("*.safetensors", "chat_template.jinja"))
+    content = json.loads((model / "tokenizer.json").read_text())
+    start = next(token for token in content["added_tokens"] if token["content"] == "<|im_start|>")
+    pieces = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [start["id"]], "tokens": ["<|im_start|>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": pieces,
+        "pair": pieces,
+        "special_tokens": special,
+    }
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer(model)
 
 
-def learned(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[str]:
-    """The learned stretches as text."""
-    sample = tokenize_conversation(messages, tokenizer)
-    stretches: list[list[int]] = []
-    for position, is_learned in enumerate(sample.loss_mask):
-        if is_learned and not sample.loss_mask[position - 1]:
-            stretches.append([])
-        if is_learned:
-            stretches[-1].append(sample.token_ids[position])
-    return [tokenizer.decode(stretch, skip_special_tokens=False) for stretch in stretches]
+def as_it_is(sample: Sample) -> Sample:
+    return sample
+
+
+def shown(sample: Sample, tokenizer: Tokenizer) -> str:
+    """The text of a sample, with what is learned in square brackets."""
+    pieces, was_learned = [], 0
+    for token, is_learned in zip([*sample.token_ids, 0], [*sample.loss_mask, 0], strict=True):
+        pieces += ["[" if is_learned else "]"] if is_learned != was_learned else []
+        pieces += [tokenizer.decode([token], skip_special_tokens=False)]
+        was_learned = is_learned
+    return "".join(pieces[:-1]).replace("<|im_start|>", "<").replace("<|im_end|>", ">").replace("\n", "|")
+
+
+def encoded(row: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> str:
+    return shown(encode_sft_row(row, as_it_is, tokenizer, **options), tokenizer)
 
 
 def test_the_mask_of_one_turn_by_hand(tokenizer: Tokenizer) -> None:
-    sample = tokenize_conversation([turn("user", "ab"), turn("assistant", "ba")], tokenizer)
+    sample = encode_sft_row({"messages": [turn("user", "ab"), turn("assistant", "ba")]}, as_it_is, tokenizer)
     tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in sample.token_ids]
     start, end = "<|im_start|>", "<|im_end|>"
     assert tokens == [start, "user", "\n", "a", "b", end, "\n", start, "assistant", "\n", "b", "a", end, "\n"]
     assert sample.loss_mask == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0]
-    assert sample.advantages == sample.logprobs == [0.0] * 14
+    assert sample.streams == {}
 
 
-def test_every_assistant_turn_is_learned_with_its_end_and_nothing_else(tokenizer: Tokenizer) -> None:
-    messages = [
-        turn("system", "be brief"),
-        turn("user", "ab"),
-        turn("assistant", "ba"),
-        turn("user", "xyz"),
-        turn("assistant", "zyx"),
-    ]
-    assert learned(tokenizer, messages) == ["ba<|im_end|>", "zyx<|im_end|>"]
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [turn("user", "ab"), turn("assistant", "ba")]}, "<user|ab>|<assistant|[ba>]|"),
+        ({"prompt": "ab", "completion": "ba"}, "<user|ab>|<assistant|[ba>]|"),
+        ({"prompt": [turn("user", "ab")], "completion": [turn("assistant", "ba")]}, "<user|ab>|<assistant|[ba>]|"),
+        ({"prompt": [turn("system", "x"), turn("user", "ab")], "completion": "ba"},
+         "<system|x>|<user|ab>|<assistant|[ba>]|"),
+        # Both kinds: the conversation wins. Other columns do not matter.
+        ({"prompt": "no", "completion": "no", "id": 3, "messages": [turn("assistant", "a")]}, "<assistant|[a>]|"),
+        # An assistant message of the prompt is context.
+        ({"prompt": [turn("user", "a"), turn("assistant", "b"), turn("user", "c")], "completion": "d"},
+         "<user|a>|<assistant|b>|<user|c>|<assistant|[d>]|"),
+        # Several turns.
+        ({"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]},
+         "<user|a>|<assistant|[b>]|<user|c>|<assistant|[d>]|"),
+        ({"prompt": "a", "completion": [turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]},
+         "<user|a>|<assistant|[b>]|<user|c>|<assistant|[d>]|"),
+        ({"messages": [turn("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+                       turn("assistant", "c")]}, "<user|a|b>|<assistant|[c>]|"),
+        ({"text": "abc"}, "a[bc>]"),
+        ({"text": "abc<|im_end|>"}, "a[bc>]"),
+    ],
+)  # fmt: skip
+def test_rows_of_every_kind(tokenizer: Tokenizer, row: dict[str, Any], expected: str) -> None:
+    assert encoded(row, tokenizer) == expected
 
 
-def test_a_conversation_may_begin_with_the_assistant(tokenizer: Tokenizer) -> None:
-    assert learned(tokenizer, [turn("assistant", "hi"), turn("user", "ab")]) == ["hi<|im_end|>"]
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["user"], "<system|s>|<user|[a>]|<assistant|b>|<tool|t>|<assistant|c>|"),
+        (["assistant", "tool"], "<system|s>|<user|a>|<assistant|[b>]|<tool|[t>]|<assistant|[c>]|"),
+        (["system"], "<system|[s>]|<user|a>|<assistant|b>|<tool|t>|<assistant|c>|"),
+    ],
+)
+def test_which_roles_are_learned(tokenizer: Tokenizer, roles: list[str], expected: str) -> None:
+    names = ["system", "user", "assistant", "tool", "assistant"]
+    row = {"messages": [turn(role, content) for role, content in zip(names, "sabtc", strict=True)]}
+    assert encoded(row, tokenizer, roles=roles) == expected
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    template = "{{ messages|length }}{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    (model / "chat_template.jinja").write_text(template)
-    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
-    with pytest.raises(ValueError, match="rewrites earlier turns, so the tokens of message 1"):
-        tokenize_conversation(messages, Tokenizer(model))
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-GOOD = {"messages": [turn("user", "ab"), turn("assistant", "ba")]}
-
-
-def test_rows_of_both_kinds_give_the_same_sample(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", GOOD, "", {"prompt": "ab", "completion": "ba"})
-    first, second = load_samples(path, tokenizer, seq_len=14)
-    assert first == second
-    assert sum(first.loss_mask) == 3
-
-
-def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
-    """Unicode has more line separators than JSON lines has."""
-    row = json.dumps({"prompt": "a\u2028b\x85", "completion": "c"}, ensure_ascii=False)
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(f"{row}\r\n".encode())
-    assert read_conversations(path) == [(1, [turn("user", "a\u2028b\x85"), turn("assistant", "c")])]
+def test_without_a_chat_template_a_completion_follows_its_prompt(base_tokenizer: Tokenizer) -> None:
+    assert encoded({"prompt": "ab", "completion": "ba"}, base_tokenizer) == "<ab[ba>]"
+    assert encoded({"text": "ab"}, base_tokenizer) == "<[ab>]"
+    with pytest.raises(ValueError, match="the model has no chat template"):
+        encoded({"messages": [turn("assistant", "a")]}, base_tokenizer)
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("{", "line 2: Expecting property name"),
-        ("[1]", "line 2: a row must be a table, not list"),
-        ({"text": "x"}, r"line 2: a row needs 'messages', or 'prompt' and 'completion'; it has \['text'\]"),
-        ({"messages": [turn("user", "x")]}, "line 2: there is no assistant message to learn"),
-        ({"prompt": "x", "completion": ""}, "line 2: there is no assistant message to learn"),
-        ({"messages": [{"content": "x"}]}, "line 2: .*'role'"),
-        ({"messages": [{"role": "assistant"}]}, "line 2: .*'content'"),
-        ({"messages": "hello"}, "line 2: .*messages"),
-        ({"messages": [turn("assistant", "x"), 5]}, "line 2: .*message"),
-        ({"prompt": 5, "completion": "x"}, "line 2: .*content"),
+        ({"texts": "x"}, r"a row needs 'messages', 'prompt' and 'completion', or 'text'; it has \['texts'\]"),
+        ({"prompt": "x"}, r"a row needs .* it has \['prompt'\]"),
+        ({"messages": []}, "'messages' is empty"),
+        ({"messages": [turn("user", "x")]}, "no message to learn: none is of role 'assistant'"),
+        ({"messages": [turn("user", "x"), turn("assistant", "")]}, "message 1, of role 'assistant', is empty"),
+        ({"prompt": "x", "completion": ""}, "'completion' is empty"),
+        ({"prompt": "x", "completion": " \n"}, "'completion' is empty"),
+        ({"prompt": "x", "completion": []}, "'completion' is empty"),
+        ({"prompt": "x", "completion": 5}, "'completion' must be a list of messages"),
+        ({"prompt": 5, "completion": "x"}, "'prompt' must be a list of messages"),
+        ({"messages": [{"content": "x"}]}, "message 0 of 'messages' needs 'role' as text; it has None"),
+        ({"messages": [{"role": "assistant"}]}, "message 0 of 'messages' needs 'content' as text, or 'tool_calls'"),
+        ({"messages": [turn("assistant", 5)]}, "message 0 of 'messages': 'content' must be text, .*; it is 5"),
+        ({"messages": [turn("user", [{"type": "image"}])]}, "'content' must be text, or a list of parts of type"),
+        ({"messages": "hello"}, "'messages' must be a list"),
+        ({"messages": [turn("assistant", "x"), 5]}, "'messages' must be a list"),
+        ({"messages": [turn("assistant", "x") | {"tool_calls": [5]}]}, "a tool call needs the 'name'"),
+        ({"messages": [turn("assistant", "x") | {"tool_calls": 5}]}, "'tool_calls' must be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "{")]}]}, "arguments of 'f' are not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "[1]")]}]}, "must be a table; they are \\[1\\]"),
+        ({"messages": [turn("assistant", "x")], "tools": "{"}, "'tools' are not JSON"),
+        ({"messages": [turn("assistant", "x")], "tools": [1]}, "'tools' must be a list of tables"),
+        ({"messages": [turn("assistant", "a\ud800")]}, "not valid Unicode"),
+        ({"messages": [turn("assistant", "a\ufdd0")]}, "not valid Unicode"),
+        ({"text": ""}, "'text' must be text that is not empty"),
+        ({"text": ["a"]}, "'text' must be text that is not empty; it is \\['a'\\]"),
     ],
-)
-def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, tokenizer: Tokenizer, row: Any, problem: str) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", GOOD, row)
-    with pytest.raises(UserError, match=problem) as caught:
-        load_samples(path, tokenizer, seq_len=64)
-    assert str(path) in str(caught.value)
+)  # fmt: skip
+def test_what_is_wrong_with_a_row(tokenizer: Tokenizer, row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        encode_sft_row(row, as_it_is, tokenizer)
 
 
-def test_a_row_that_is_too_long_is_refused_with_the_length_that_fits(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", GOOD, {"prompt": "abcd", "completion": "dcba"})
-    with pytest.raises(UserError, match=r"seq_len = 14 is too short: line 2 .* has 18 tokens") as caught:
-        load_samples(path, tokenizer, seq_len=14)
-    assert str(caught.value).endswith("the smallest seq_len that fits it is 18")
+def test_tool_calls_are_given_to_templates_in_one_shape() -> None:
+    wanted = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    for written in ({"name": "f", "arguments": {"x": 1}}, call("f", {"x": 1}), call("f", '{"x": 1}')):
+        message = {"role": "assistant", "content": None, "name": None, "tool_calls": [written]}
+        assert read_messages([message], "messages") == [{"role": "assistant", "content": "", "tool_calls": [wanted]}]
+    with_id = read_messages([{"role": "assistant", "tool_calls": [call("f", None) | {"id": "7"}]}], "messages")
+    assert with_id[0]["tool_calls"] == [{"id": "7", "type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
-def test_no_file_and_no_rows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.jsonl' does not exist"):
-        read_conversations(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="holds no rows"):
-        read_conversations(write_rows(tmp_path / "empty.jsonl", "", ""))
+def test_no_tool_calls_are_none_at_all() -> None:
+    assert read_messages([turn("assistant", "a") | {"tool_calls": []}], "messages") == [turn("assistant", "a")]
+
+
+def test_tools_may_be_json_text() -> None:
+    assert read_tools({"tools": '[{"type": "function"}]'}) == read_tools({"tools": [{"type": "function"}]})
+    assert read_tools({"tools": []}) is None
+    assert read_tools({}) is None

@@ -188,3 +188,11 @@ def test_a_broken_template_is_refused(changed) -> None:
 def test_a_directory_without_a_tokenizer_is_refused(changed) -> None:
     with pytest.raises(UserError, match=r"holds no tokenizer: there is no tokenizer\.json in it"):
         Tokenizer(changed(tokenizer=None))
+
+
+def test_lengths_that_a_tokenizer_file_carries_cut_nothing(changed, tiny_model: Path) -> None:
+    content = json.loads((tiny_model / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    content["padding"] |= {"pad_type_id": 0, "pad_token": "<|pad|>"}
+    assert Tokenizer(changed(tokenizer=content)).encode("abcde") == Tokenizer(tiny_model).encode("abcde")

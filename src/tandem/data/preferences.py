@@ -1,0 +1,86 @@
+"""Rows of preferences: two answers to a prompt of which one is better, or one answer that is good or bad.
+
+Only the answers are learned. A prompt and its answers are text, or messages; without `prompt`, `chosen` and
+`rejected` are whole conversations, and what they have in common is the prompt.
+"""
+
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_messages, read_tools
+from tandem.data.masks import Conversation
+from tandem.data.tokenizer import Tokenizer
+from tandem.types.rollout import Sample
+
+
+class Preference(NamedTuple):
+    """Two samples with the same context."""
+
+    chosen: Sample
+    rejected: Sample
+
+
+class Judged(NamedTuple):
+    """A sample, and whether its answer is good."""
+
+    sample: Sample
+    label: bool
+
+
+def encode_preference_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Preference:
+    for name in ("chosen", "rejected"):
+        _require(row, name)
+    if "prompt" in row:
+        chosen, rejected = (
+            encode_completion(*_split(row["prompt"], row[name], name), name, row, tokenizer)
+            for name in ("chosen", "rejected")
+        )
+    else:
+        chosen, rejected = _encode_conversations(row, tokenizer)
+    return Preference(fit(chosen), fit(rejected))
+
+
+def encode_judged_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Judged:
+    for name in ("prompt", "completion", "label"):
+        _require(row, name)
+    label = row["label"]
+    if label not in (True, False):
+        raise ValueError(f"'label' must be true or false; it is {label!r}")
+    prompt, completion = _split(row["prompt"], row["completion"], "completion")
+    return Judged(fit(encode_completion(prompt, completion, "completion", row, tokenizer)), bool(label))
+
+
+def _require(row: Fields, name: str) -> None:
+    if name not in row:
+        raise ValueError(f"field {name!r} is missing; it has {sorted(row)}")
+
+
+def _split(prompt: Any, answer: Any, name: str) -> tuple[Any, Any]:
+    """Prompt and answer, where some datasets give the whole conversation as the answer."""
+    if not isinstance(answer, list):
+        return prompt, answer
+    messages = read_messages(answer, name)
+    if isinstance(prompt, str):
+        question = {"role": "user", "content": prompt}
+        opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
+        num_repeated = len(opening) if question in opening else 0
+    else:
+        context = read_messages(prompt, "prompt")
+        num_repeated = len(context) if messages[: len(context)] == context else 0
+    return (messages[:num_repeated], messages[num_repeated:]) if num_repeated else (prompt, messages)
+
+
+def _encode_conversations(row: Fields, tokenizer: Tokenizer) -> list[Sample]:
+    """Both conversations; the messages they begin with alike are the prompt."""
+    if not isinstance(row["chosen"], list) or not isinstance(row["rejected"], list):
+        raise ValueError("a row without 'prompt' needs 'chosen' and 'rejected' as lists of messages")
+    conversations = [read_messages(row[name], name) for name in ("chosen", "rejected")]
+    num_shared = 0
+    for ours, theirs in zip(*conversations, strict=False):
+        if ours != theirs:
+            break
+        num_shared += 1
+    if num_shared in map(len, conversations):
+        raise ValueError("'chosen' and 'rejected' do not differ in an answer: one is the beginning of the other")
+    tools = read_tools(row)
+    return [encode_conversation(Conversation(messages, tools, num_shared), tokenizer) for messages in conversations]

@@ -1,0 +1,124 @@
+"""Rows of preferences to samples: the answers are learned, whatever way the prompt is given."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.data.preferences import encode_judged_row, encode_preference_row
+from tandem.data.tokenizer import Tokenizer
+from tandem.types.rollout import Sample
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+def turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def as_it_is(sample: Sample) -> Sample:
+    return sample
+
+
+def text_and_learned(sample: Sample, tokenizer: Tokenizer) -> tuple[str, str]:
+    learned = [token for token, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
+    return tuple(
+        tokenizer.decode(ids, skip_special_tokens=False).replace("<|im_start|>", "<").replace("<|im_end|>\n", ">")
+        for ids in (sample.token_ids, [*learned, *tokenizer.encode("\n")])
+    )
+
+
+QUESTION = [turn("user", "ab")]
+SYSTEM = [turn("system", "s"), *QUESTION]
+DIALOG = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+GOOD, BAD = [turn("assistant", "good")], [turn("assistant", "bad")]
+
+
+@pytest.mark.parametrize(
+    ("row", "context"),
+    [
+        ({"prompt": "ab", "chosen": "good", "rejected": "bad"}, "<user\nab>"),
+        ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}, "<user\nab>"),
+        ({"prompt": QUESTION, "chosen": "good", "rejected": "bad"}, "<user\nab>"),
+        ({"prompt": "ab", "chosen": GOOD, "rejected": BAD}, "<user\nab>"),
+        # The prompt once more at the beginning of the answers.
+        ({"prompt": "ab", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, "<user\nab>"),
+        ({"prompt": "ab", "chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}, "<system\ns><user\nab>"),
+        ({"prompt": SYSTEM, "chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}, "<system\ns><user\nab>"),
+        # No prompt: what the conversations have in common.
+        ({"chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}, "<system\ns><user\nab>"),
+        ({"chosen": DIALOG + GOOD, "rejected": DIALOG + BAD}, "<user\na><assistant\nb><user\nc>"),
+        ({"prompt": DIALOG, "chosen": "good", "rejected": "bad"}, "<user\na><assistant\nb><user\nc>"),
+    ],
+)
+def test_pairs(tokenizer: Tokenizer, row: dict[str, Any], context: str) -> None:
+    pair = encode_preference_row(row, as_it_is, tokenizer)
+    assert text_and_learned(pair.chosen, tokenizer) == (f"{context}<assistant\ngood>", "good>")
+    assert text_and_learned(pair.rejected, tokenizer) == (f"{context}<assistant\nbad>", "bad>")
+    shared = pair.chosen.num_context_tokens
+    assert pair.chosen.token_ids[:shared] == pair.rejected.token_ids[:shared]
+
+
+def test_answers_of_several_turns(tokenizer: Tokenizer) -> None:
+    """What follows the first difference is the answer; of it, only the assistant is learned."""
+    row = {"chosen": QUESTION + GOOD + DIALOG[:2], "rejected": QUESTION + BAD}
+    chosen, _ = encode_preference_row(row, as_it_is, tokenizer)
+    assert text_and_learned(chosen, tokenizer)[1] == "good<|im_end|>b>"
+
+
+@pytest.mark.parametrize("label", [True, False, 1, 0])
+@pytest.mark.parametrize("completion", ["good", GOOD, QUESTION + GOOD])
+def test_judged_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> None:
+    row = {"prompt": "ab", "completion": completion, "label": label}
+    judged = encode_judged_row(row, as_it_is, tokenizer)
+    assert text_and_learned(judged.sample, tokenizer) == ("<user\nab><assistant\ngood>", "good>")
+    assert judged.label is bool(label)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"field 'rejected' is missing; it has \['chosen', 'prompt'\]"),
+        ({"chosen": "b", "rejected": "c"}, "a row without 'prompt' needs 'chosen' and 'rejected' as lists of messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
+        ({"prompt": "a", "chosen": [turn("assistant", "")], "rejected": "c"}, "message 1, of role 'assistant', is"),
+        ({"prompt": "a", "chosen": QUESTION, "rejected": "c"}, "no message to learn"),
+        ({"chosen": QUESTION + GOOD, "rejected": QUESTION + GOOD}, "do not differ in an answer"),
+        ({"chosen": QUESTION + GOOD, "rejected": QUESTION}, "do not differ in an answer"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "'prompt' must be a list of messages"),
+    ],
+)  # fmt: skip
+def test_bad_pairs(tokenizer: Tokenizer, row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        encode_preference_row(row, as_it_is, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a", "completion": "b"}, "field 'label' is missing"),
+        ({"prompt": "a", "label": True}, "field 'completion' is missing"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "'label' must be true or false; it is 'yes'"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "'label' must be true or false; it is 2"),
+        ({"prompt": "a", "completion": "", "label": True}, "'completion' is empty"),
+    ],
+)
+def test_bad_judgements(tokenizer: Tokenizer, row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        encode_judged_row(row, as_it_is, tokenizer)
+
+
+def test_every_sample_of_a_row_is_fitted(tokenizer: Tokenizer) -> None:
+    lengths: list[int] = []
+
+    def fit(sample: Sample) -> Sample:
+        lengths.append(len(sample.token_ids))
+        return Sample(sample.token_ids[:-1], sample.loss_mask[:-1])
+
+    pair = encode_preference_row({"prompt": "ab", "chosen": "good", "rejected": "bad"}, fit, tokenizer)
+    assert [len(sample.token_ids) for sample in pair] == [length - 1 for length in lengths] == [15, 14]
+    judged = encode_judged_row({"prompt": "ab", "completion": "bad", "label": True}, fit, tokenizer)
+    assert len(judged.sample.token_ids) == 14
