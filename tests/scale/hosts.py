@@ -10,7 +10,7 @@ from contextlib import contextmanager
 SUBNET = "10.77.0"
 
 
-def why_not() -> str | None:
+def why_no_hosts() -> str | None:
     """Why hosts cannot be made here; None if they can."""
     if shutil.which("ip") is None:
         return "network namespaces need the `ip` command (Debian: apt-get install iproute2)"
@@ -29,7 +29,7 @@ class Host:
 
 
 @contextmanager
-def two_hosts() -> Iterator[list[Host]]:
+def make_two_hosts() -> Iterator[list[Host]]:
     """Names are drawn anew, so that runs side by side do not meet; the addresses are their own in each bridge."""
     mark = uuid.uuid4().hex[:6]
     bridge = f"tb{mark}"

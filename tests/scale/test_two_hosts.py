@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
-from tests.scale.hosts import Host, two_hosts, why_not
+from tests.scale.hosts import Host
 
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
@@ -20,7 +19,6 @@ from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Sample, TrainBatch
 from tandem.utils.files import read_json_lines, write_json
 
-pytestmark = [pytest.mark.skipif(why_not() is not None and "CI" not in os.environ, reason=why_not() or "")]
 STEPS = 3
 
 
@@ -79,16 +77,15 @@ def end(processes: list[subprocess.Popen[str]], timeout_s: float) -> list[str]:
                 process.communicate()
 
 
-def test_two_hosts_train_what_one_does(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_hosts_train_what_one_does(two_hosts: list[Host], tiny_model: Path, tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     for root in (alone, together):
         write_batches(root, STEPS)
     train_rl(TrainerConfig.model_validate(config(tiny_model, alone)))
     config_file = tmp_path / "trainer.json"
     write_json(config_file, config(tiny_model, together, parallel={"strategy": "zero3"}))
-    with two_hosts() as hosts:
-        processes = start(hosts, config_file)
-        outputs = end(processes, timeout_s=120)
+    processes = start(two_hosts, config_file)
+    outputs = end(processes, timeout_s=120)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     expected = load_file(alone / "weights" / "latest" / "model.safetensors")
     for name, tensor in load_file(together / "weights" / "latest" / "model.safetensors").items():
@@ -98,23 +95,25 @@ def test_two_hosts_train_what_one_does(tiny_model: Path, tmp_path: Path) -> None
     assert len(read_json_lines(together / "metrics.jsonl")) == STEPS
 
 
-def test_a_host_that_is_lost_is_named_within_the_deadline(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_host_that_is_lost_is_named_within_the_deadline(
+    two_hosts: list[Host], tiny_model: Path, tmp_path: Path
+) -> None:
     """Both train step after step; then all of the second host is killed."""
     write_batches(tmp_path, 400)
     config_file = tmp_path / "trainer.json"
     parallel = {"strategy": "zero3", "timeout_s": 10}
     write_json(config_file, config(tiny_model, tmp_path, parallel=parallel, max_steps=400))
-    with two_hosts() as hosts:
-        processes = start(hosts, config_file)
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "weights" / "step_000003").exists():
-            assert time.monotonic() < deadline and processes[0].poll() is None, end(processes, 1)
-            time.sleep(0.1)
-        listed = subprocess.run(["ip", "netns", "pids", hosts[1].namespace], capture_output=True, text=True, check=True)
-        for pid in listed.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
-        began = time.monotonic()
-        output = end(processes, timeout_s=60)[0]
+    processes = start(two_hosts, config_file)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "weights" / "step_000003").exists():
+        assert time.monotonic() < deadline and processes[0].poll() is None, end(processes, 1)
+        time.sleep(0.1)
+    namespace = two_hosts[1].namespace
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+    for pid in listed.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    began = time.monotonic()
+    output = end(processes, timeout_s=60)[0]
     assert processes[0].returncode != 0
     assert time.monotonic() - began < 45
     assert "RankLost: rank 0 waited in vain" in output and "rank 1 on" in output, output

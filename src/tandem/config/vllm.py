@@ -47,6 +47,10 @@ FIXED = {
 }
 
 
+# The largest ranks of adapters that vLLM can be told.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
 class VllmConfig(Config):
     """vLLM's own server (engine = "vllm")."""
 
@@ -68,6 +72,15 @@ class VllmConfig(Config):
             if positive in FIXED:
                 raise ValueError(f"flag {name!r} of vLLM cannot be chosen: {FIXED[positive]}")
         return flags
+
+
+def adapter_flags(rank: int) -> dict[str, Any]:
+    """The flags by which vLLM takes adapters of this rank. Raises UserError for a rank it cannot serve."""
+    if rank > LORA_RANKS[-1]:
+        raise UserError(
+            f"lora.rank = {rank} with engine = 'vllm': the largest rank that vLLM serves is {LORA_RANKS[-1]}"
+        )
+    return {"enable-lora": True, "max-lora-rank": next(largest for largest in LORA_RANKS if largest >= rank)}
 
 
 def take_vllm_flags(cls: type[BaseModel], arguments: list[str]) -> tuple[list[str], str]:

@@ -14,8 +14,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tandem.inference.engine import WeightUpdateRefused
-from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
+from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
+from tandem.transport.weights.manifest import ADAPTER_CONFIG, MANIFEST, DamagedWeights, is_adapter, verify_manifest
 from tandem.utils.files import read_json
 
 # Tensor name -> (dtype, shape), as in a safetensors header.
@@ -64,6 +64,17 @@ def verify_files(path: Path, version: int) -> None:
         verify_manifest(path, version)
     elif (path / MANIFEST).exists():
         verify_manifest(path)
+
+
+def check_adapter_files(path: Path) -> None:
+    """Raise AdapterRefused unless there is a whole adapter. Whether its tensors fit, the engine finds out."""
+    if not is_adapter(path):
+        raise AdapterRefused(f"{path} holds no adapter: there is no {ADAPTER_CONFIG} in it")
+    if (path / MANIFEST).exists():
+        try:
+            verify_manifest(path)
+        except DamagedWeights as error:
+            raise AdapterRefused(str(error)) from error
 
 
 def read_layout(model_dir: Path) -> Layout:

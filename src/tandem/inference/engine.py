@@ -166,9 +166,11 @@ class Engine(Protocol):
         where `mode` is wait and the engine is paused."""
         ...
 
-    def load_adapter(self, name: str, path: Path, version: int | None = None, *, replace: bool = False) -> None:
+    def load_adapter(
+        self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
+    ) -> None:
         """Load a LoRA adapter, or with `replace` swap the one of that name in place. Its tokens carry `version`
-        (None: that of the weights below it). Raises AdapterRefused."""
+        (None: that of the weights below it). Raises AdapterRefused, and EngineBusy as `update_weights` does."""
         ...
 
     def unload_adapter(self, name: str) -> None:

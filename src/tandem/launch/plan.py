@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.rl import RLConfig
+from tandem.config.vllm import adapter_flags
 from tandem.utils.run_dir import RunDir
 
 API_KEY_VAR = "TANDEM_API_KEY"
@@ -34,6 +35,9 @@ def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = Non
     if config.inference is not None:
         configs["inference"] = config.inference.model_dump(mode="json")
         secrets |= _hide_key(configs["inference"]["server"])
+        if config.trainer.lora is not None and config.inference.engine == "vllm":
+            flags = adapter_flags(config.trainer.lora.rank) | config.inference.vllm.flags
+            configs["inference"]["vllm"]["flags"] = flags
     configs["orchestrator"] = config.orchestrator.model_dump(mode="json")
     secrets |= _hide_key(configs["orchestrator"]["client"])
     configs["trainer"] = config.trainer.model_dump(mode="json")

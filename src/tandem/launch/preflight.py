@@ -20,7 +20,7 @@ def check(config: RLConfig) -> int:
     run_dir = RunDir(config.output_dir)
     run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
     start = _starting_step(config, run_dir)
-    check_model_dir(config.model.name)
+    check_model_dir(config.model.name, config.model.impl)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     check_prompts(make_environment(config.orchestrator.env), Tokenizer(config.model.name), config.orchestrator)
     _check_server(config)
@@ -49,6 +49,8 @@ def _check_server(config: RLConfig) -> None:
             raise UserError(f"inference.server.port = {server.port} is in use; the nearest free port is {free}")
         if config.inference.engine == "vllm":
             check_vllm(config.inference)
+        else:
+            check_model_dir(config.model.name)
         return
     url = config.orchestrator.client.base_url
     try:

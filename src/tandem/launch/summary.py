@@ -26,7 +26,8 @@ def print_summary(console: Console, run_dir: RunDir, seconds: float) -> None:
     console.print("\nTraining reward")
     for row in plot(rewards, width=60, height=6):
         console.print(Text(row, style="green"))
-    weights = run_dir.weights / "latest"
+    merged = run_dir.merged / "latest"  # there where an adapter was trained
+    weights = merged if merged.exists() else run_dir.weights / "latest"
     console.print(f"\nRun directory   {run_dir.root}", highlight=False, soft_wrap=True)
     console.print(f"Trained model   {weights}", highlight=False, soft_wrap=True)
     console.print(f"Rollouts        {run_dir.samples(max(steps, default=0))}", highlight=False, soft_wrap=True)

@@ -2,20 +2,26 @@
 
 from pathlib import Path
 
+from tandem.config.shared import Impl
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 
 
-def check_model_dir(model_dir: Path) -> None:
-    """Raise UserError unless the directory holds a supported architecture, weights and a tokenizer."""
+def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
+    """Raise UserError unless the directory holds an architecture that `impl` supports, weights and a tokenizer."""
     if not model_dir.is_dir():
         raise UserError(
             f"model.name = {str(model_dir)!r} is not a directory; give a local Hugging Face model directory"
         )
+    if (model_dir / "adapter_config.json").exists() and not (model_dir / "config.json").exists():
+        raise UserError(
+            f"model.name = {str(model_dir)!r} is a LoRA adapter; give the model it belongs to, or merge the two"
+        )
     if not (model_dir / "config.json").exists():
         raise UserError(f"model.name = {str(model_dir)!r} holds no model: there is no config.json in it")
-    ModelSpec.load(model_dir)
+    if impl == "native":
+        ModelSpec.load(model_dir)
     weight_files(model_dir)
     if not (model_dir / "tokenizer.json").exists():
         raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")

@@ -49,9 +49,13 @@ def new_decoder(spec: ModelSpec, seed: int) -> Decoder:
     return decoder
 
 
-def named_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names; slices of fused parameters are views."""
-    return dict(_hf_views(decoder))
+def named_tensors(decoder: Decoder, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The weights under their Hugging Face names; slices of fused parameters are views.
+
+    `parameters` stand in for the decoder's own, under its names.
+    """
+    given = dict(decoder.named_parameters()) if parameters is None else parameters
+    return dict(_hf_views(decoder.spec, given))
 
 
 def copy_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
@@ -92,17 +96,18 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    spec = decoder.spec
+def _hf_views(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     qkv = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
     gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
     fused = {"qkv_proj": qkv, "gate_up_proj": gate_up}
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in parameters.items():
+        if ".lora_" in name:
+            continue  # an adapter's: `lora_training.py` names those
         prefix = "" if name.startswith("lm_head") else "model."
         *path, module, kind = name.split(".")
         if module not in fused:
-            yield prefix + name, parameter.data
+            yield prefix + name, parameter.detach()
             continue
-        parts = parameter.data.split(list(fused[module].values()))
+        parts = parameter.detach().split(list(fused[module].values()))
         for part, view in zip(fused[module], parts, strict=True):
             yield prefix + ".".join([*path, part, kind]), view

@@ -113,7 +113,7 @@ def _join(decoder: Decoder, module: str, pieces: dict[str, LowRank]) -> LowRank:
     up = torch.zeros(weight.shape[0], len(down), dtype=weight.dtype, device=weight.device)
     rank = 0
     for projection, piece in pieces.items():
-        rows = _rows_of(decoder, projection, weight.shape[0])
+        rows = rows_of(decoder, projection, weight.shape[0])
         size = (rows.stop - rows.start, piece.down.shape[0])
         if tuple(piece.up.shape) != size or piece.down.shape[1] != weight.shape[1]:
             raise AdapterMismatch(
@@ -125,7 +125,7 @@ def _join(decoder: Decoder, module: str, pieces: dict[str, LowRank]) -> LowRank:
     return LowRank(down, up)
 
 
-def _rows_of(decoder: Decoder, projection: str, num_rows: int) -> slice:
+def rows_of(decoder: Decoder, projection: str, num_rows: int) -> slice:
     """Where the rows of a projection lie in the matrix that holds it."""
     spec = decoder.spec
     starts = {"q_proj": 0, "k_proj": spec.q_size, "v_proj": spec.q_size + spec.kv_size}

@@ -96,7 +96,8 @@ class ModelSpec:
         architecture = (config.get("architectures") or ["?"])[0]
         if architecture not in FAMILIES:
             raise UserError(
-                f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+                f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
+                "Others are trained with model.impl = 'hf' and served with engine = 'vllm'"
             )
         family = FAMILIES[architecture]
         missing = [key for key in REQUIRED if config.get(key) is None]

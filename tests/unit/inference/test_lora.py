@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from tandem.inference.engine import AdapterRefused, GenerationRequest, GenerationResult, Sampling
+from tandem.inference.engine import AdapterRefused, EngineBusy, GenerationRequest, GenerationResult, Sampling
 from tandem.inference.native.engine import NativeEngine
 from tandem.models.lora import WEIGHTS, read_adapter
 from tandem.transport.weights.manifest import write_manifest
@@ -109,6 +109,23 @@ def test_an_adapter_is_swapped_in_place_while_its_requests_run(
         model = AutoModelForCausalLM.from_pretrained(make_model(), dtype=torch.float32)
         assert sample.logprobs == pytest.approx(before[:4] + after[4:], abs=1e-4)
     assert ask(engine, "policy", Sampling(2)).get(timeout=30).num_cached_tokens == 8
+
+
+def test_wait_lets_requests_end_under_the_adapter_they_began_with(
+    make_adapter: MakeAdapter, make_engine: MakeEngine, hold_after: Callable[[NativeEngine, int], threading.Event]
+) -> None:
+    old, new = make_adapter("old", EVERYWHERE, 1), make_adapter("new", EVERYWHERE, 2)
+    engine = make_engine()
+    engine.load_adapter("policy", old, version=1)
+    reached = hold_after(engine, 4)
+    running = ask(engine, "policy", Sampling(9, ignore_eos=True))
+    assert reached.wait(30)
+    with pytest.raises(EngineBusy, match="resume it first"):
+        engine.load_adapter("policy", new, version=2, replace=True, mode="wait")
+    engine.resume()
+    engine.load_adapter("policy", new, version=2, replace=True, mode="wait")
+    assert running.get(timeout=30).samples[0].versions == [1] * 9
+    assert ask(engine, "policy", Sampling(3, ignore_eos=True)).get(timeout=30).samples[0].versions == [2] * 3
 
 
 def test_unloading_ends_its_requests_and_forgets_it(

@@ -10,6 +10,7 @@ from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.launch.plan import make_plan, share_cores
+from tandem.utils.errors import UserError
 
 
 def test_three_processes_in_the_order_they_start(make_config, tmp_path: Path) -> None:
@@ -88,3 +89,27 @@ def test_what_is_planned_is_what_the_process_parses(make_config, tmp_path: Path)
         path.write_text(json.dumps(plan.config))
         parsed = load_config(classes[plan.name], ["@", str(path)])
         assert parsed.model_dump(mode="json") == plan.config
+
+
+def test_vllm_is_told_of_the_adapter_to_come(make_config, tmp_path: Path) -> None:
+    lora = {"lora": {"rank": 12}}
+    vllm = {"engine": "vllm", "vllm": {"flags": {"max-loras": 2}}}
+    plan = make_plan(make_config(inference=vllm, trainer=lora), tmp_path, num_cores=2)[0]
+    # vLLM knows certain ranks only; the next one is taken.
+    assert plan.config["vllm"]["flags"] == {"enable-lora": True, "max-lora-rank": 16, "max-loras": 2}
+    given = {"engine": "vllm", "vllm": {"flags": {"max-lora-rank": 64}}}
+    plan = make_plan(make_config(inference=given, trainer=lora), tmp_path, num_cores=2)[0]
+    assert plan.config["vllm"]["flags"] == {"enable-lora": True, "max-lora-rank": 64}
+    assert make_plan(make_config(inference=vllm), tmp_path, num_cores=2)[0].config["vllm"] == {
+        "python": None,
+        "flags": {"max-loras": 2},
+    }
+    with pytest.raises(UserError, match=r"lora\.rank = 513 .* is 512"):
+        make_plan(make_config(inference=vllm, trainer={"lora": {"rank": 513}}), tmp_path, num_cores=2)
+
+
+def test_unknown_targets_are_refused_before_anything_starts(make_config) -> None:
+    with pytest.raises(ValueError, match=r"lora\.targets names 'wq', .*valid: q_proj"):
+        make_config(trainer={"lora": {"targets": ["wq"]}})
+    # Which names another architecture has, transformers will tell.
+    make_config(model={"name": "some/model", "impl": "hf"}, trainer={"lora": {"targets": ["wq"]}})

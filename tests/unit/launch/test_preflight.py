@@ -9,6 +9,7 @@ import pytest
 from tandem.launch import preflight
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
+from tandem.utils.files import read_json, write_json
 
 
 @pytest.fixture
@@ -62,6 +63,25 @@ def test_a_model_directory_without_its_files(good, tiny_model: Path, tmp_path: P
     (tmp_path / "model" / missing).unlink()
     with pytest.raises(UserError, match=rf"model\.name = .* there is no {missing} in it"):
         preflight.check(good(model={"name": tmp_path / "model"}))
+
+
+def test_an_architecture_that_only_transformers_knows(good, tiny_model: Path, tmp_path: Path, free_port: int) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    config = read_json(tmp_path / "model" / "config.json")
+    write_json(tmp_path / "model" / "config.json", config | {"architectures": ["Olmo2ForCausalLM"]})
+    reason = "'Olmo2ForCausalLM' is not supported; .* trained with model.impl = 'hf' and served with engine = 'vllm'"
+    for impl in ("native", "hf"):  # the trainer cannot; the native engine cannot
+        with pytest.raises(UserError, match=reason):
+            preflight.check(good(model={"name": tmp_path / "model", "impl": impl}))
+    vllm = {"engine": "vllm", "vllm": {"python": tmp_path / "nowhere"}, "server": {"port": free_port}}
+    with pytest.raises(UserError, match=r"vllm\.python"):  # as far as that it goes
+        preflight.check(good(model={"name": tmp_path / "model", "impl": "hf"}, inference=vllm))
+
+
+def test_an_adapter_is_no_model(good, tmp_path: Path) -> None:
+    write_json(tmp_path / "adapter_config.json", {})
+    with pytest.raises(UserError, match="is a LoRA adapter; give the model it belongs to"):
+        preflight.check(good(model={"name": tmp_path}))
 
 
 def test_prompts_longer_than_seq_len(good) -> None:

@@ -52,3 +52,8 @@ def test_steps_that_a_resumed_run_made_again_count_once(tmp_path: Path) -> None:
 def test_a_run_without_metrics(tmp_path: Path) -> None:
     text = summary(tmp_path)
     assert "0 steps in 12 s" in text and "Held-out" not in text
+
+
+def test_after_training_an_adapter_the_merged_model_is_what_to_talk_to(tmp_path: Path) -> None:
+    (tmp_path / "merged" / "latest").mkdir(parents=True)
+    assert f"/inference --model.name {tmp_path}/merged/latest" in summary(tmp_path)

@@ -75,7 +75,8 @@ def control_routes(served: Served) -> APIRouter:
         if name in engine.adapters and not body.load_inplace:
             message = f"the adapter {name!r} is loaded already; set load_inplace to replace it"
             raise BadRequest(message, "lora_name")
-        await call(engine.load_adapter, name, Path(body.lora_path), body.version, replace=body.load_inplace)
+        options = {"replace": body.load_inplace, "mode": body.mode}
+        await call(engine.load_adapter, name, Path(body.lora_path), body.version, **options)
         return Answer({"lora_name": name, "lora_path": body.lora_path})
 
     @routes.post("/v1/unload_lora_adapter")

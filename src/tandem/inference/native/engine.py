@@ -116,14 +116,16 @@ class NativeEngine:
             self._call(lambda: self.core.swap_weights(tensors, version), mode)
         logger.info("serving version %d from %s", version, path)
 
-    def load_adapter(self, name: str, path: Path, version: int | None = None, *, replace: bool = False) -> None:
+    def load_adapter(
+        self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
+    ) -> None:
         with self._one_update:
             known = self._adapters.get(name)
             if known is not None and not replace:
                 raise AdapterRefused(f"an adapter named {name!r} is loaded already, from {known.path}; replace it")
             weights = read_checked_adapter(path, self.core.decoder)
             number = next(self._adapter_numbers) if known is None else known.number
-            self._call(lambda: self.core.put_adapter(number, weights, version))
+            self._call(lambda: self.core.put_adapter(number, weights, version), mode)
             self._adapters = {**self._adapters, name: LoadedAdapter(number, path)}
         logger.info("serving the adapter %s from %s", name, path)
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from tandem.inference.engine import AdapterRefused, EngineError
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused
-from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
 
 logger = logging.getLogger(__name__)
-CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,4 @@ class Adapters:
         try:
             await self._client.unload_adapter(adapter.sglang_name)
         except SGLangRefused as error:
-            raise AdapterRefused(str(error)) from error
-
-
-def check_adapter_files(path: Path) -> None:
-    """SGLang finds out for itself whether the tensors fit."""
-    if not (path / CONFIG).is_file():
-        raise AdapterRefused(f"{path} holds no adapter: there is no {CONFIG} in it")
-    if (path / MANIFEST).exists():
-        try:
-            verify_manifest(path)
-        except DamagedWeights as error:
             raise AdapterRefused(str(error)) from error

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.checkpoint import Served
+from tandem.inference.checkpoint import Served, check_adapter_files
 from tandem.inference.engine import (
     AdapterRefused,
     EngineError,
@@ -28,7 +28,7 @@ from tandem.inference.engine import (
     UpdateMode,
     WeightUpdateRefused,
 )
-from tandem.inference.sglang.adapters import Adapters, check_adapter_files
+from tandem.inference.sglang.adapters import Adapters
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.inference.sglang.flights import Flights, Request
 from tandem.inference.sglang.gate import Gate
@@ -124,11 +124,13 @@ class SGLangEngine:
             self._loop.call(self._weights.update(path.resolve(), version, mode))
         logger.info("serving version %d from %s", version, path)
 
-    def load_adapter(self, name: str, path: Path, version: int | None = None, *, replace: bool = False) -> None:
+    def load_adapter(
+        self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
+    ) -> None:
         if not self._abilities.has_adapters:
             raise AdapterRefused("this SGLang server serves no adapters; start it with --enable-lora")
         check_adapter_files(path)
-        self._loop.call(self._load_adapter(name, path.resolve(), version, replace))
+        self._loop.call(self._load_adapter(name, path.resolve(), version, replace, mode))
 
     def unload_adapter(self, name: str) -> None:
         self._loop.call(self._unload_adapter(name))
@@ -142,8 +144,9 @@ class SGLangEngine:
 
     # From here on, everything runs in the loop.
 
-    async def _load_adapter(self, name: str, path: Path, version: int | None, replace: bool) -> None:
-        replaced = await self._adapters.load(name, path, version, replace=replace)
+    async def _load_adapter(self, name: str, path: Path, version: int | None, replace: bool, mode: UpdateMode) -> None:
+        async with self._gate.drained(mode):
+            replaced = await self._adapters.load(name, path, version, replace=replace)
         if replaced is not None:
             self._loop.in_background(self._adapters.unload_replaced(replaced))
 

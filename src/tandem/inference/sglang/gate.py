@@ -3,6 +3,7 @@ is sent under is known."""
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 from tandem.inference.engine import EngineBusy, EngineError, UpdateMode
 from tandem.inference.sglang.client import SGLangClient, SGLangUnreachable
@@ -61,6 +62,20 @@ class Gate:
         finally:
             if not self.is_held:
                 self._opened.set()
+
+    @contextlib.asynccontextmanager
+    async def drained(self, mode: UpdateMode) -> AsyncIterator[None]:
+        """With mode wait: after all samples have ended, and before any other is sent. SGLang itself is not paused."""
+        self.refuse_to_wait_while_paused(mode)
+        if mode != "wait":
+            yield
+            return
+        self._opened.clear()
+        try:
+            await self._flights.all_landed()
+            yield
+        finally:
+            self._opened.set()
 
     async def release(self) -> None:
         await self._client.resume()

@@ -57,6 +57,9 @@ def build_command(
         own["enable-prefix-caching"] = False
     if config.block_size != DEFAULT_BLOCK_SIZE:
         own["block-size"] = config.block_size
+    if vllm.is_cpu and flags.get("enable-lora"):
+        # On a CPU, requests without an adapter meet what lies in the last slot: it has to stay empty.
+        own["max-loras"] = 2
     if not is_headless(config):
         own |= {"host": config.server.host, "port": config.server.port, "api-server-count": 1}
         own |= {"uvicorn-log-level": "warning", "disable-uvicorn-access-log": True}

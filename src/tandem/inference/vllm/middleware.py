@@ -1,6 +1,7 @@
 """Our part of vLLM's HTTP server. Everything passes through here first:
 
-API key ─► /health /pause /resume /update_weights    answered here
+API key ─► /health /pause /resume /update_weights    answered here, and so are
+      │    /load_lora_adapter /unload_lora_adapter   (also below /v1)
       └──► /v1/completions /v1/chat/completions      vLLM's answer, with the version of every token
       └──► anything else                             vLLM's; errors in the shape all our engines give
 """
@@ -21,16 +22,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.checkpoint import Served
-from tandem.inference.engine import EngineError, WeightUpdateRefused
+from tandem.inference.engine import AdapterRefused, EngineError, WeightUpdateRefused
 from tandem.inference.responses import Answer, error_answer
+from tandem.inference.vllm.adapters import Adapters, NoSuchAdapter
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
 from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.updates import PAUSE_MODES, PauseMode, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
+from tandem.types.openai import LoadAdapterRequest, UnloadAdapterRequest
 
 logger = logging.getLogger(__name__)
 
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+LOAD_PATHS = ("/load_lora_adapter", "/v1/load_lora_adapter")
+UNLOAD_PATHS = ("/unload_lora_adapter", "/v1/unload_lora_adapter")
+CONTROL_PATHS = ("/pause", "/resume", "/update_weights", *LOAD_PATHS, *UNLOAD_PATHS)
 
 
 class UpdateRequest(BaseModel):
@@ -62,6 +68,7 @@ class Routes:
         self.ledger = VersionLedger()
         self._served = Served(settings.model_dir)
         self._updater: WeightUpdater | None = None
+        self._adapters: Adapters | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +84,7 @@ class Routes:
         method, path = scope["method"], scope["path"]
         if method == "GET" and path == "/health":
             await (await self._health(updater))(scope, receive, send)
-        elif method == "POST" and path in ("/pause", "/resume", "/update_weights"):
+        elif method == "POST" and path in CONTROL_PATHS:
             await (await self._control(updater, Request(scope, receive)))(scope, receive, send)
         elif method == "POST" and path in GENERATION_PATHS:
             await self._generate(scope, receive, send)
@@ -102,6 +109,13 @@ class Routes:
             self._updater = WeightUpdater(engine, self._served, self.settings.model_dir, self.ledger)
         return self._updater
 
+    def _adapters_of(self, updater: WeightUpdater, request: Request) -> Adapters:
+        if self._adapters is None:
+            state = request.scope["app"].state
+            is_enabled = state.engine_client.vllm_config.lora_config is not None
+            self._adapters = Adapters(updater, state.openai_serving_models, is_enabled)
+        return self._adapters
+
     async def _health(self, updater: WeightUpdater) -> Response:
         status = {"version": self.ledger.version, "model": self.settings.model_name, "paused": updater.paused}
         reason = updater.failure
@@ -115,24 +129,40 @@ class Routes:
 
     async def _control(self, updater: WeightUpdater, request: Request) -> Response:
         try:
-            if request.url.path == "/update_weights":
-                body = UpdateRequest.model_validate_json(await request.body())
-                await updater.update(Path(body.path), body.version, body.mode)
-                return Answer({"version": body.version})
-            if request.url.path == "/resume":
-                await updater.resume()
-                return Answer({"paused": False})
-            mode: Any = request.query_params.get("mode", "keep")
-            if mode not in PAUSE_MODES:
-                return error_answer(400, f"mode = {mode!r} is not one of: {', '.join(PAUSE_MODES)}", param="mode")
-            await updater.pause(mode)
-            return Answer({"paused": True})
+            return await self._change(updater, request)
         except ValidationError as error:
             return explain_invalid(error)
         except WeightUpdateRefused as error:
             return error_answer(400, str(error), param="path", code="weights_refused")
+        except NoSuchAdapter as error:
+            return error_answer(404, str(error), param="lora_name")
+        except AdapterRefused as error:
+            return error_answer(400, str(error), param="lora_path", code="adapter_refused")
         except (EngineError, TimeoutError) as error:
             return error_answer(503, str(error) or "vLLM's engine did not answer in time", code="engine_failed")
+
+    async def _change(self, updater: WeightUpdater, request: Request) -> Response:
+        path = request.url.path
+        if path == "/update_weights":
+            body = UpdateRequest.model_validate_json(await request.body())
+            await updater.update(Path(body.path), body.version, body.mode)
+            return Answer({"version": body.version})
+        if path in LOAD_PATHS:
+            asked = LoadAdapterRequest.model_validate_json(await request.body())
+            await self._adapters_of(updater, request).load(asked)
+            return Answer({"lora_name": asked.lora_name, "lora_path": asked.lora_path})
+        if path in UNLOAD_PATHS:
+            name = UnloadAdapterRequest.model_validate_json(await request.body()).lora_name
+            self._adapters_of(updater, request).unload(name)
+            return Answer({"lora_name": name})
+        if path == "/resume":
+            await updater.resume()
+            return Answer({"paused": False})
+        mode: Any = request.query_params.get("mode", "keep")
+        if mode not in PAUSE_MODES:
+            return error_answer(400, f"mode = {mode!r} is not one of: {', '.join(PAUSE_MODES)}", param="mode")
+        await updater.pause(mode)
+        return Answer({"paused": True})
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
@@ -145,7 +175,7 @@ class Routes:
             await self._pass_on(scope, receive, AnswerEditor(send))
             return
         request_id = f"tandem{uuid.uuid4().hex}"
-        tracked = self.ledger.open(request_id)
+        tracked = self.ledger.open(request_id, options.get("model"))
         try:
             await self._pass_on(named(scope, request_id), receive, versioned(send, tracked, options))
         finally:

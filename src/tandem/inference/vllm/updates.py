@@ -1,4 +1,4 @@
-"""Pausing, resuming and changing weights of vLLM's engines, one at a time.
+"""Pausing, resuming and changing weights and adapters of vLLM's engines, one at a time.
 
 check the files ─► every worker sees them ─► pause ─► reload ─► reset caches ─► mark the version ─► resume
      │ refused: nothing has happened           │ reload failed: the old weights are loaded again
@@ -6,11 +6,12 @@ check the files ─► every worker sees them ─► pause ─► reload ─► 
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from tandem.inference.checkpoint import Served
+from tandem.inference.checkpoint import Served, check_adapter_files
 from tandem.inference.engine import EngineError, WeightUpdateRefused
 from tandem.inference.vllm.versions import VersionLedger
 
@@ -34,6 +35,7 @@ class EngineClient(Protocol):
     async def reset_mm_cache(self) -> None: ...
     async def reset_encoder_cache(self) -> None: ...
     async def check_health(self) -> None: ...
+    async def add_lora(self, lora_request: Any) -> bool: ...
 
 
 class WeightUpdater:
@@ -63,15 +65,34 @@ class WeightUpdater:
                 raise EngineError(self.failure)
             await asyncio.to_thread(self.served.check, path, version)
             await self._check_on_workers(path)
-            try:
-                await self._pause(mode)
+            async with self._standstill(mode):
                 await self._reload(path)
                 await self._reset_caches()
                 self.ledger.mark(version)
-            finally:
-                # Somebody else's pause outlasts the update.
-                if not self.paused and self.failure is None:
-                    await within(self.engine.resume_generation())
+
+    async def load_adapter(
+        self, name: str, path: Path, version: int | None, mode: PauseMode, load: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Have `load` put the adapter of `path` into the engines. Raises AdapterRefused: nothing has changed then."""
+        async with self._one_at_a_time:
+            if self.failure is not None:
+                raise EngineError(self.failure)
+            await asyncio.to_thread(check_adapter_files, path)
+            async with self._standstill(mode):
+                await within(load())
+                await self._reset_caches()
+                self.ledger.mark_adapter(name, version)
+
+    @asynccontextmanager
+    async def _standstill(self, mode: PauseMode) -> AsyncIterator[None]:
+        """No token is computed in here, and every one before has been counted."""
+        try:
+            await self._pause(mode)
+            yield
+        finally:
+            # Somebody else's pause outlasts the update.
+            if not self.paused and self.failure is None:
+                await within(self.engine.resume_generation())
 
     async def _pause(self, mode: PauseMode) -> None:
         await within(self.engine.pause_generation(mode=mode, clear_cache=False))

@@ -34,8 +34,9 @@ class UncountedTokens(RuntimeError):
 class TrackedRequest:
     """One HTTP request: the version it came in under, the tokens counted so far, and the updates since."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, adapter: str | None = None) -> None:
         self.version = version
+        self.adapter = adapter
         self.counts: dict[Slot, int] = {}
         self.engine_ids: list[str] = []
         self.marks: list[tuple[int, dict[Slot, int]]] = []  # (new version, tokens there were)
@@ -56,11 +57,14 @@ class VersionLedger:
 
     def __init__(self) -> None:
         self.version = 0
+        self.adapters: dict[str, int | None] = {}  # versions of their own; None: that of the weights below
         self._tracked: dict[str, TrackedRequest] = {}
         self._places: dict[str, tuple[TrackedRequest, Slot]] = {}  # by the engine's request id
 
-    def open(self, request_id: str) -> TrackedRequest:
-        tracked = self._tracked[request_id] = TrackedRequest(self.version)
+    def open(self, request_id: str, model: str | None = None) -> TrackedRequest:
+        """`model`: what the request asks for; an adapter, if it is the name of one."""
+        adapter = model if model in self.adapters else None
+        tracked = self._tracked[request_id] = TrackedRequest(self._version_of(adapter), adapter)
         return tracked
 
     def close(self, request_id: str) -> None:
@@ -71,7 +75,18 @@ class VersionLedger:
         """From here on tokens are made by `version`. The engines must be paused."""
         self.version = version
         for tracked in self._tracked.values():
-            tracked.marks.append((version, dict(tracked.counts)))
+            tracked.marks.append((self._version_of(tracked.adapter), dict(tracked.counts)))
+
+    def mark_adapter(self, name: str, version: int | None) -> None:
+        """The same for the tokens of one adapter, which may be new."""
+        self.adapters[name] = version
+        for tracked in self._tracked.values():
+            if tracked.adapter == name:
+                tracked.marks.append((self._version_of(name), dict(tracked.counts)))
+
+    def _version_of(self, adapter: str | None) -> int:
+        own = None if adapter is None else self.adapters.get(adapter)
+        return self.version if own is None else own
 
     def count(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs:

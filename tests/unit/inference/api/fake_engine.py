@@ -122,10 +122,12 @@ class FakeEngine:
         self.calls.append(("update_weights", path, version, mode))
         self.version = version
 
-    def load_adapter(self, name: str, path: Path, version: int | None = None, *, replace: bool = False) -> None:
+    def load_adapter(
+        self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
+    ) -> None:
         if not path.is_dir():
             raise AdapterRefused(f"{path} is not there")
-        self.calls.append(("load_adapter", name, version, replace))
+        self.calls.append(("load_adapter", name, version, replace, mode))
         self.adapters[name] = str(path)
 
     def unload_adapter(self, name: str) -> None:

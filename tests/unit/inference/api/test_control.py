@@ -52,8 +52,9 @@ def test_adapters_come_and_go(client: TestClient, engine: FakeEngine, tmp_path: 
     assert client.post("/v1/load_lora_adapter", json=body | {"version": 2}).json() == body
     again = client.post("/load_lora_adapter", json=body)
     assert again.status_code == 400 and again.json()["error"]["param"] == "lora_name"
-    assert client.post("/load_lora_adapter", json=body | {"load_inplace": True}).status_code == 200
-    assert engine.calls == [("load_adapter", "brave", 2, False), ("load_adapter", "brave", None, True)]
+    assert client.post("/load_lora_adapter", json=body | {"load_inplace": True, "mode": "wait"}).status_code == 200
+    assert engine.calls == [("load_adapter", "brave", 2, False, "keep"), ("load_adapter", "brave", None, True, "wait")]
+    assert client.post("/load_lora_adapter", json=body | {"mode": "abort"}).json()["error"]["param"] == "mode"
     own = client.post("/load_lora_adapter", json=body | {"lora_name": "little"})
     assert own.status_code == 400 and own.json()["error"]["param"] == "lora_name"
     missing = client.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": str(tmp_path / "none")})

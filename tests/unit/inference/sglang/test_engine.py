@@ -4,7 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -488,6 +488,31 @@ def test_adapters_are_loaded_replaced_and_unloaded(
     assert engine.adapters == {} == sglang.adapters
     with pytest.raises(AdapterRefused, match="no adapter named 'mine'"):
         ask(engine, request)
+
+
+def test_wait_loads_an_adapter_after_requests_have_ended(
+    make_engine: MakeEngine, sglang: FakeSGLang, adapter_dir: Path
+) -> None:
+    sglang.info["enable_lora"] = True
+    engine = make_engine()
+    engine.load_adapter("mine", adapter_dir, 5)
+    sglang.limit = 1
+    request = GenerationRequest(PROMPT, sampling(3), adapter="mine")
+    running = ask(engine, request)
+    until_drawn(sglang, 1)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(engine.load_adapter, "mine", adapter_dir, 6, replace=True, mode="wait")
+        until(lambda: not engine._gate.is_open, "the gate to close")
+        later = ask(engine, request)
+        assert not loading.done() and len(sglang.adapters) == 1
+        sglang.limit = None
+        loading.result(10)
+    assert running.result(10).samples[0].versions == [5, 5, 5]
+    assert later.result(10).samples[0].versions == [6, 6, 6]
+    engine.pause()
+    with pytest.raises(EngineBusy, match="resume it first"):
+        engine.load_adapter("mine", adapter_dir, 7, replace=True, mode="wait")
+    engine.resume()
 
 
 def test_requests_held_by_a_pause_end_with_their_adapter(

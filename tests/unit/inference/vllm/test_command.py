@@ -126,3 +126,12 @@ def test_the_environment() -> None:
 def test_what_vllm_cannot_promise_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} = true is an option of the native engine"):
         make_config(**{option: True})
+
+
+def test_adapters_on_a_cpu_leave_a_slot_empty() -> None:
+    adapters = make_config(vllm={"flags": {"enable-lora": True}})
+    assert flags_of(build_command(adapters, CPU, SHAPE, FREE))["max-loras"] == ["2"]
+    assert "max-loras" not in flags_of(build_command(adapters, GPU, SHAPE, FREE))
+    assert "max-loras" not in flags_of(build_command(make_config(), CPU, SHAPE, FREE))
+    chosen = make_config(vllm={"flags": {"enable-lora": True, "max-loras": 5}})
+    assert flags_of(build_command(chosen, CPU, SHAPE, FREE))["max-loras"] == ["5"]

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tandem.inference.engine import EngineError, WeightUpdateRefused
+from tandem.inference.engine import AdapterRefused, EngineError, WeightUpdateRefused
 from tandem.inference.vllm.updates import WeightUpdater
 from tandem.inference.vllm.versions import VersionLedger
+from tandem.transport.weights.manifest import write_manifest
 
 OLD, NEW = Path("/weights/old"), Path("/weights/new")
 
@@ -129,3 +130,39 @@ def test_a_pause_outlasts_an_update() -> None:
 
     asyncio.run(scenario())
     assert engine.calls[-1] == "resume" and not updater.paused
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return tmp_path
+
+
+def load_adapter(updater: WeightUpdater, path: Path, refuse: bool = False) -> None:
+    async def load() -> None:
+        updater.engine.calls.append("load")  # pyright: ignore[reportAttributeAccessIssue]
+        if refuse:
+            raise AdapterRefused("rank 64 is greater than 16")
+
+    asyncio.run(updater.load_adapter("policy", path, 5, "wait", load))
+
+
+def test_an_adapter_is_loaded_while_nothing_runs_and_meets_no_old_cache(adapter: Path) -> None:
+    engine = FakeEngine()
+    updater = make_updater(engine)
+    load_adapter(updater, adapter)
+    assert engine.calls == ["pause wait", "load", "reset", "resume"]
+    assert updater.ledger.adapters == {"policy": 5} and updater.ledger.version == 0
+
+
+def test_a_refused_adapter_changes_nothing(adapter: Path) -> None:
+    engine = FakeEngine()
+    updater = make_updater(engine)
+    with pytest.raises(AdapterRefused, match="greater than 16"):
+        load_adapter(updater, adapter, refuse=True)
+    assert engine.calls == ["pause wait", "load", "resume"] and updater.ledger.adapters == {}
+    write_manifest(adapter, 5)
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    with pytest.raises(AdapterRefused, match="the manifest says 2"):
+        load_adapter(updater, adapter)
+    assert engine.calls == ["pause wait", "load", "resume"], "nothing was paused"

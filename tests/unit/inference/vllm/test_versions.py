@@ -74,6 +74,30 @@ def test_any_order_of_tokens_and_updates(events: list[tuple[int, int] | None]) -
         assert tracked.versions((0, sample), len(versions)) == versions
 
 
+def test_an_adapter_has_versions_of_its_own() -> None:
+    ledger = VersionLedger()
+    ledger.mark(3)
+    ledger.mark_adapter("policy", 7)
+    ledger.mark_adapter("follows", None)
+    base, policy, follows = "a" * 32, "b" * 32, "c" * 32
+    tracked = {
+        name: ledger.open(f"tandem{name}", model)
+        for name, model in ((base, "the-model"), (policy, "policy"), (follows, "follows"))
+    }
+
+    def count_all() -> None:
+        ledger.count([Output(f"cmpl-tandem{name}-0-aaaaaaaa") for name in tracked])
+
+    count_all()
+    ledger.mark_adapter("policy", 8)
+    count_all()
+    ledger.mark(4)  # whole weights below the adapters
+    count_all()
+    assert tracked[base].versions((0, 0), 3) == [3, 3, 4]
+    assert tracked[policy].versions((0, 0), 3) == [7, 8, 8]
+    assert tracked[follows].versions((0, 0), 3) == [3, 3, 4]
+
+
 def test_listening_counts_before_anybody_takes_an_item_out() -> None:
     @dataclass
     class Outputs:

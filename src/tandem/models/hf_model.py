@@ -1,0 +1,233 @@
+"""Any `AutoModelForCausalLM` of transformers in the place of our decoder (`model.impl = "hf"`).
+
+The trainer hands over packed segments; transformers wants rows. Every sequence becomes a row, the beginning it shares
+with others and its own rest, padded on the right, where causality alone keeps the padding out of sight. Hidden states
+go back to where the tokens lie.
+"""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from tandem.config.lora import LoRAConfig, refuse_unknown_targets
+from tandem.models.attention import PackedAttention
+from tandem.models.files import weight_files
+from tandem.models.lora_training import PREFIX, adapter_config, whole
+from tandem.utils.errors import UserError
+
+ADAPTER = "default"  # PEFT's name of the only adapter there is
+# What is random in a forward pass of training: rollouts come from a model without it.
+RANDOM = ("dropout", "pdrop", "jitter_noise")
+PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the trainer asks of a model's shape, by the names of our own spec."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    q_size: int  # all query heads together
+
+
+class HFDecoder(nn.Module):
+    """A transformers model without its head, called as our decoder is."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.spec = shape_of(model.config.get_text_config())
+        self.logit_scale = 1.0
+        self.adapter_targets: list[str] = []
+        # GPT-2 keeps its matrices transposed.
+        self.is_transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, wherever the architecture keeps them."""
+        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        return next(blocks for blocks in lists if len(blocks) == self.spec.num_layers)
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: PackedAttention) -> Tensor:
+        """token_ids (tokens,) -> hidden states after the last norm (tokens, hidden), scaled as the logits are.
+
+        Positions count from 0 in each sequence, as transformers assumes by itself.
+        """
+        rows, cells = lay_out(context.lengths, context.parents)
+        hidden = self.model.base_model(input_ids=token_ids[rows], use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, cells) * self.logit_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.output_weight)
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """What is trained, under PEFT's names. Under sharding, all ranks have to ask."""
+        return {
+            f"{PREFIX}{name}.lora_{side}.weight": whole(getattr(module, f"lora_{side}")[ADAPTER].weight)
+            for name, module in self._adapted()
+            for side in ("A", "B")
+        }
+
+    def merged_tensors(self) -> dict[str, Tensor]:
+        """The weights under the names in the model's files, with the adapter, if there is one, in them.
+
+        Under sharding, all ranks have to ask.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        kept = self.model.state_dict().keys()
+        own = dict(self.model.named_parameters()) | {name: b for name, b in self.model.named_buffers() if name in kept}
+        tensors = {name.replace(".base_layer.", "."): whole(t) for name, t in own.items() if ".lora_" not in name}
+        for name, module in self._adapted():
+            down, up = whole(module.lora_A[ADAPTER].weight), whole(module.lora_B[ADAPTER].weight)
+            change = module.scaling[ADAPTER] * (up @ down)
+            tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + (change.T if module.fan_in_fan_out else change)
+        return dict(revert_weight_conversion(self.model, tensors))
+
+    def attach_lora(self, config: LoRAConfig, seed: int) -> None:
+        """Freeze the model and have PEFT put adapters on the projections that `config` names."""
+        refuse_unknown_targets(config, sorted(self._linear_names()))
+        peft = _require("peft")
+        options = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            use_rslora=config.rslora,
+            target_modules=config.targets,
+            fan_in_fan_out=self.is_transposed,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = peft.get_peft_model(self.model, options)
+        self.adapter_targets = sorted({name.rpartition(".")[2] for name in adapted.targeted_module_names})
+
+    def adapter_config(self, config: LoRAConfig, base_model: Path) -> dict[str, Any]:
+        description = adapter_config(config, base_model, self.adapter_targets)
+        return description | {"fan_in_fan_out": self.is_transposed}
+
+    def _linear_names(self) -> set[str]:
+        """The last parts of the names of what PEFT can adapt; the output matrix is left out, as by all-linear."""
+        kinds = ("Linear", "Conv1D")
+        head = self.model.get_output_embeddings()
+        modules = self.model.named_modules()
+        return {name.rpartition(".")[2] for name, m in modules if type(m).__name__ in kinds and m is not head}
+
+    def _adapted(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.model.named_modules():
+            if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+                yield name, module
+
+
+def load_hf_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> HFDecoder:
+    """The model of a directory by transformers. Raises UserError where log-probs or files would come out wrong."""
+    transformers = _require("transformers")
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    for key, value in config.to_dict().items():
+        if any(word in key for word in RANDOM) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    # PyTorch's attention has no cap for its scores, and transformers would leave it out.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir, config=config, dtype=dtype, attn_implementation=attention
+        )
+    except ValueError as error:
+        raise UserError(f"model.name = {str(model_dir)!r}: transformers cannot load it: {error}") from error
+    decoder = HFDecoder(model.to(device))
+    decoder.logit_scale = find_logit_scale(decoder, model_dir)
+    refuse_other_names(decoder, model_dir)
+    return decoder
+
+
+def find_logit_scale(decoder: HFDecoder, model_dir: Path) -> float:
+    """By what the model multiplies hidden · output weight. Raises UserError where that is not all it does.
+
+    Measured, because architectures have many names for it, some for its inverse.
+    """
+    model, weight = decoder.model, decoder.output_weight
+    token_ids = torch.arange(PROBE_TOKENS, device=weight.device) * 7 % weight.shape[0]
+    is_training = model.training
+    with torch.no_grad():
+        model.eval()
+        lengths = torch.tensor([PROBE_TOKENS], device=weight.device)
+        hidden = decoder(token_ids, torch.arange(PROBE_TOKENS), PackedAttention(lengths))
+        plain = decoder.logits(hidden).double()
+        given = model(input_ids=token_ids[None], use_cache=False).logits[0].double()
+    model.train(is_training)
+    scale = float((plain * given).sum() / (plain * plain).sum())
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
+    if not torch.allclose(given, scale * plain, rtol=tolerance, atol=tolerance * float(given.abs().max())):
+        raise UserError(
+            f"model.name = {str(model_dir)!r}: {_why_not_linear(decoder)}; impl = 'hf' trains models whose logits are "
+            "a matrix times the last hidden state"
+        )
+    return 1.0 if abs(scale - 1) < tolerance else scale
+
+
+def _why_not_linear(decoder: HFDecoder) -> str:
+    text = decoder.model.config.get_text_config()
+    if getattr(text, "final_logit_softcapping", None):
+        return f"final_logit_softcapping = {text.final_logit_softcapping} caps the logits"
+    if getattr(decoder.model.get_output_embeddings(), "bias", None) is not None:
+        return "the output matrix has a bias"
+    return f"{type(decoder.model).__name__} does more to its logits than can be seen from outside"
+
+
+def refuse_other_names(decoder: HFDecoder, model_dir: Path) -> None:
+    """What is published has to have the names that the model's own files have: engines know no others."""
+    in_files: set[str] = set()
+    for path in weight_files(model_dir):
+        with safe_open(path, framework="pt") as file:
+            in_files |= set(file.keys())
+    unknown = sorted(decoder.merged_tensors().keys() - in_files)
+    if unknown:
+        raise UserError(
+            f"model.name = {str(model_dir)!r}: transformers calls {len(unknown)} tensors otherwise than the files do, "
+            f"first {unknown[0]!r}; save the model again with its save_pretrained"
+        )
+
+
+def shape_of(config: Any) -> Shape:
+    """transformers maps the names that architectures have of their own to these."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    q_size = head_dim * config.num_attention_heads
+    return Shape(config.num_hidden_layers, config.hidden_size, config.vocab_size, q_size)
+
+
+def lay_out(lengths: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences as rows: which token each cell holds (rows, columns), and in which cell each token lies (tokens,)."""
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    starts = lengths.cumsum(0) - lengths
+    last = numbers[~torch.isin(numbers, parents)]  # the segments that sequences end with
+    before = parents[last]
+    prefix_lengths = torch.where(before >= 0, lengths[before], 0)
+    totals = prefix_lengths + lengths[last]
+    columns = torch.arange(int(totals.max()), device=lengths.device)
+    in_prefix = columns < prefix_lengths[:, None]
+    own = (starts[last] - prefix_lengths)[:, None] + columns
+    tokens = torch.where(in_prefix, starts[before][:, None] + columns, own)
+    is_token = columns < totals[:, None]
+    rows = torch.where(is_token, tokens, tokens[:, :1])
+    cells = torch.empty(int(lengths.sum()), dtype=torch.int64, device=lengths.device)
+    # A shared beginning is computed in several rows, alike; any of them will do.
+    cells[rows[is_token]] = torch.arange(rows.numel(), device=lengths.device).view_as(rows)[is_token]
+    return rows, cells
+
+
+def _require(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(f"model.impl = 'hf' needs {package}: pip install 'tandem-rl[hf]'") from error

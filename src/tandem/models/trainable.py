@@ -1,0 +1,52 @@
+"""A model to train, by our decoder or by transformers (`model.impl`), whole or through an adapter (`lora`)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.config.lora import LoRAConfig
+from tandem.config.shared import ModelConfig
+from tandem.models import lora_training
+from tandem.models.decoder import Decoder
+from tandem.models.hf import load_decoder
+from tandem.models.hf_model import HFDecoder, load_hf_model
+
+Trainable = Decoder | HFDecoder
+
+
+def load_trainable(
+    model: ModelConfig, device: torch.device, lora: LoRAConfig | None = None, seed: int = 0
+) -> Trainable:
+    """In float32, whatever it computes in. With `lora`, only the adapter, which `seed` begins, takes gradients."""
+    decoder = load_model(model, torch.float32, device)
+    if lora is None:
+        return decoder
+    if isinstance(decoder, HFDecoder):
+        decoder.attach_lora(lora, seed)
+    else:
+        lora_training.attach_lora(decoder, lora, seed)
+    return decoder
+
+
+def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Trainable:
+    load = load_hf_model if model.impl == "hf" else load_decoder
+    return load(model.name, dtype, device)
+
+
+def merged_tensors(decoder: Trainable) -> dict[str, Tensor]:
+    """The weights under their Hugging Face names, an adapter, if there is one, in them; all ranks have to ask."""
+    return decoder.merged_tensors() if isinstance(decoder, HFDecoder) else lora_training.merged_tensors(decoder)
+
+
+def adapter_tensors(decoder: Trainable) -> dict[str, Tensor]:
+    """What an adapter consists of, under PEFT's names; all ranks have to ask."""
+    return decoder.adapter_tensors() if isinstance(decoder, HFDecoder) else lora_training.adapter_tensors(decoder)
+
+
+def adapter_config(decoder: Trainable, lora: LoRAConfig, base_model: Path) -> dict[str, Any]:
+    """What PEFT and the engines have to know of the adapter beside its tensors."""
+    if isinstance(decoder, HFDecoder):
+        return decoder.adapter_config(lora, base_model)
+    return lora_training.adapter_config(lora, base_model, lora_training.targets_of(lora))
