@@ -2,80 +2,21 @@
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from tandem.config.base import Config
-from tandem.config.data import EvaluationConfig, SFTDataConfig, require_held_out
-from tandem.config.lora import LoRAConfig, check_lora
-from tandem.config.parallel import ParallelConfig, require_room
-from tandem.config.shared import (
-    CheckpointConfig,
-    Device,
-    LogLevel,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-)
+from tandem.config.data import SFTDataConfig
+from tandem.config.offline import OfflineConfig
+from tandem.config.parallel import require_room
 
 
-class SFTConfig(Config):
+class SFTConfig(OfflineConfig):
     """Supervised fine-tuning on conversations, completions or plain text."""
 
-    model: ModelConfig
-    data: SFTDataConfig
+    data: SFTDataConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen: nobody can put another in
     output_dir: Path = Path("outputs/sft")
     """Run directory; the model ends up in weights/latest."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest row, in tokens."""
-
-    batch_size: int = Field(default=32, ge=1)
-    """Rows per step."""
-
-    tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens packed into one forward and backward pass."""
-
-    eval: EvaluationConfig = EvaluationConfig()
-    lora: LoRAConfig | None = None
-    """Train a LoRA adapter; left out: the whole model."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    metrics: MetricsConfig = MetricsConfig()
-
-    device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
-
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads; None: all cores."""
-
-    seed: int = 0
-    """Seeds the order of the data."""
-
-    deterministic: bool = False
-    """Repeat bit for bit."""
-
-    resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint."""
-
-    clean: bool = False
-    """Delete a run that output_dir holds."""
-
-    dry_run: bool = False
-    """Check everything, write the resolved configuration, start nothing."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "SFTConfig":
         require_room(self.tokens_per_microbatch, self.seq_len)
-        check_lora(self.model, self.lora)
-        require_held_out(self.eval, self.data)
         return self

@@ -17,6 +17,7 @@ from tandem.config.lora import TARGETS, LoRAConfig, refuse_unknown_targets
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.models.lora import CONFIG, FUSED, WEIGHTS, AdapterMismatch, rows_of
+from tandem.models.runtime import whole
 from tandem.utils.files import read_json
 
 PREFIX = "base_model.model."
@@ -127,12 +128,6 @@ def load_adapter(decoder: Decoder, folder: Path) -> None:
         with torch.no_grad():
             linear.lora_A[part].copy_(saved[f"{PREFIX}{name}.lora_A.weight"])
             linear.lora_B[part].copy_(saved[f"{PREFIX}{name}.lora_B.weight"])
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """All of a parameter, of which this rank may hold a part."""
-    gather = getattr(parameter, "full_tensor", None)
-    return parameter.detach() if gather is None else gather().detach()
 
 
 def _adapted(decoder: Decoder) -> Iterator[tuple[str, str, LoRALinear]]:

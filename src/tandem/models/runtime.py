@@ -1,8 +1,9 @@
-"""Device, threads and determinism: the same for everything that runs a model."""
+"""Device, threads, determinism, and tensors that are divided: the same for everything that runs a model."""
 
 import os
 
 import torch
+from torch import Tensor
 
 from tandem.config.shared import Device
 from tandem.utils.errors import UserError
@@ -28,3 +29,9 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
         # cuBLAS reads this when it starts; without it, it may add up in another order each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be divided among ranks, without its history. Every rank has to ask."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor.detach() if gather is None else gather().detach()

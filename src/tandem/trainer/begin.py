@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tandem.config.align import AlignConfig
-from tandem.config.sft import SFTConfig
+from tandem.config.offline import OfflineConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.models.runtime import setup_torch
 from tandem.trainer.ranks import Ranks, joined
@@ -16,7 +15,7 @@ from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
 from tandem.utils.run_dir import RunDir
 
-TrainingConfig = TrainerConfig | SFTConfig | AlignConfig
+TrainingConfig = TrainerConfig | OfflineConfig
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tandem.config.parallel import ParallelConfig
@@ -88,8 +87,3 @@ def _add_bucket(gradients: list[Tensor], ranks: Ranks) -> None:
     joined = ranks.all_sum(torch.cat([gradient.flatten() for gradient in gradients]))
     for gradient, part in zip(gradients, joined.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a parameter that may be divided among the ranks. Every rank has to ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.parallel import ParallelConfig
+from tandem.models.runtime import whole
 from tandem.trainer.losses.streams import LossOutput
 from tandem.trainer.model import Inputs
 from tandem.trainer.ranks import Ranks
-from tandem.trainer.sharding import add_gradients, is_sharded, whole
+from tandem.trainer.sharding import add_gradients, is_sharded
 from tandem.types.rollout import PackedBatch
 
 # Metrics are sums over tokens, but for maxima and parts of the loss.

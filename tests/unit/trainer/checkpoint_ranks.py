@@ -17,7 +17,7 @@ from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.optimizer import make_optimizer
 from tandem.trainer.ranks import Ranks, joined
 from tandem.trainer.setup import Trained, load_trained
-from tandem.trainer.sharding import whole
+from tandem.models.runtime import whole
 from tandem.types.rollout import Sample
 from tandem.utils.run_dir import RunDir
 

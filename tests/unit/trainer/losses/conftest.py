@@ -1,11 +1,15 @@
-"""Streams made by hand, in double precision."""
+"""Streams made by hand, in double precision; and models that TRL and we both run."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tandem.models.decoder import Decoder
+from tandem.models.hf import copy_weights, load_decoder
 from tandem.trainer.losses import PolicyStreams
 
 MakeStreams = Callable[..., PolicyStreams]
@@ -47,3 +51,39 @@ def make_streams() -> MakeStreams:
 
 def double(values: Sequence[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64)
+
+
+@pytest.fixture
+def disturb() -> Callable[[nn.Module, int, float], None]:
+    def change(model: nn.Module, seed: int, scale: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+    return change
+
+
+@pytest.fixture
+def load_transformers(tiny_model: Path, disturb) -> Callable[[int], Any]:
+    """The tiny model with weights large enough that log-probs differ and every parameter matters."""
+    from transformers import AutoModelForCausalLM
+
+    def load(seed: int) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        disturb(model, seed, 0.05)
+        return model
+
+    return load
+
+
+@pytest.fixture
+def as_ours(tiny_model: Path) -> Callable[[Any], Decoder]:
+    """A transformers model as our decoder."""
+
+    def convert(model: Any) -> Decoder:
+        decoder = load_decoder(tiny_model, torch.float32, torch.device("cpu"))
+        copy_weights(decoder, model.state_dict())
+        return decoder
+
+    return convert

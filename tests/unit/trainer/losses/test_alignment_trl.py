@@ -3,7 +3,7 @@
 Loss and the gradient of every parameter agree to 1e-5. TRL is needed for these tests only.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.config.align import AlignLossConfig
 from tandem.data.packing import pack
 from tandem.models.decoder import Decoder
-from tandem.models.hf import copy_weights, load_decoder, named_tensors
+from tandem.models.hf import named_tensors
 from tandem.models.scorer import new_scorer
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
 from tandem.trainer.losses.unpaired import mismatched_kl
@@ -45,38 +45,6 @@ def sample(prompt: list[int], completion: list[int]) -> Sample:
 
 def pair_samples(pairs: list[tuple[list[int], list[int], list[int]]]) -> list[Sample]:
     return [sample(prompt, completion) for prompt, *both in pairs for completion in both]
-
-
-def disturb(model: nn.Module, seed: int) -> None:
-    """Weights large enough that log-probs differ and every parameter matters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-
-
-@pytest.fixture
-def load_transformers(tiny_model: Path) -> Callable[[int], Any]:
-    from transformers import AutoModelForCausalLM
-
-    def load(seed: int) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        disturb(model, seed)
-        return model
-
-    return load
-
-
-@pytest.fixture
-def as_ours(tiny_model: Path) -> Callable[[Any], Decoder]:
-    """A transformers model as our decoder."""
-
-    def convert(model: Any) -> Decoder:
-        decoder = load_decoder(tiny_model, torch.float32, torch.device("cpu"))
-        copy_weights(decoder, model.state_dict())
-        return decoder
-
-    return convert
 
 
 @pytest.fixture
@@ -312,12 +280,12 @@ def test_orpo(load_transformers, as_ours, trl_options, tokenizer) -> None:
     assert_same(loss, gradients(policy, loss), their_loss, trainer.model)
 
 
-def test_reward_model(tiny_model: Path, trl_options, tokenizer) -> None:
+def test_reward_model(tiny_model: Path, trl_options, tokenizer, disturb) -> None:
     from transformers import AutoModelForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
     theirs = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
-    disturb(theirs, seed=1)
+    disturb(theirs, 1, 0.05)
     scorer = new_scorer(tiny_model, torch.float32, torch.device("cpu"), seed=0)
     with torch.no_grad():
         for name, view in scorer.named_tensors().items():

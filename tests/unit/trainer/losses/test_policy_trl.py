@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tandem.config.losses import CorrectionConfig, KlConfig, LossConfig, TeacherConfig
 from tandem.data.packing import pack
 from tandem.models.decoder import Decoder
-from tandem.models.hf import copy_weights, load_decoder, named_tensors
+from tandem.models.hf import named_tensors
 from tandem.orchestrator.advantages.functions import dr_grpo_advantages, rloo_advantages
 from tandem.trainer.losses import PolicyStreams, loss_denominator, make_policy_loss
 from tandem.trainer.model import Inputs, LanguageModel
@@ -64,38 +64,14 @@ def predictions(decoder: Decoder) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, entropy, torch.from_numpy(batch.sequences)
 
 
-def disturb(model: nn.Module, seed: int, scale: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator)
-
-
 @pytest.fixture
-def as_ours(tiny_model: Path) -> Callable[[Any], Decoder]:
-    """A transformers model as our decoder."""
-
-    def convert(model: Any) -> Decoder:
-        decoder = load_decoder(tiny_model, torch.float32, torch.device("cpu"))
-        copy_weights(decoder, model.state_dict())
-        return decoder
-
-    return convert
-
-
-@pytest.fixture
-def score(tiny_model: Path, tmp_path: Path, as_ours) -> Callable[..., Batch]:
+def score(tiny_model: Path, tmp_path: Path, load_transformers, disturb, as_ours) -> Callable[..., Batch]:
     """The batch as a trainer of TRL's scores it; the engine's log-probs are a little off the policy's."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    def load(seed: int) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        disturb(model, seed, 0.05)
-        return model
+    from transformers import AutoTokenizer
 
     def make(trainer_class: Any, config_class: Any, *, corrected: bool = False, **options) -> Batch:
-        model, reference = load(1), load(2)
+        model, reference = load_transformers(1), load_transformers(2)
         generator = torch.Generator().manual_seed(7)
         old_logprobs = predictions(as_ours(model))[0].detach()
         sampled_logprobs = old_logprobs + 0.3 * torch.randn(len(old_logprobs), generator=generator)
@@ -250,14 +226,11 @@ def test_rloo(score) -> None:
     assert_same(batch.policy, loss, batch.trainer.compute_loss(batch.trainer.model, batch.inputs), batch.trainer.model)
 
 
-def test_on_policy_distillation(tiny_model: Path, as_ours) -> None:
+def test_on_policy_distillation(load_transformers, as_ours) -> None:
     """TRL's weighted variant, with weights of one: reverse KL to a teacher at the sampled tokens."""
-    from transformers import AutoModelForCausalLM
     from trl.experimental.iw_opd import IWOPDTrainer
 
-    student, teacher = (AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32) for _ in range(2))
-    disturb(student, 1, 0.05)
-    disturb(teacher, 2, 0.05)
+    student, teacher = load_transformers(1), load_transformers(2)
     width = max(len(sample.token_ids) for sample in samples())
     token_ids = torch.tensor([sample.token_ids + [0] * (width - len(sample.token_ids)) for sample in samples()])
     mask = torch.tensor([sample.loss_mask + [0] * (width - len(sample.token_ids)) for sample in samples()]).bool()

@@ -1,0 +1,23 @@
+"""Reverse-text with a model for a judge: completions are scored by a reward server instead of being compared.
+
+PYTHONPATH=. rl @ examples/reverse_text/rl.toml --orchestrator.env.id examples.preference.judged:Judged \
+    --orchestrator.env.args '{"reward_url": "http://127.0.0.1:8001"}'
+"""
+
+from tandem.envs.reverse_text import ReverseText, ReverseTextArgs
+from tandem.rewards.server_client import RewardClient
+from tandem.types.rollout import Task
+
+
+class JudgedArgs(ReverseTextArgs):
+    reward_url: str
+    api_key_var: str | None = None
+
+
+class Judged(ReverseText):
+    Args = JudgedArgs
+    args: JudgedArgs
+
+    async def score(self, task: Task, completion: str) -> float:
+        async with RewardClient(self.args.reward_url, api_key_var=self.args.api_key_var) as client:
+            return await client.score([*task.messages, {"role": "assistant", "content": completion}])

@@ -1,0 +1,141 @@
+"""Options of alignment on preferences: DPO and its family, and reward models."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tandem.config.base import Config
+from tandem.config.offline import OfflineConfig
+
+AlignLossType = Literal["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
+ReferenceSource = Literal["precomputed", "model", "none"]
+
+DEFAULT_BETA = 0.1
+SIMPO_BETA = 2.0
+# Which objectives look at single completions that are good or bad, rather than at pairs.
+UNPAIRED = ("kto", "bco")
+# How the objectives may be held near the model that training starts from; the first is the default.
+REFERENCES: dict[AlignLossType, tuple[ReferenceSource, ...]] = {
+    "dpo": ("precomputed", "model", "none"),
+    "ipo": ("precomputed", "model", "none"),
+    "hinge": ("precomputed", "model", "none"),
+    "kto": ("precomputed", "model"),
+    "bco": ("precomputed", "model"),
+    "orpo": ("none",),
+    "cpo": ("none",),
+    "simpo": ("none",),
+    "reward": ("none",),
+}
+# Options that only some objectives know.
+KNOWN_TO: dict[str, tuple[AlignLossType, ...]] = {
+    "beta": ("dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo"),
+    "label_smoothing": ("dpo", "cpo", "simpo"),
+    "gamma": ("simpo",),
+    "sft_weight": ("cpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "centering": ("reward",),
+}
+
+
+class AlignLossConfig(Config):
+    """The objective. docs/alignment.md has the formulas."""
+
+    type: AlignLossType = "dpo"
+    """dpo, ipo, hinge: pairs, near a reference. kto, bco: single completions, good or bad, near a reference.
+    orpo, cpo, simpo: pairs, no reference. reward: pairs, trains a reward model."""
+
+    beta: float | None = Field(default=None, gt=0)
+    """Scale of the implicit rewards (orpo: weight of the odds ratio). None: 0.1; simpo 2."""
+
+    label_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
+    """Share of labels taken to be wrong; dpo, cpo, simpo. None: 0."""
+
+    gamma: float | None = Field(default=None, ge=0)
+    """Margin by which the chosen completion should win; simpo. None: 0.5."""
+
+    sft_weight: float | None = Field(default=None, ge=0)
+    """Weight of imitating the chosen completions; cpo. None: 1."""
+
+    desirable_weight: float | None = Field(default=None, ge=0)
+    """Weight of good completions; kto. None: 1."""
+
+    undesirable_weight: float | None = Field(default=None, ge=0)
+    """Weight of bad completions; kto. None: 1."""
+
+    centering: float | None = Field(default=None, ge=0)
+    """Weight of pulling scores towards zero; reward. None: 0."""
+
+    reference: ReferenceSource | None = None
+    """Log-probs of the model that training starts from. precomputed: once, before the first step. model: at every step,
+    by a frozen copy in memory. none: without. None: precomputed where the objective has a reference."""
+
+    @property
+    def scale(self) -> float:
+        """beta, as given or as usual for the type."""
+        return self.beta or (SIMPO_BETA if self.type == "simpo" else DEFAULT_BETA)
+
+    @property
+    def margin(self) -> float:
+        return 0.5 if self.gamma is None else self.gamma
+
+    @property
+    def imitation_weight(self) -> float:
+        return 1.0 if self.sft_weight is None else self.sft_weight
+
+    @property
+    def label_weights(self) -> tuple[float, float]:
+        """Of good and of bad completions."""
+        good, bad = self.desirable_weight, self.undesirable_weight
+        return 1.0 if good is None else good, 1.0 if bad is None else bad
+
+    @property
+    def reference_source(self) -> ReferenceSource:
+        return self.reference or REFERENCES[self.type][0]
+
+    @property
+    def is_paired(self) -> bool:
+        return self.type not in UNPAIRED
+
+    @model_validator(mode="after")
+    def _options_fit_the_type(self) -> "AlignLossConfig":
+        for name, types in KNOWN_TO.items():
+            value = getattr(self, name)
+            if value is not None and self.type not in types:
+                raise ValueError(
+                    f"{name} = {value} has no meaning with type = {self.type!r}; leave it out (it belongs to "
+                    f"{', '.join(types)})"
+                )
+        if self.reference is not None and self.reference not in REFERENCES[self.type]:
+            raise ValueError(
+                f"reference = {self.reference!r} does not go with type = {self.type!r}; "
+                f"valid: {', '.join(REFERENCES[self.type])}"
+            )
+        return self
+
+
+class AlignConfig(OfflineConfig):
+    """Alignment on preferences: rows with `prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`."""
+
+    loss: AlignLossConfig = AlignLossConfig()
+    output_dir: Path = Path("outputs/align")
+    """Run directory; the model ends up in weights/latest."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AlignConfig":
+        if self.loss.type == "reward" and (self.lora is not None or self.model.impl == "hf"):
+            raise ValueError("loss.type = 'reward' trains all of our own decoder: leave out lora and model.impl")
+        # A reward model reads one token more of each.
+        room = 2 * (self.seq_len + (self.loss.type == "reward"))
+        if self.tokens_per_microbatch < room:
+            raise ValueError(
+                f"tokens_per_microbatch = {self.tokens_per_microbatch} cannot hold a pair of seq_len = {self.seq_len}; "
+                f"the smallest valid value is {room}"
+            )
+        if self.loss.type == "kto" and self.batch_size == 1:
+            raise ValueError(
+                "batch_size = 1 with loss.type = 'kto': its estimate of the divergence needs completions of other "
+                "prompts in the same step; the smallest valid value is 2"
+            )
+        return self

@@ -1,0 +1,80 @@
+"""What `sft` and `align` have in common: training on a dataset."""
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from tandem.config.base import Config
+from tandem.config.data import DataConfig, EvaluationConfig, require_held_out
+from tandem.config.lora import LoRAConfig, check_lora
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import (
+    CheckpointConfig,
+    Device,
+    LogLevel,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
+
+
+class OfflineConfig(Config):
+    """Training on a dataset."""
+
+    model: ModelConfig
+    data: DataConfig
+    output_dir: Path
+    """Run directory; the model ends up in weights/latest."""
+
+    max_steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Longest row (of a pair: the prompt with one completion), in tokens."""
+
+    batch_size: int = Field(default=32, ge=1)
+    """Rows per step; a pair is one."""
+
+    tokens_per_microbatch: int = Field(default=8192, ge=2)
+    """Most tokens packed into one forward and backward pass; a pair is not divided."""
+
+    eval: EvaluationConfig = EvaluationConfig()
+    lora: LoRAConfig | None = None
+    """Train a LoRA adapter; left out: the whole model."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; None: all cores."""
+
+    seed: int = 0
+    """Seeds the order of the data, and whatever is drawn at random."""
+
+    deterministic: bool = False
+    """Repeat bit for bit."""
+
+    resume: bool = False
+    """Go on with the run in output_dir from its newest complete checkpoint."""
+
+    clean: bool = False
+    """Delete a run that output_dir holds."""
+
+    dry_run: bool = False
+    """Check everything, write the resolved configuration, start nothing."""
+
+    log_level: LogLevel = "info"
+    """Least severe log lines to show."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "OfflineConfig":
+        check_lora(self.model, self.lora)
+        require_held_out(self.eval, self.data)
+        return self

@@ -1,0 +1,34 @@
+"""`align`: DPO and its family, and reward models, on rows of preferences."""
+
+from functools import partial
+
+from tandem.config.align import AlignConfig
+from tandem.config.base import parse
+from tandem.utils.processes import run_entrypoint
+
+
+def main() -> None:
+    config = parse(AlignConfig, "align", "Aligns a model with preferences (DPO, KTO, …), or trains a reward model.")
+    run_entrypoint("align", lambda: align(config))
+
+
+def align(config: AlignConfig) -> None:
+    from tandem.data.tokenizer import Tokenizer
+    from tandem.entrypoints.offline import Train, run_offline
+    from tandem.trainer.preferences import encode_align_row
+
+    def load_train() -> Train:
+        from tandem.trainer.train_align import train_align
+
+        return partial(train_align, config)
+
+    run_offline(
+        "align",
+        config,
+        lambda: partial(encode_align_row, tokenizer=Tokenizer(config.model.name), loss=config.loss),
+        load_train,
+    )
+
+
+if __name__ == "__main__":
+    main()

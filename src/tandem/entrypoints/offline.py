@@ -1,0 +1,47 @@
+"""What `sft` and `align` do before and after training: checks, the dataset, the run directory, metrics."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tandem.config.offline import OfflineConfig
+from tandem.data.dataset import Dataset, Encode, load_dataset
+from tandem.launch.ranks import spread_over_ranks
+from tandem.models.files import check_model_dir
+from tandem.transport.checkpoints import prepare_run
+from tandem.utils.log import setup_logging
+from tandem.utils.metrics import MetricsForwarder, open_forwarder, refuse_missing_trackers
+from tandem.utils.processes import is_first_rank
+from tandem.utils.provenance import write_run_config
+from tandem.utils.run_dir import RunDir
+
+Train = Callable[[Dataset[Any], MetricsForwarder], None]
+
+
+def run_offline(
+    name: str, config: OfflineConfig, make_encoder: Callable[[], Encode[Any]], load_train: Callable[[], Train]
+) -> None:
+    """Everything is checked before anything is started; what imports torch is loaded last."""
+    setup_logging(config.log_level)
+    run_dir = RunDir(config.output_dir)
+    check_model_dir(config.model.name, config.model.impl)
+    refuse_missing_trackers(config.metrics.report_to)
+    if is_first_rank():
+        run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
+    data = load_dataset(config.data, make_encoder(), seq_len=config.seq_len, seed=config.seed)
+    resolved = {name: config.model_dump(mode="json")}
+    if config.dry_run:
+        write_run_config(run_dir.dry_run, resolved)
+        learned = "streamed rows" if data.num_train is None else f"{data.num_train} rows"
+        held_out = f"{len(data.held_out)} held out"
+        print(f"dry run: {learned} to learn from, {held_out}; the resolved configuration is in {run_dir.dry_run}")
+        return
+    spread_over_ranks(f"tandem.entrypoints.{name}", config.parallel.ranks)
+    if is_first_rank():
+        prepare_run(run_dir, resume=config.resume, clean=config.clean)
+        write_run_config(run_dir.config, resolved)
+    train = load_train()
+    forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), enabled=is_first_rank())
+    try:
+        train(data, forwarder)
+    finally:
+        forwarder.close()

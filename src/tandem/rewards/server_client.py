@@ -1,0 +1,86 @@
+"""Client of the reward server: conversations in, scores out. For environments whose judge is a model."""
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import aiohttp
+import orjson
+
+from tandem.types.rollout import Message
+from tandem.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+RETRY_STATUS = (429, 502, 503, 504)
+
+
+class RewardServerError(RuntimeError):
+    """The server refused a request, or could not be reached."""
+
+
+class RewardClient:
+    """One connection pool; made inside a running event loop, and closed with `close` or by `async with`."""
+
+    def __init__(
+        self, base_url: str, *, api_key_var: str | None = None, timeout_s: float = 60.0, retries: int = 3
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.retries = retries
+        self._http = aiohttp.ClientSession(
+            headers=_headers(api_key_var), timeout=aiohttp.ClientTimeout(total=timeout_s)
+        )
+
+    async def __aenter__(self) -> "RewardClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def score(self, conversation: list[Message]) -> float:
+        """The score of one conversation. Ask for many at the same time: the server scores them together."""
+        return (await self.score_all([conversation]))[0]
+
+    async def score_all(self, conversations: list[list[Message]]) -> list[float]:
+        return (await self._post({"messages": conversations}))["scores"]
+
+    async def score_texts(self, texts: list[str]) -> list[float]:
+        """Texts as they are, without a chat template."""
+        return (await self._post({"texts": texts}))["scores"]
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        url, problem = f"{self.base_url}/score", ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                await asyncio.sleep(min(0.25 * 2**attempt, 5))
+            try:
+                async with self._http.post(url, json=body) as response:
+                    content = await response.read()
+                    if response.status == 200:
+                        return orjson.loads(content)
+                    problem = f"{response.status}: {_reason(content)}"
+                    if response.status not in RETRY_STATUS:
+                        break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                logger.warning("%s: %s (attempt %d)", url, problem, attempt + 1)
+        raise RewardServerError(f"{url} failed: {problem}")
+
+
+def _headers(api_key_var: str | None) -> dict[str, str]:
+    if api_key_var is None:
+        return {}
+    key = os.environ.get(api_key_var)
+    if not key:
+        raise UserError(f"api_key_var = {api_key_var!r} names an environment variable that is not set; export it")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return orjson.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")
