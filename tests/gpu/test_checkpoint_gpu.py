@@ -8,11 +8,11 @@ import torch
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import CheckpointConfig, ModelConfig, OptimizerConfig
+from tandem.models.runtime import whole
 from tandem.trainer.checkpoint import Checkpointer, copy_to_cpu, new_group
 from tandem.trainer.optimizer import make_optimizer
 from tandem.trainer.ranks import Ranks, joined
 from tandem.trainer.setup import Trained, load_trained
-from tandem.models.runtime import whole
 from tandem.trainer.sharding import shard
 from tandem.trainer.shards import read_shards, write_shards
 from tandem.utils.run_dir import RunDir

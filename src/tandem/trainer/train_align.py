@@ -41,14 +41,14 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     start = agree_on_start(config, ranks)
     trained = load(config, ranks)
     throughput = trained.throughput()
+    run_log = RunLog(run_dir, "align", enabled=ranks.is_first)
+    run_log.event("started", step=start, ranks=ranks.size)
     batches = Batches(config, data, trained.stepper)
     aligner = Aligner(config.loss, trained.stepper, reference_of(config, ranks), config.tokens_per_microbatch)
-    run_log = RunLog(run_dir, "align", enabled=ranks.is_first)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, 1, published_config(config))
     checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer)
     if start > 0:
         aligner.shift = RewardShift(**checkpoints.load(start))
-    run_log.event("started", step=start, ranks=ranks.size)
     progress = ProgressLine(config.max_steps, enabled=ranks.is_first)
 
     with closing(checkpoints):

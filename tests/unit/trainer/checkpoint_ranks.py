@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import CheckpointConfig, ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
+from tandem.models.runtime import whole
 from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.optimizer import make_optimizer
 from tandem.trainer.ranks import Ranks, joined
 from tandem.trainer.setup import Trained, load_trained
-from tandem.models.runtime import whole
 from tandem.types.rollout import Sample
 from tandem.utils.run_dir import RunDir
 
