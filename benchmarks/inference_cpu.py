@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if "tandem" not in args.sides:
+        parser.error("--sides needs tandem: the ratios are to it")
     if args.side:
         speeds: Any = measure(args.side, args.models[0], args.dtype, args.threads)
         print(json.dumps(speeds))

@@ -137,6 +137,18 @@ def test_a_resumed_run_sees_the_rows_it_would_have_seen(sft: Run, tmp_path: Path
     assert [line["loss"] for line in read_json_lines(run_dir.metrics)] == whole
 
 
+def test_one_option_spreads_a_run_over_ranks(sft: Run, tmp_path: Path) -> None:
+    options = ("--data.path", write(tmp_path / "rows.jsonl", ROWS), "--max-steps", "4", "--data.eval-size", "4")
+    alone = read_json_lines(sft(*options).metrics)
+    run_dir = sft(*options, "--parallel.ranks", "2", "--parallel.strategy", "zero3", "--clean")
+    together = read_json_lines(run_dir.metrics)
+    assert [line["step"] for line in together] == [1, 2, 3, 4]
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in together] == pytest.approx([line[name] for line in alone], rel=1e-3)
+    assert together[-1]["eval/loss"] == pytest.approx(alone[-1]["eval/loss"], rel=1e-3)
+    assert [event["ranks"] for event in read_json_lines(run_dir.events) if event["event"] == "started"] == [2]
+
+
 def test_bad_input_is_refused_before_anything_starts(refused: Callable[..., str], tmp_path: Path) -> None:
     assert refused("--data.path", "none.jsonl").startswith(
         "sft: data.path = 'none.jsonl' does not exist; give a .jsonl"

@@ -72,11 +72,8 @@ def take(batch: PackedBatch, sequences: NDArray[np.int64]) -> PackedBatch:
     number[sequences] = np.arange(len(sequences))
     is_taken = number[batch.sequences] >= 0
     segments_of_targets = _segments_of(batch)[is_taken]
-    needed = np.zeros(len(starts), dtype=bool)
-    needed[segments_of_targets] = True
-    parents = batch.segment_parents[needed]
-    needed[parents[parents >= 0]] = True
-    segments = np.flatnonzero(needed)
+    segments = _needed_segments(batch, segments_of_targets)
+    needed = np.isin(np.arange(len(starts)), segments)
     new_segment = np.cumsum(needed) - 1
     lengths = batch.segment_lengths[segments]
     moved = np.zeros(len(starts), dtype=np.int64)  # by how much the tokens of each segment that is taken move
@@ -117,12 +114,13 @@ def divide(
         return [[batch]]
     most_tokens = min(tokens_per_microbatch, -(-batch.num_tokens // num_ranks))
     units = _units(batch, most_tokens) if groups is None else [np.flatnonzero(groups == g) for g in np.unique(groups)]
-    parts = [take(batch, unit) for unit in units]
-    sizes = [part.num_tokens for part in parts]
+    leaf, costs = leaves(batch), segment_costs(batch)
+    needed = [_needed_segments(batch, leaf[unit]) for unit in units]
+    sizes = [int(batch.segment_lengths[segments].sum()) for segments in needed]
     largest = max(sizes, default=0)
     if largest > tokens_per_microbatch:
         raise ValueError(f"a sequence of {largest} tokens does not fit tokens_per_microbatch = {tokens_per_microbatch}")
-    per_rank = balance([cost(part) for part in parts], num_ranks)
+    per_rank = balance([float(costs[segments].sum()) for segments in needed], num_ranks)
     bins = [fill(members, sizes, tokens_per_microbatch) for members in per_rank]
     most = max(len(rank_bins) for rank_bins in bins)
     return [
@@ -132,9 +130,9 @@ def divide(
     ]
 
 
-def cost(batch: PackedBatch) -> float:
-    """What a batch costs, in tokens: attention grows with the context that each of them sees."""
-    return float((1 + batch.positions / ATTENTION_TOKENS).sum())
+def segment_costs(batch: PackedBatch) -> NDArray[np.float64]:
+    """What each segment costs, in tokens: attention grows with the context that each of them sees."""
+    return np.add.reduceat(1 + batch.positions / ATTENTION_TOKENS, _starts(batch.segment_lengths))
 
 
 def idle(batch: PackedBatch) -> PackedBatch:
@@ -157,6 +155,13 @@ def leaves(batch: PackedBatch) -> NDArray[np.int64]:
     segments = np.full(batch.num_sequences, -1, dtype=np.int64)
     segments[batch.sequences] = _segments_of(batch)
     return segments
+
+
+def _needed_segments(batch: PackedBatch, leaf: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those that the sequences with these leaves consist of, each once."""
+    own = np.unique(leaf[leaf >= 0])
+    parents = batch.segment_parents[own]
+    return np.union1d(own, parents[parents >= 0])
 
 
 def _units(batch: PackedBatch, most_tokens: int) -> list[NDArray[np.int64]]:

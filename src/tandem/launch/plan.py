@@ -62,7 +62,8 @@ def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = Non
 
 
 def share_cores(config: RLConfig, num_cores: int) -> dict[str, int]:
-    """CPU threads of trainer and server. Overlapped, they split the cores; taking turns, each gets all.
+    """CPU threads of each of the trainer's ranks and of the server. Overlapped, they split the cores; taking turns,
+    each gets all.
 
     Two processes whose threads spin on the same cores are many times slower than either alone.
     """
@@ -70,7 +71,7 @@ def share_cores(config: RLConfig, num_cores: int) -> dict[str, int]:
     overlapped = config.orchestrator.max_staleness > 0 and config.inference is not None
     for_inference = max(1, num_cores // 2) if overlapped else num_cores
     for_trainer = max(1, num_cores - for_inference) if overlapped else num_cores
-    threads = {"trainer": trainer or for_trainer}
+    threads = {"trainer": trainer or max(1, for_trainer // config.trainer.parallel.ranks)}
     if config.inference is not None:
         threads["inference"] = inference or for_inference
     return threads

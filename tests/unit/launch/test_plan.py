@@ -52,6 +52,7 @@ def test_threads_that_are_given_stay_and_a_lone_trainer_gets_every_core(make_con
     config = make_config(trainer={"threads": 7}, inference={"threads": 3})
     assert share_cores(config, 8) == {"trainer": 7, "inference": 3}
     assert share_cores(make_config(inference=None), 8) == {"trainer": 8}
+    assert share_cores(make_config(inference=None, trainer={"parallel": {"ranks": 4}}), 8) == {"trainer": 2}
 
 
 def test_an_api_key_travels_in_the_environment_only(make_config, tmp_path: Path) -> None:
