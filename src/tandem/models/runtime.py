@@ -25,10 +25,15 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
+    # The first call of each of these chooses code for the processor. Two threads that choose at once may get the
+    # inaccurate one, wrong in the fourth decimal: so the choice is made here, by one.
+    for function in (torch.cos, torch.sin, torch.exp, torch.log):
+        function(torch.ones(1))
     if deterministic:
         # cuBLAS reads this when it starts; without it, it may add up in another order each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)  # takes a second, for what it imports
 
 
 def whole(tensor: Tensor) -> Tensor:

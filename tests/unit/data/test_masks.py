@@ -62,7 +62,7 @@ def chatml(messages: Messages, opening: str = "") -> list[str]:
     return joined
 
 
-texts = st.text(st.characters(exclude_categories=["Cs", "Cn"]), min_size=1, max_size=12)
+texts = st.text(st.characters(exclude_categories=["Cs", "Cn"]), min_size=1, max_size=12).filter(str.strip)
 dialogs = st.lists(
     st.tuples(st.sampled_from(["user", "assistant", "tool"]), texts), min_size=1, max_size=6
 ).map(lambda rows: [turn(role, content) for role, content in rows])  # fmt: skip
