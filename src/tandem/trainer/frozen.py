@@ -10,7 +10,7 @@ from tandem.config.shared import Impl, ModelConfig
 from tandem.models.trainable import load_model
 from tandem.trainer.model import Inputs, LanguageModel
 from tandem.trainer.ranks import Ranks
-from tandem.trainer.sharding import is_offloaded, prepare
+from tandem.trainer.sharding import home_of, prepare
 from tandem.types.rollout import PackedBatch
 
 
@@ -21,7 +21,7 @@ class FrozenModel:
         self, model_dir: Path, dtype: torch.dtype, parallel: ParallelConfig, ranks: Ranks, impl: Impl = "native"
     ) -> None:
         self.device = ranks.device
-        home = torch.device("cpu") if is_offloaded(parallel, ranks) else ranks.device
+        home = home_of(parallel, ranks.device)
         decoder = load_model(ModelConfig(name=model_dir, impl=impl), dtype, home).requires_grad_(False)
         self.model = LanguageModel(decoder)
         prepare(self.model, decoder.layers, parallel.model_copy(update={"gradient_checkpointing": 0}), ranks, dtype)

@@ -10,10 +10,9 @@ from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.models.runtime import whole
 from tandem.models.scorer import Scorer, new_scorer
 from tandem.trainer.model import Inputs
-from tandem.trainer.optimizer import make_optimizer
 from tandem.trainer.ranks import Ranks
-from tandem.trainer.setup import Publish
-from tandem.trainer.sharding import is_offloaded, prepare
+from tandem.trainer.setup import Publish, make_stepper
+from tandem.trainer.sharding import home_of
 from tandem.trainer.step import Stepper
 from tandem.trainer.throughput import Throughput
 
@@ -60,13 +59,7 @@ def load_trained_scorer(
     model_config: ModelConfig, optimizer_config: OptimizerConfig, parallel: ParallelConfig, ranks: Ranks, seed: int
 ) -> TrainedScorer:
     """The language model with a fresh head, in float32 whatever it computes in, spread as the configuration says."""
-    dtype = getattr(torch, model_config.dtype)
-    home = torch.device("cpu") if is_offloaded(parallel, ranks) else ranks.device
-    model = ScoringModel(new_scorer(model_config.name, torch.float32, home, seed))
-    prepare(model, model.scorer.decoder.layers, parallel, ranks, dtype)
-    offload = parallel.optimizer_offload and ranks.device.type == "cuda"
-    optimizer = make_optimizer(model, optimizer_config, offload=offload)
-    stepper = Stepper(
-        model, optimizer, ranks, parallel, compute_dtype=dtype, max_grad_norm=optimizer_config.max_grad_norm
-    )
-    return TrainedScorer(model, optimizer, stepper)
+    model = ScoringModel(new_scorer(model_config.name, torch.float32, home_of(parallel, ranks.device), seed))
+    layers = model.scorer.decoder.layers
+    stepper = make_stepper(model, layers, model_config, optimizer_config, parallel, ranks)
+    return TrainedScorer(model, stepper.optimizer, stepper)

@@ -16,7 +16,7 @@ from tandem.models.trainable import Trainable, adapter_config, adapter_tensors, 
 from tandem.trainer.model import LanguageModel
 from tandem.trainer.optimizer import make_optimizer
 from tandem.trainer.ranks import Ranks
-from tandem.trainer.sharding import is_offloaded, prepare
+from tandem.trainer.sharding import home_of, prepare
 from tandem.trainer.step import Stepper
 from tandem.trainer.throughput import Throughput
 from tandem.transport.weights.filesystem import WeightsPublisher
@@ -79,27 +79,46 @@ def load_trained(
     critic: PpoConfig | None = None,
 ) -> Trained:
     """The model in float32 whatever it computes in, spread as the configuration says; a critic gets a value head."""
-    dtype = getattr(torch, model_config.dtype)
-    home = torch.device("cpu") if is_offloaded(parallel, ranks) else ranks.device
+    home = home_of(parallel, ranks.device)
     decoder = load_trainable(model_config, home, lora, seed)
     model = LanguageModel(decoder, None if critic is None else new_value_head(decoder.spec.hidden_size, home))
-    prepare(model, decoder.layers, parallel, ranks, dtype)
-    optimizer = make_optimizer(
+    stepper = make_stepper(
         model,
+        decoder.layers,
+        model_config,
         optimizer_config,
+        parallel,
+        ranks,
         value_head_lr=critic.critic_lr if critic else None,
-        offload=parallel.optimizer_offload and ranks.device.type == "cuda",
+        entropy_gradient=entropy_gradient,
     )
-    stepper = Stepper(
+    return Trained(model_config, lora, decoder, model, stepper.optimizer, stepper)
+
+
+def make_stepper(
+    model: nn.Module,
+    layers: nn.ModuleList,
+    model_config: ModelConfig,
+    optimizer_config: OptimizerConfig,
+    parallel: ParallelConfig,
+    ranks: Ranks,
+    *,
+    value_head_lr: float | None = None,
+    entropy_gradient: bool = False,
+) -> Stepper:
+    """Spread a model over the ranks and give it an optimizer."""
+    dtype = getattr(torch, model_config.dtype)
+    prepare(model, layers, parallel, ranks, dtype)
+    offload = parallel.optimizer_offload and ranks.device.type == "cuda"
+    return Stepper(
         model,
-        optimizer,
+        make_optimizer(model, optimizer_config, value_head_lr=value_head_lr, offload=offload),
         ranks,
         parallel,
         compute_dtype=dtype,
         max_grad_norm=optimizer_config.max_grad_norm,
         entropy_gradient=entropy_gradient,
     )
-    return Trained(model_config, lora, decoder, model, optimizer, stepper)
 
 
 def new_value_head(hidden_size: int, device: torch.device) -> nn.Linear:

@@ -44,26 +44,30 @@ def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ran
 
 
 def is_sharded(config: ParallelConfig, ranks: Ranks) -> bool:
-    return config.strategy != "ddp" and (ranks.size > 1 or is_offloaded(config, ranks))
+    return config.strategy != "ddp" and (ranks.size > 1 or is_offloaded(config, ranks.device))
 
 
-def is_offloaded(config: ParallelConfig, ranks: Ranks) -> bool:
+def is_offloaded(config: ParallelConfig, device: torch.device) -> bool:
     """On a CPU everything lies in CPU memory as it is."""
-    return config.strategy == "zero3_offload" and ranks.device.type == "cuda"
+    return config.strategy == "zero3_offload" and device.type == "cuda"
+
+
+def home_of(config: ParallelConfig, device: torch.device) -> torch.device:
+    """Where parameters lie between the passes that compute with them on `device`."""
+    return torch.device("cpu") if is_offloaded(config, device) else device
 
 
 def shard(
     model: nn.Module, layers: Iterable[nn.Module], config: ParallelConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Parameters become DTensors, each rank owning its part; master weights stay in the precision they have."""
-    offload = config.strategy == "zero3_offload" and device.type == "cuda"
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "reshard_after_forward": config.strategy != "zero2",
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
         ),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if is_offloaded(config, device) else OffloadPolicy(),
     }
     for layer in layers:
         fully_shard(layer, **options)
