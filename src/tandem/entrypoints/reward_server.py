@@ -33,12 +33,12 @@ def serve(config: RewardServerConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.inference.scoring.app import create_app
     from tandem.inference.scoring.scores import ScoreModel
-    from tandem.models.runtime import choose_device, setup_torch
+    from tandem.models.runtime import choose_device, in_own_thread, setup_torch
     from tandem.models.scorer import load_scorer
 
     setup_torch(threads=config.threads, seed=0, deterministic=False)
     device = choose_device(config.device)
-    scorer = load_scorer(config.model.name, getattr(torch, config.model.dtype), device)
+    scorer = in_own_thread(load_scorer)(config.model.name, getattr(torch, config.model.dtype), device)
     model = ScoreModel(scorer, device, config.tokens_per_batch)
     app = create_app(
         model.scores,

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tandem.models import ops
 from tandem.models.spec import ModelSpec
@@ -35,6 +34,15 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
+class Projection(nn.Linear):
+    """A linear layer that can keep a copy of its weight in a layout that is faster to compute with."""
+
+    packed: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.linear(input, self.weight, self.bias, self.packed)
+
+
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -42,8 +50,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.window = spec.sliding_windows[layer]
         self.split = [spec.q_size, spec.kv_size, spec.kv_size]
-        self.qkv_proj = nn.Linear(spec.hidden_size, sum(self.split), bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(spec.q_size, spec.hidden_size, bias=spec.output_bias)
+        self.qkv_proj = Projection(spec.hidden_size, sum(self.split), bias=spec.qkv_bias)
+        self.o_proj = Projection(spec.q_size, spec.hidden_size, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
@@ -63,8 +71,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.gate_up_proj = Projection(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = Projection(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
@@ -91,6 +99,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.lm_head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.packed_output: Tensor | None = None
         self.inv_freq = rotary_frequencies(spec)
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
@@ -103,7 +112,18 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (tokens, hidden) -> (tokens, vocab)."""
-        return F.linear(hidden, self.output_weight)
+        return ops.linear(hidden, self.output_weight, None, self.packed_output)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packed_output is not None
+
+    def pack(self) -> None:
+        """Lay the weights out for fast products without gradients, where that helps; takes their memory again."""
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.packed = ops.pack(module.weight)
+        self.packed_output = ops.pack(self.output_weight)
 
     @property
     def output_weight(self) -> Tensor:

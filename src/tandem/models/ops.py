@@ -7,6 +7,26 @@ from torch.nn import functional as F
 from tandem.models.cpu import autograd, kernels
 from tandem.models.cpu.kernels import Layout
 
+PACKED_FOR_ROWS = 64  # the layout serves any number of rows; this many it suits best
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+    """x·weightᵀ + bias; `packed` is what `pack` made of the weight, if it made anything."""
+    if packed is None:
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def pack(weight: Tensor) -> Tensor | None:
+    """A copy of the weight, laid out as this machine's matrix unit reads it, for products without gradients.
+
+    In bfloat16 on a CPU only: without it each product lays the weight out anew.
+    """
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    if not on_cpu or not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     fast = kernels.find(x)

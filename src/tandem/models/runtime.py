@@ -1,12 +1,19 @@
 """Device, threads, determinism, and tensors that are divided: the same for everything that runs a model."""
 
+import functools
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from tandem.config.shared import Device
 from tandem.utils.errors import UserError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def choose_device(device: Device) -> torch.device:
@@ -34,6 +41,22 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)  # takes a second, for what it imports
+
+
+def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:
+    """Let the function run in a thread that ends with it, so that it leaves no other threads behind.
+
+    OpenMP keeps workers for each thread that has ever computed in parallel, as long as it lives. Once there are more of
+    them than cores, all of them go to sleep after every operation, and a model of many small ones takes half as
+    long again. For whatever computes beside the thread that runs the model, such as loading it.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function, *args, **kwargs).result()
+
+    return run
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -64,6 +64,29 @@ def test_an_update_may_go_back_to_an_older_version(
     assert again == before
 
 
+@pytest.mark.parametrize("free_bytes", [1 << 33, 1 << 10], ids=["memory to pack", "no memory to pack"])
+def test_an_update_in_bfloat16_answers_as_an_engine_of_those_weights(
+    make_model: Callable[..., Path],
+    make_engine: Callable[..., NativeEngine],
+    generate: Generate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+) -> None:
+    """A CPU computes with a second copy of the weights, where there is memory for one."""
+    monkeypatch.setattr("tandem.inference.native.build.free_memory_bytes", lambda device: free_bytes)
+    new = make_model(seed=1)
+    model = {"dtype": "bfloat16"}
+    updated = make_engine(kv_cache_tokens=256, model=model | {"name": make_model(seed=0)})
+    fresh = make_engine(kv_cache_tokens=256, model=model | {"name": new})
+    can_pack = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert updated.core.decoder.is_packed == (can_pack and free_bytes == 1 << 33)
+    updated.update_weights(publish(new, tmp_path / "new", 1), 1)
+    requests = [GenerationRequest(PROMPT, Sampling(8, seed=3, ignore_eos=True), n=2)]
+    for ours, expected in zip(*(generate(engine, requests)[0] for engine in (updated, fresh)), strict=True):
+        assert (ours.token_ids, ours.logprobs) == (expected.token_ids, expected.logprobs)
+
+
 def without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 

@@ -1,5 +1,6 @@
 """Every compiled kernel against PyTorch's own operations, in both precisions, for sizes that fill no vector evenly."""
 
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,23 @@ def no_gradients() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.no_grad():
         yield
+
+
+def forget_kernels() -> None:
+    library.load.cache_clear()
+    kernels._kernels.cache_clear()
+
+
+# The kernels of this machine, and those that a processor with narrower vectors would get.
+WIDTHS = [[], ["-mno-avx512f"]] if platform.machine() == "x86_64" else [[]]
+
+
+@pytest.fixture(params=WIDTHS, ids=lambda flags: "narrow" if flags else "native", autouse=True)
+def compiled(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> Iterator[None]:
+    forget_kernels()
+    monkeypatch.setattr(library, "FLAGS", [*library.FLAGS, *request.param])
+    yield
+    forget_kernels()
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tandem.models.attention import PackedAttention
 from tandem.models.decoder import Decoder
-from tandem.models.hf import load_decoder
+from tandem.models.hf import copy_weights, load_decoder, named_tensors
 
 LENGTHS = (11, 1, 23, 6)
 
@@ -129,3 +129,32 @@ def test_rotary_angles_stay_float32_in_a_bfloat16_model(
     # The first pair turns by one radian a position; bfloat16 positions would make 201 a 200 or a 202.
     assert cos.dtype == torch.bfloat16
     assert cos[1, 0, 0].item() == pytest.approx(torch.cos(torch.tensor(201.0)).item(), abs=4e-3)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "llama"])
+def test_packed_weights_give_the_same_logits_and_follow_changes(
+    case: str, make_reference: Callable[[str], PreTrainedModel], tmp_path: Path
+) -> None:
+    make_reference(case).save_pretrained(tmp_path)
+    plain = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))
+    packed = load_decoder(tmp_path, torch.bfloat16, torch.device("cpu"))
+    packed.pack()
+    if not packed.is_packed:
+        pytest.skip("this processor has no instructions for bfloat16 that PyTorch could pack weights for")
+    sequences = random_sequences()
+    with torch.no_grad():
+        for _ in range(2):
+            expected = torch.cat(packed_logits(plain, sequences)).float()
+            logits = torch.cat(packed_logits(packed, sequences)).float()
+            assert (logits - expected).abs().max() <= 0.03 * expected.abs().max()
+            changed = {name: tensor.flip(0) * 1.5 for name, tensor in named_tensors(plain).items()}
+            for decoder in (plain, packed):
+                copy_weights(decoder, changed)
+        assert (torch.cat(packed_logits(plain, sequences)) - expected).abs().max() > 0.3 * expected.abs().max()
+
+
+def test_float32_weights_are_not_packed(make_reference: Callable[[str], PreTrainedModel], tmp_path: Path) -> None:
+    """A packed product is no faster there, and slower for small models."""
+    decoder = ours(make_reference("llama"), tmp_path)
+    decoder.pack()
+    assert not decoder.is_packed

@@ -18,13 +18,15 @@ from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
 from tandem.models.hf import load_decoder
 from tandem.models.lora import AdapterBank
-from tandem.models.runtime import choose_device
+from tandem.models.runtime import choose_device, in_own_thread
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
+PACKED_SHARE = 4  # a second copy of the weights, for speed, may take a quarter of the free memory
 
 
+@in_own_thread
 def build_engine(
     config: InferenceConfig,
     eos_token_ids: list[int],
@@ -36,6 +38,8 @@ def build_engine(
     dtype = getattr(torch, config.model.dtype)
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec
+    if sum(weight.nbytes for weight in decoder.parameters()) < free_memory_bytes(device) // PACKED_SHARE:
+        decoder.pack()
     num_blocks = cache_blocks(config, spec, dtype.itemsize, free_memory_bytes(device))
     use_graphs = device.type == "cuda" and config.cuda_graphs and not config.deterministic
     # One block more than sequences may have: recorded steps have padding rows, which write somewhere too.

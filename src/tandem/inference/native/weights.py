@@ -9,10 +9,12 @@ from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
 from tandem.models.decoder import Decoder
 from tandem.models.hf import check_tensors, named_tensors, read_tensors
 from tandem.models.lora import AdapterWeights, read_adapter
+from tandem.models.runtime import in_own_thread
 from tandem.models.spec import ModelSpec
 from tandem.transport.weights.manifest import MANIFEST, verify_manifest
 
 
+@in_own_thread
 def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str, Tensor]:
     """The tensors of a published version that fits the model. Raises WeightUpdateRefused with the reason."""
     if version < 0:
@@ -30,6 +32,7 @@ def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str
     return tensors
 
 
+@in_own_thread
 def read_checked_adapter(path: Path, decoder: Decoder) -> AdapterWeights:
     """A LoRA adapter that fits the model. Raises AdapterRefused with the reason."""
     try:

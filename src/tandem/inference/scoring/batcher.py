@@ -5,6 +5,7 @@ requests ─► queue ─► worker: all that wait ─► one thread: scores ─
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 Tokens = Sequence[int]
 ScoreAll = Callable[[list[Tokens]], list[float]]
@@ -17,6 +18,7 @@ class Batcher:
     def __init__(self, score_all: ScoreAll) -> None:
         self._score_all = score_all
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, "scoring")  # always the same one: see `in_own_thread`
 
     async def score(self, sequences: list[Tokens]) -> list[float]:
         future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
@@ -35,7 +37,8 @@ class Batcher:
     async def _answer(self, jobs: list[Job]) -> None:
         together = [sequence for sequences, _ in jobs for sequence in sequences]
         try:
-            scores = iter(await asyncio.to_thread(self._score_all, together))
+            loop = asyncio.get_running_loop()
+            scores = iter(await loop.run_in_executor(self._thread, self._score_all, together))
         except Exception as error:  # whatever the model raises, every request gets a reply
             for _, future in jobs:
                 if not future.done():

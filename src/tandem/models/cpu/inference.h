@@ -62,52 +62,88 @@ void NAME(silu_mul)(const ELEMENT *gate_up, ELEMENT *out, int64_t tokens, int64_
     }
 }
 
-/* One query over some tokens of its own, from `first` to `end`: its state is carried on. */
-INLINE void NAME(attend_alone)(const float *query, const ELEMENT *keys, const ELEMENT *values, const int64_t *table,
-                               float *state, float *scores, int64_t first, int64_t end, int64_t block_size,
-                               int64_t token_stride, int64_t size) {
-    float largest = state[LARGEST], total = 0.0f;
-    int64_t at = first, last_block = (end - 1) / block_size;
-    for (int64_t block = first / block_size; block <= last_block; block++) {
-        int64_t stop = (block + 1) * block_size < end ? (block + 1) * block_size : end;
-        const ELEMENT *key = keys + ((table[block] - block) * block_size + at) * token_stride;
-        for (; at < stop; at++, key += token_stride) {
-            Lanes sums = {0};
-            for (int64_t i = 0; i < size; i += LANES) sums += *(const Lanes *)(query + i) * LOAD_LANES(key + i);
-            scores[at - first] = sum_of(sums);
-            largest = scores[at - first] > largest ? scores[at - first] : largest;
+/* Have one head of a token brought from memory while something else is computed: where the blocks of a sequence lie,
+   no processor can guess. */
+INLINE void NAME(fetch)(const ELEMENT *head, int64_t size) {
+    for (int64_t i = 0; i < size; i += CACHE_LINE / (int64_t)sizeof(ELEMENT)) __builtin_prefetch(head + i);
+}
+
+/* Adds to the states of a few queries, at most 4, the values of `count` tokens, times their weights. Every value is
+   taken from memory once for all of them. `next`: the keys that will be looked at afterwards. */
+INLINE void NAME(mix)(const ELEMENT *values, const ELEMENT *next, const int64_t *offsets, int64_t count,
+                      const float *weights, int64_t weights_stride, float *states, int64_t num_queries, int64_t size) {
+    int64_t state_size = MIXED + size;
+    for (int64_t part = 0; part < size; part += 4 * LANES) {
+        int64_t width = size - part < 4 * LANES ? (size - part) / LANES : 4;
+        float *to = states + MIXED + part;
+        Lanes mixed[4][4];
+        for (int64_t n = 0; n < num_queries; n++)
+            for (int64_t i = 0; i < width; i++) mixed[n][i] = *(Lanes *)(to + n * state_size + i * LANES);
+        for (int64_t at = 0; at < count; at++) {
+            if (part == 0) NAME(fetch)(next + offsets[at], size);
+            for (int64_t i = 0; i < width; i++) {
+                Lanes value = LOAD_LANES(values + offsets[at] + part + i * LANES);
+                for (int64_t n = 0; n < num_queries; n++) mixed[n][i] += weights[n * weights_stride + at] * value;
+            }
         }
+        for (int64_t n = 0; n < num_queries; n++)
+            for (int64_t i = 0; i < width; i++) *(Lanes *)(to + n * state_size + i * LANES) = mixed[n][i];
     }
-    /* In whole vectors: what is left over would cost more than all the rest of a short context. */
-    for (int64_t i = end - first; i % LANES != 0; i++) scores[i] = -INFINITY;
-    for (int64_t start = 0; start < end - first; start += LANES) {
+}
+
+/* The queries of one row that share a KV head look at `count` tokens, which lie at `offsets`: their states are carried
+   on. There are offsets for whole vectors of tokens. */
+INLINE void NAME(attend_own)(const float *queries, const ELEMENT *keys, const ELEMENT *values, const int64_t *offsets,
+                             int64_t count, float *states, float *scores, int64_t folded, int64_t size) {
+    int64_t state_size = MIXED + size, padded = (count + LANES - 1) / LANES * LANES;
+    for (int64_t first = 0; first < count; first += LANES) {
+        for (int64_t query = 0; query < folded; query++) {
+            Lanes sums[LANES] = {{0}};
+            for (int64_t i = 0; i < size; i += LANES) {
+                Lanes q = *(const Lanes *)(queries + query * size + i);
+#pragma GCC unroll 16
+                for (int64_t n = 0; n < LANES; n++) sums[n] += q * LOAD_LANES(keys + offsets[first + n] + i);
+            }
+            *(Lanes *)(scores + query * padded + first) = sums_of(sums);
+        }
+        for (int64_t n = 0; n < LANES; n++) NAME(fetch)(values + offsets[first + n], size);
+    }
+    for (int64_t query = 0; query < folded; query++) {
+        float *own = scores + query * padded, *state = states + query * state_size;
+        float largest = state[LARGEST], total = 0.0f;
+        for (int64_t i = count; i < padded; i++) own[i] = -INFINITY;
+#pragma omp simd reduction(max : largest)
+        for (int64_t i = 0; i < padded; i++) largest = own[i] > largest ? own[i] : largest;
 #pragma omp simd reduction(+ : total)
-        for (int64_t i = start; i < start + LANES; i++) {
-            scores[i] = exp_negative(scores[i] - largest);
-            total += scores[i];
+        for (int64_t i = 0; i < padded; i++) {
+            own[i] = exp_negative(own[i] - largest);
+            total += own[i];
         }
+        float fading = exp_negative(state[LARGEST] - largest);
+        state[LARGEST] = largest;
+        state[TOTAL] = state[TOTAL] * fading + total;
+        for (int64_t i = 0; i < size; i++) state[MIXED + i] *= fading;
     }
-    float fading = exp_negative(state[LARGEST] - largest);
-    state[LARGEST] = largest;
-    state[TOTAL] = state[TOTAL] * fading + total;
-    Lanes mixed[MAX_HEAD_DIM / LANES];
-    for (int64_t i = 0; i < size / LANES; i++) mixed[i] = fading * *(Lanes *)(state + MIXED + i * LANES);
-    at = first;
-    for (int64_t block = first / block_size; block <= last_block; block++) {
-        int64_t stop = (block + 1) * block_size < end ? (block + 1) * block_size : end;
-        const ELEMENT *value = values + ((table[block] - block) * block_size + at) * token_stride;
-        for (; at < stop; at++, value += token_stride)
-            for (int64_t i = 0; i < size / LANES; i++) mixed[i] += scores[at - first] * LOAD_LANES(value + i * LANES);
+    const ELEMENT *next = keys + size; /* the next head's */
+    for (int64_t query = 0; query < folded; query += 4) {
+#define MIX(num_queries)                                                                                      \
+    NAME(mix)(values, next, offsets, count, scores + query * padded, padded, states + query * state_size, num_queries, \
+              size)
+        if (folded - query >= 4) MIX(4);
+        else if (folded - query == 3) MIX(3);
+        else if (folded - query == 2) MIX(2);
+        else MIX(1);
+#undef MIX
     }
-    for (int64_t i = 0; i < size / LANES; i++) *(Lanes *)(state + MIXED + i * LANES) = mixed[i];
 }
 
 /* Rows whose sequences begin with the same `shared` tokens, for one KV head: those tokens are looked at together,
    which takes each key from memory once instead of once a query; then each row looks at the rest of its own. */
 INLINE void NAME(attend_rows)(const ELEMENT *q, int64_t q_stride, const ELEMENT *keys, const ELEMENT *values,
                               const int64_t *tables, int64_t table_stride, const int64_t *positions, ELEMENT *out,
-                              int64_t out_stride, int64_t rows, int64_t shared, float *workspace, int64_t block_size,
-                              int64_t token_stride, int64_t window, int64_t folded, int64_t size) {
+                              int64_t out_stride, int64_t rows, int64_t shared, float *workspace, int64_t *offsets,
+                              int64_t block_size, int64_t token_stride, int64_t window, int64_t folded,
+                              int64_t size) {
     float scale = 1.0f / sqrtf((float)size);
     int64_t num_queries = rows * folded, padded = (num_queries + TOGETHER - 1) / TOGETHER * TOGETHER, state_size = MIXED + size;
     float *queries = workspace, *states = queries + padded * size, *keys_t = states + padded * state_size;
@@ -130,11 +166,11 @@ INLINE void NAME(attend_rows)(const ELEMENT *q, int64_t q_stride, const ELEMENT 
     for (int64_t row = 0; row < rows; row++) {
         int64_t end = positions[row] + 1, first = window > 0 && end > window ? end - window : 0;
         first = first > shared ? first : shared;
+        int64_t count = offsets_of(tables + row * table_stride, first, end, block_size, token_stride, offsets);
+        float *own = states + row * folded * state_size;
+        NAME(attend_own)(queries + row * folded * size, keys, values, offsets, count, own, scores, folded, size);
         for (int64_t head = 0; head < folded; head++) {
-            int64_t query = row * folded + head;
-            float *state = states + query * state_size;
-            NAME(attend_alone)(queries + query * size, keys, values, tables + row * table_stride, state, scores, first,
-                               end, block_size, token_stride, size);
+            float *state = own + head * state_size;
             float inverse = 1.0f / state[TOTAL];
             for (int64_t i = 0; i < size; i++)
                 out[row * out_stride + head * size + i] = STORE(state[MIXED + i] * inverse);
@@ -160,9 +196,14 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
         longest = position >= longest ? position + 1 : longest;
     }
     int64_t most_queries = (rows < MAX_RUN ? rows : MAX_RUN) * folded + TOGETHER;
-    int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * LANES * head_dim + longest + LANES;
+    int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * LANES * head_dim + (longest + LANES) * folded;
     float *workspace = malloc(sizeof(float) * (size_t)(room * threads));
-    if (workspace == NULL) return 1;
+    int64_t *offsets = malloc(sizeof(int64_t) * (size_t)((longest + LANES) * threads));
+    if (workspace == NULL || offsets == NULL) {
+        free(workspace);
+        free(offsets);
+        return 1;
+    }
     /* Each thread takes a run of rows, and one part of the workspace. */
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t thread = 0; thread < threads; thread++) {
@@ -175,14 +216,15 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
 #define ATTEND(size)                                                                                              \
     NAME(attend_rows)(q + row * q_stride + head * folded * size, q_stride, keys + head * size, values + head * size, \
                       tables + row * table_stride, table_stride, positions + row,                                 \
-                      out + (row * heads + head * folded) * size, heads * size, count, shared, own, block_size,   \
-                      token_stride, window, folded, size)
+                      out + (row * heads + head * folded) * size, heads * size, count, shared, own,               \
+                      offsets + thread * (longest + LANES), block_size, token_stride, window, folded, size)
                 BY_HEAD_DIM(ATTEND);
 #undef ATTEND
             }
         }
     }
     free(workspace);
+    free(offsets);
     return 0;
 }
 

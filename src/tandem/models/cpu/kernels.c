@@ -13,24 +13,54 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #define MAX_HEAD_DIM 512
 #define INLINE static inline __attribute__((always_inline))
 
-/* Vectors of the widest kind there is; compilers split them where the machine has narrower ones. */
+/* Vectors as wide as the machine's: what compilers make of wider ones is slow. */
+#ifdef __AVX512F__
 enum { LANES = 16 };
+#else
+enum { LANES = 8 };
+#endif
+enum { CACHE_LINE = 64 };
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef float Lanes8 __attribute__((vector_size(32)));
-typedef float Lanes4 __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-INLINE float sum_of(Lanes x) {
-    Lanes8 eight = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                   __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    Lanes4 four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-    Lanes4 two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
-    return two[0] + two[1];
+/* Lane n: the sum of the n-th of LANES vectors, which are overwritten. Halves are added to halves, then quarters to
+   quarters, and so on, of two vectors at a time. */
+#define PICK __builtin_shufflevector
+INLINE Lanes sums_of(Lanes *x) {
+#ifdef __AVX512F__
+#pragma GCC unroll 8
+    for (int n = 0; n < 8; n++)
+        x[n] = PICK(x[n], x[n + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               PICK(x[n], x[n + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++)
+        x[n] = PICK(x[n], x[n + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               PICK(x[n], x[n + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++)
+        x[n] = PICK(x[n], x[n + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               PICK(x[n], x[n + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return PICK(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           PICK(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#else
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++)
+        x[n] = PICK(x[n], x[n + 4], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(x[n], x[n + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++)
+        x[n] = PICK(x[n], x[n + 2], 0, 1, 8, 9, 4, 5, 12, 13) + PICK(x[n], x[n + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return PICK(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) + PICK(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#endif
 }
+#undef PICK
 
 static inline float bits_to_float(uint32_t bits) {
     float value;
@@ -140,6 +170,18 @@ INLINE void attend_lanes(const float *keys_t, const float *values, int64_t count
     else if (head_dim == 128) call(128); \
     else call(head_dim)
 
+/* Where the tokens from `first` to `end` of a sequence lie in its blocks, in elements; the last one again until a vector
+   is full. Returns how many tokens those are. */
+static int64_t offsets_of(const int64_t *table, int64_t first, int64_t end, int64_t block_size, int64_t token_stride,
+                          int64_t *offsets) {
+    int64_t count = 0, at = first % block_size;
+    for (int64_t block = first / block_size; first + count < end; block++, at = 0)
+        for (; at < block_size && first + count < end; at++)
+            offsets[count++] = (table[block] * block_size + at) * token_stride;
+    for (int64_t i = count; i % LANES != 0; i++) offsets[i] = offsets[count - 1];
+    return count;
+}
+
 enum { MAX_RUN = 64 }; /* rows that are looked at together */
 
 /* How many rows from `row` on begin with the same blocks as it, and in `shared` how many tokens that is: whole
@@ -188,7 +230,11 @@ static inline uint16_t bf16_store(float x) {
 #define ELEMENT uint16_t
 #define LOAD(x) bf16_load(x)
 #define STORE(x) bf16_store(x)
+#ifdef __AVX512F__ /* what GCC 12 makes of the other line takes three times as long */
+#define LOAD_LANES(at) ((Lanes)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(at))) << 16))
+#else
 #define LOAD_LANES(at) ((Lanes)(__builtin_convertvector(*(const Halves *)(at), Words) << 16))
+#endif
 #include "inference.h"
 
 #include "training.h"

@@ -18,7 +18,8 @@ import torch  # noqa: F401  (its OpenMP runtime is the one our kernels use: it h
 
 logger = logging.getLogger(__name__)
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "inference.h", "training.h")]
-FLAGS = ["-O3", "-march=native", "-std=c11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
+FLAGS = ["-O3", "-march=native", "-std=c11", "-fPIC", "-fopenmp"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 SWITCH = "TANDEM_KERNELS"
 COMPILE_TIMEOUT_S = 120
 
