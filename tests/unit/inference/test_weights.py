@@ -77,8 +77,8 @@ def test_an_update_in_bfloat16_answers_as_an_engine_of_those_weights(
     monkeypatch.setattr("tandem.inference.native.build.free_memory_bytes", lambda device: free_bytes)
     new = make_model(seed=1)
     model = {"dtype": "bfloat16"}
-    updated = make_engine(kv_cache_tokens=256, model=model | {"name": make_model(seed=0)})
-    fresh = make_engine(kv_cache_tokens=256, model=model | {"name": new})
+    updated = make_engine(device="cpu", kv_cache_tokens=256, model=model | {"name": make_model(seed=0)})
+    fresh = make_engine(device="cpu", kv_cache_tokens=256, model=model | {"name": new})
     can_pack = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert updated.core.decoder.is_packed == (can_pack and free_bytes == 1 << 33)
     updated.update_weights(publish(new, tmp_path / "new", 1), 1)
