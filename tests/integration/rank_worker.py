@@ -56,7 +56,7 @@ def take_steps(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tensor]:
         if seed == 1 and ranks.rank == ranks.size - 1 and "failure" in way:
             os.kill(os.getpid(), signal.SIGKILL) if way["failure"] == "dies" else time.sleep(300)
         batch = pack(make_samples(seed))
-        micro_batches = divide(batch, ranks.size, way["bound"])[ranks.rank]
+        micro_batches = divide(batch, ranks.rank, ranks.size, way["bound"])
         stats = trained.stepper.step(micro_batches, loss, batch.num_loss_tokens)
     found: dict[str, torch.Tensor] = {}
     trained.publish(lambda tensors, version: found.update(tensors), version=2)

@@ -1,7 +1,7 @@
 """Packs training sequences end to end, without padding and without computing anything twice. No torch.
 
 Sequences that begin alike (the completions of one prompt) share that beginning, and sequences that are the same
-to the end share everything. `pack` makes one batch of a whole step; `divide` cuts it into what each rank computes.
+to the end share everything. `pack` makes one batch of a whole step; `divide` cuts out of it what a rank computes.
 """
 
 from collections.abc import Sequence
@@ -103,15 +103,15 @@ def split(batch: PackedBatch, num_parts: int, seed: int) -> list[PackedBatch]:
 
 
 def divide(
-    batch: PackedBatch, num_ranks: int, tokens_per_microbatch: int, groups: NDArray[np.int64] | None = None
-) -> list[list[PackedBatch]]:
-    """The micro-batches of each rank: as many for every rank, about the same cost for each.
+    batch: PackedBatch, rank: int, num_ranks: int, tokens_per_microbatch: int, groups: NDArray[np.int64] | None = None
+) -> list[PackedBatch]:
+    """The micro-batches of one rank: as many for every rank, about the same cost for each.
 
     Sequences with the same number in `groups` (one entry per sequence) stay in one micro-batch; without it, those
     that share a beginning do, as far as they fit.
     """
     if num_ranks == 1 and batch.num_tokens <= tokens_per_microbatch:
-        return [[batch]]
+        return [batch]
     most_tokens = min(tokens_per_microbatch, -(-batch.num_tokens // num_ranks))
     units = _units(batch, most_tokens) if groups is None else [np.flatnonzero(groups == g) for g in np.unique(groups)]
     leaf, costs = leaves(batch), segment_costs(batch)
@@ -123,11 +123,8 @@ def divide(
     per_rank = balance([float(costs[segments].sum()) for segments in needed], num_ranks)
     bins = [fill(members, sizes, tokens_per_microbatch) for members in per_rank]
     most = max(len(rank_bins) for rank_bins in bins)
-    return [
-        [take(batch, np.concatenate([units[unit] for unit in members])) for members in rank_bins]
-        + [idle(batch)] * (most - len(rank_bins))
-        for rank_bins in bins
-    ]
+    own = [take(batch, np.concatenate([units[unit] for unit in members])) for members in bins[rank]]
+    return own + [idle(batch)] * (most - len(own))
 
 
 def segment_costs(batch: PackedBatch) -> NDArray[np.float64]:

@@ -51,7 +51,7 @@ class Aligner:
     def _own(self, batch: AlignBatch) -> list[PackedBatch]:
         """The micro-batches of this rank."""
         ranks = self.stepper.ranks
-        return batch.divide(ranks.size, self.tokens_per_microbatch)[ranks.rank]
+        return batch.divide(ranks.rank, ranks.size, self.tokens_per_microbatch)
 
     def _facts(self, batch: AlignBatch, mismatched: Sequence[AlignRow]) -> StepFacts:
         kl = self._estimate_kl(AlignBatch.of(mismatched)) if mismatched else 0.0

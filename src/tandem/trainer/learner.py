@@ -59,7 +59,7 @@ class Learner:
         ranks, loss = self.stepper.ranks, self.config.loss
         for part in split(batch.packed, self.config.updates_per_batch, seed=batch.step):
             computed = with_signal(part) if ignores_zero_advantages(loss) else part
-            micro_batches = divide(computed, ranks.size, self.config.tokens_per_microbatch)[ranks.rank]
+            micro_batches = divide(computed, ranks.rank, ranks.size, self.config.tokens_per_microbatch)
             yield Update(micro_batches, loss_denominator(loss, part.num_loss_tokens, part.num_sequences))
 
     def _completed(self, updates: list[Update], temperature: float) -> list[Update]:

@@ -52,8 +52,8 @@ class AlignBatch:
     def num_rows(self) -> int:
         return int(self.groups[-1]) + 1
 
-    def divide(self, num_ranks: int, tokens_per_microbatch: int) -> list[list[PackedBatch]]:
-        return divide(self.packed, num_ranks, tokens_per_microbatch, self.groups)
+    def divide(self, rank: int, num_ranks: int, tokens_per_microbatch: int) -> list[PackedBatch]:
+        return divide(self.packed, rank, num_ranks, tokens_per_microbatch, self.groups)
 
 
 def encode_align_row(row: Fields, fit: Fit, tokenizer: Tokenizer, loss: AlignLossConfig) -> AlignRow:

@@ -91,7 +91,7 @@ def _chunk_logprobs(stepper: Stepper, samples: Sequence[Sample], tokens_per_micr
     packed = pack(samples)
     batch = replace(packed, streams={PLACE: np.arange(packed.num_loss_tokens, dtype=np.float32)})
     logprobs = torch.zeros(batch.num_loss_tokens, device=ranks.device)
-    for micro_batch in divide(batch, ranks.size, tokens_per_microbatch)[ranks.rank]:
+    for micro_batch in divide(batch, ranks.rank, ranks.size, tokens_per_microbatch):
         places = torch.from_numpy(micro_batch.streams[PLACE]).long().to(ranks.device)
         logprobs[places] = stepper.judge(micro_batch).logprobs
     return ranks.all_sum(logprobs).cpu().numpy()

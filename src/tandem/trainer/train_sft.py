@@ -49,7 +49,7 @@ def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder
             started = time.monotonic()
             ranks.report(step, "training")
             batch = pack(data.train.batch((step - 1) * config.batch_size, config.batch_size))
-            micro_batches = divide(batch, ranks.size, config.tokens_per_microbatch)[ranks.rank]
+            micro_batches = divide(batch, ranks.rank, ranks.size, config.tokens_per_microbatch)
             lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
             set_lr(trained.optimizer, lr)
             stats = trained.stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
@@ -77,7 +77,7 @@ class HeldOut:
         size = config.batch_size
         batches = [pack(samples[first : first + size]) for first in range(0, len(samples), size)]
         self._num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
-        self._micro_batches = [divide(batch, ranks.size, config.tokens_per_microbatch)[ranks.rank] for batch in batches]
+        self._micro_batches = [divide(batch, ranks.rank, ranks.size, config.tokens_per_microbatch) for batch in batches]
 
     def evaluate(self, stepper: Stepper) -> dict[str, float]:
         """The mean of -log p over the learned tokens of all rows; nothing where there are none."""

@@ -34,7 +34,7 @@ def train(model: Path, impl: str, strategy: str, ranks: Ranks) -> dict[str, Tens
     trained.stepper.optimizer = torch.optim.SGD(learned, lr=1.0)
     batch = pack(make_samples())
     for _ in range(3):
-        micro_batches = divide(batch, ranks.size, 24)[ranks.rank]
+        micro_batches = divide(batch, ranks.rank, ranks.size, 24)
         trained.stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
     found: dict[str, Tensor] = {}
     trained.publish(lambda tensors, version: found.update(tensors), version=1)

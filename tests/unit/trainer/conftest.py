@@ -62,7 +62,7 @@ def take_step() -> Callable[..., dict[str, float]]:
 
     def take(stepper: Stepper, samples: list[Sample], bound: int = 1000, temperature: float = 1.0) -> dict[str, float]:
         batch = pack(samples)
-        (micro_batches,) = divide(batch, 1, bound)
+        micro_batches = divide(batch, 0, 1, bound)
         loss = micro_batch_loss(LossConfig(), make_policy_loss(LossConfig()))
         return stepper.step(micro_batches, loss, batch.num_loss_tokens, temperature)
 

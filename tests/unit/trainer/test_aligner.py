@@ -64,7 +64,7 @@ def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_t
         aligner, rows, mismatched = start(loss, bound)
         before = [parameter.detach().clone() for parameter in aligner.stepper.model.parameters()]
         batch = AlignBatch.of(rows)
-        num_micro_batches = len(batch.divide(1, bound)[0])
+        num_micro_batches = len(batch.divide(0, 1, bound))
         stats = [aligner.step(batch, mismatched) for _ in range(2)]
         held_out = aligner.evaluate(batch, mismatched)
         after = list(aligner.stepper.model.parameters())

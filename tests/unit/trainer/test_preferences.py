@@ -56,7 +56,7 @@ def test_pairs_stay_together_however_the_step_is_divided(rows: list, num_ranks: 
     """In every micro-batch sequence 2i is the chosen one and 2i + 1 the rejected one of one row: as labels tell."""
     batch = AlignBatch.of([pair(*row, margin=float(number)) for number, row in enumerate(rows)])
     seen = []
-    for micro_batch in (part for rank in batch.divide(num_ranks, bound) for part in rank):
+    for micro_batch in (part for rank in range(num_ranks) for part in batch.divide(rank, num_ranks, bound)):
         assert micro_batch.num_sequences % 2 == 0
         is_chosen = micro_batch.sequences % 2 == 0
         assert np.array_equal(micro_batch.streams["labels"], is_chosen.astype(np.float32))

@@ -21,7 +21,7 @@ def plain_sgd(stepper, lr: float) -> None:
 
 def test_the_update_does_not_depend_on_the_number_of_micro_batches(make_stepper, make_samples, take_step) -> None:
     samples = [make_samples(seed, num_prompts=3) for seed in (0, 1)]
-    counts = [len(divide(pack(samples[0]), 1, bound)[0]) for bound in (1000, 40, 14)]
+    counts = [len(divide(pack(samples[0]), 0, 1, bound)) for bound in (1000, 40, 14)]
     assert counts[0] == 1 and counts[2] > counts[1] > 1
     results = []
     for bound in (1000, 40, 14):
