@@ -26,13 +26,16 @@ class Batcher:
         return await future
 
     async def run(self) -> None:
-        while True:
-            jobs = [await self._queue.get()]
-            while not self._queue.empty():
-                jobs.append(self._queue.get_nowait())
-            # Whoever has gone away in the meantime needs no answer.
-            jobs = [(sequences, future) for sequences, future in jobs if not future.done()]
-            await self._answer(jobs)
+        try:
+            while True:
+                jobs = [await self._queue.get()]
+                while not self._queue.empty():
+                    jobs.append(self._queue.get_nowait())
+                # Whoever has gone away in the meantime needs no answer.
+                jobs = [(sequences, future) for sequences, future in jobs if not future.done()]
+                await self._answer(jobs)
+        finally:
+            self._thread.shutdown(wait=False)
 
     async def _answer(self, jobs: list[Job]) -> None:
         together = [sequence for sequences, _ in jobs for sequence in sequences]
