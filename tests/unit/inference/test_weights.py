@@ -74,7 +74,7 @@ def test_an_update_in_bfloat16_answers_as_an_engine_of_those_weights(
     free_bytes: int,
 ) -> None:
     """A CPU computes with a second copy of the weights, where there is memory for one."""
-    monkeypatch.setattr("tandem.inference.native.build.free_memory_bytes", lambda device: free_bytes)
+    monkeypatch.setattr("tandem.inference.native.build.free_memory_bytes", lambda: free_bytes)
     new = make_model(seed=1)
     model = {"dtype": "bfloat16"}
     updated = make_engine(device="cpu", kv_cache_tokens=256, model=model | {"name": make_model(seed=0)})

@@ -1,9 +1,7 @@
 """From a configuration to an engine: the device, the model, and how large the KV cache may be."""
 
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -22,6 +20,7 @@ from tandem.models.lora import AdapterBank
 from tandem.models.runtime import choose_device, in_own_thread
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
+from tandem.utils.memory import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 PACKED_SHARE = 4  # a second copy of the weights, for speed, may take a quarter of the free memory
@@ -39,9 +38,9 @@ def build_engine(
     dtype = getattr(torch, config.model.dtype)
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec
-    if sum(weight.nbytes for weight in decoder.parameters()) < free_memory_bytes(device) // PACKED_SHARE:
+    if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
-    num_blocks = cache_blocks(config, spec, dtype.itemsize, free_memory_bytes(device))
+    num_blocks = cache_blocks(config, spec, dtype.itemsize, free_bytes_on(device))
     use_graphs = device.type == "cuda" and config.cuda_graphs and not config.deterministic
     # One block more than sequences may have: recorded steps have padding rows, which write somewhere too.
     cache = KVCache(
@@ -83,12 +82,5 @@ def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, f
     return min(config.max_sequences * blocks_per_sequence, affordable)
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        # What the system could free at once counts too: reading a large model fills its file cache.
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def free_bytes_on(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()

@@ -12,6 +12,7 @@ from tandem.inference.vllm.command import build_command, build_environment, is_h
 from tandem.inference.vllm.installation import Installation, find_vllm
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
+from tandem.utils.memory import free_memory_bytes
 from tandem.utils.ports import bind_or_refuse
 
 
@@ -56,7 +57,3 @@ def import_path(vllm: Installation) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tandem-import-"))
     (folder / package.name).symlink_to(package)
     return folder
-
-
-def free_memory_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
