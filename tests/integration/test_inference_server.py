@@ -345,6 +345,37 @@ def test_sigterm_does_not_wait_for_ever(model_dir: Path) -> None:
         end(process, client)
 
 
+# A model that takes for ever to load, to be sure that it is being loaded.
+SLOW_LOADING = """
+import sys
+import torch
+from tandem.entrypoints.inference import run
+from tandem.inference.native import build
+
+def load_for_ever(*_):
+    print("loading", flush=True)
+    while True:
+        torch.ones(1 << 20).exp()
+
+build.load_decoder = load_for_ever
+run()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_is_still_loading(model_dir: Path, number: signal.Signals) -> None:
+    options = ["--model.name", str(model_dir), "--server.port", str(nearest_free_port("127.0.0.1", 20000))]
+    process = subprocess.Popen([sys.executable, "-c", SLOW_LOADING, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def run_inference(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([INFERENCE, *options], capture_output=True, text=True, timeout=60)
 

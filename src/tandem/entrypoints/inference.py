@@ -1,5 +1,6 @@
 """`inference`: serve a model over HTTP."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -31,15 +32,24 @@ def run() -> None:
     arguments, hint = take_vllm_flags(InferenceConfig, spell_out(sys.argv[1:], INFERENCE))
     config = parse(InferenceConfig, "inference", "Serve a model over an OpenAI-compatible API.", arguments, hint)
     setup_logging(config.log_level)
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, leave)
+    handle_signals(leave)
     start = serve_with_vllm if config.engine == "vllm" else serve
     start(config)
 
 
+def handle_signals(handler: Callable[[int, FrameType | None], NoReturn]) -> None:
+    """What SIGTERM and Ctrl-C do before uvicorn listens for them, and after it has drained."""
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+
+
 def leave(signum: int, frame: FrameType | None) -> NoReturn:
-    """The answer to SIGTERM before uvicorn listens for it, and after it has drained."""
     raise SystemExit(0)
+
+
+def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    """While a model is loaded in another thread, which cannot be interrupted; there is nothing to lose yet."""
+    os._exit(0)
 
 
 def serve_with_vllm(config: InferenceConfig) -> NoReturn:
@@ -71,7 +81,9 @@ def serve(config: InferenceConfig) -> None:
         server.should_exit = True
 
     make_engine = sglang_engine if config.engine == "sglang" else native_engine
+    handle_signals(leave_at_once)
     engine = make_engine(config, tokenizer, end_server)
+    handle_signals(leave)
     options = ApiOptions(
         vocab_size=ModelSpec.load(model_dir).vocab_size,
         seq_len=config.seq_len,

@@ -2,9 +2,8 @@
 
 import functools
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -54,20 +53,8 @@ def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        outcome: Future[T] = Future()
-
-        def settle() -> None:
-            try:
-                outcome.set_result(function(*args, **kwargs))
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        # A daemon: a process that is told to end meanwhile need not wait for it.
-        thread = threading.Thread(target=settle, name=function.__name__, daemon=True)
-        thread.start()
-        result = outcome.result()
-        thread.join()
-        return result
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function, *args, **kwargs).result()
 
     return run
 
