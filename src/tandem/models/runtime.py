@@ -46,8 +46,8 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
 def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:
     """Let the function run in a thread that ends with it, so that it leaves no other threads behind.
 
-    OpenMP keeps workers for each thread that has ever computed in parallel, as long as it lives. Where that made more of
-    them than cores, they went to sleep after every operation, and decoding took a third longer (docs/log.md). For
+    OpenMP keeps workers for each thread that has ever computed in parallel, as long as it lives. Where that made more
+    of them than cores, they went to sleep after every operation, and decoding took a third longer (docs/log.md). For
     whatever computes beside the thread that runs the model, such as loading it.
     """
 
