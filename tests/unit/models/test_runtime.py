@@ -53,7 +53,6 @@ def compute() -> int:
     return num_threads()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of a process in /proc")
 def test_computing_in_a_thread_of_its_own_leaves_no_threads_behind(four_threads: None) -> None:
     before = num_threads()
     assert in_own_thread(compute)() > before + 1, "nothing was computed in parallel"

@@ -18,8 +18,10 @@ import torch  # noqa: F401  (its OpenMP runtime is the one our kernels use: it h
 
 logger = logging.getLogger(__name__)
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "inference.h", "training.h")]
-FLAGS = ["-O3", "-march=native", "-std=c11", "-fPIC", "-fopenmp"]
-FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+FLAGS = [
+    "-O3", "-march=native", "-std=c11", "-fPIC", "-fopenmp",
+    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+]  # fmt: skip
 SWITCH = "TANDEM_KERNELS"
 COMPILE_TIMEOUT_S = 120
 
