@@ -68,6 +68,18 @@ class EnvConfig(Config):
     args: dict[str, Any] = {}
     """Arguments of the environment."""
 
+    check: bool = True
+    """Before anything starts, score an empty completion and the answer of one training and one held-out task."""
+
+    startup_timeout_s: float = Field(default=600.0, gt=0)
+    """How long making the environment may take, its data included."""
+
+    score_timeout_s: float = Field(default=60.0, gt=0)
+    """How long scoring one completion may take; over it, the rollout counts as failed."""
+
+    tries: int = Field(default=3, ge=1)
+    """How often rollouts of a task are made, where some fail, before the task is set aside."""
+
 
 class SamplingConfig(Config):
     """How completions are sampled for training."""
@@ -132,8 +144,8 @@ class OrchestratorConfig(Config):
     weights_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for new weights from the trainer, or for the rollouts of a step."""
 
-    max_failed_groups: int = Field(default=32, ge=0)
-    """So many failed groups in a row end the run."""
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """The run ends when more than this share of the rollouts of the last 64 groups failed; 1: never."""
 
     seed: int = 0
     """Seeds the order of tasks and the sampling."""

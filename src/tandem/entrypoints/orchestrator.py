@@ -1,6 +1,7 @@
 """`orchestrator`: tasks, rewards, advantages, staleness, batches. Needs an inference server and a trainer."""
 
 import asyncio
+import sys
 
 from tandem.config.base import parse
 from tandem.config.orchestrator import OrchestratorConfig
@@ -14,8 +15,10 @@ def main() -> None:
 
 def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
-    from tandem.envs.registry import make_environment
+    from tandem.envs.process import open_environment
+    from tandem.envs.trial import try_environment
     from tandem.orchestrator.client import InferenceClient
+    from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
     from tandem.orchestrator.state import OrchestratorState
     from tandem.orchestrator.tasks import check_prompts
@@ -28,25 +31,28 @@ def orchestrate(config: OrchestratorConfig) -> None:
     setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
     tokenizer = Tokenizer(config.model.name)
-    environment = make_environment(config.env)
-    check_prompts(environment, tokenizer, config)
-    refuse_missing_trackers(config.metrics.report_to)
-    step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
-    resumed_from = OrchestratorState.load(run_dir, step) if step else None
-    run_dir.create()
-    forwarder = open_forwarder(run_dir, **config.metrics.model_dump())
 
     async def run() -> None:
-        client = InferenceClient(config.client)
-        try:
-            await Orchestrator(config, environment, tokenizer, client, forwarder, resumed_from).run()
-        finally:
-            await client.close()
+        async with open_environment(config.env) as environment:
+            check_prompts(environment, tokenizer, config)
+            await try_environment(environment, config.env)
+            refuse_missing_trackers(config.metrics.report_to)
+            step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
+            resumed_from = OrchestratorState.load(run_dir, step) if step else None
+            run_dir.create()
+            forwarder = open_forwarder(run_dir, **config.metrics.model_dump())
+            client = InferenceClient(config.client)
+            try:
+                await Orchestrator(config, environment, tokenizer, client, forwarder, resumed_from).run()
+            finally:
+                await client.close()
+                forwarder.close()
 
     try:
         asyncio.run(run())
-    finally:
-        forwarder.close()
+    except TooManyFailures as error:
+        print(f"orchestrator: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

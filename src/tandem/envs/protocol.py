@@ -1,13 +1,27 @@
 """What an environment is: tasks to train on, tasks held out, and a judge. Called by the orchestrator."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from tandem.types.rollout import Task
 
 
+class UserEnvironment(Protocol):
+    """What users write. Single turn: one prompt, one completion, one reward."""
+
+    @property
+    def train_tasks(self) -> Sequence[Task]: ...
+
+    @property
+    def eval_tasks(self) -> Sequence[Task]: ...
+
+    def score(self, task: Task, completion: str) -> float | Awaitable[float]:
+        """The reward of a completion: `async def`, which may wait for other services, or `def`, in a thread."""
+        ...
+
+
 class Environment(Protocol):
-    """Single turn: one prompt, one completion, one reward."""
+    """What the orchestrator sees of it (envs/process.py)."""
 
     @property
     def train_tasks(self) -> Sequence[Task]: ...
@@ -16,5 +30,5 @@ class Environment(Protocol):
     def eval_tasks(self) -> Sequence[Task]: ...
 
     async def score(self, task: Task, completion: str) -> float:
-        """The reward of a completion; may wait for other services."""
+        """The reward, within a time limit; UserCodeError where there is none."""
         ...

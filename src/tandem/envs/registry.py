@@ -9,14 +9,14 @@ from pydantic import BaseModel, ValidationError
 
 from tandem.config.explain import explain_validation_error
 from tandem.config.orchestrator import EnvConfig
-from tandem.envs.protocol import Environment
+from tandem.envs.protocol import UserEnvironment
 from tandem.envs.reverse_text import ReverseText
 from tandem.utils.errors import UserError
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"reverse-text": ReverseText}
+ENVIRONMENTS: dict[str, Callable[..., UserEnvironment]] = {"reverse-text": ReverseText}
 
 
-def make_environment(config: EnvConfig) -> Environment:
+def make_environment(config: EnvConfig) -> UserEnvironment:
     factory = ENVIRONMENTS.get(config.id) or _import(config.id)
     try:
         return factory(**config.args)
@@ -27,7 +27,7 @@ def make_environment(config: EnvConfig) -> Environment:
         raise UserError(f"env.args = {config.args!r} does not suit env.id = {config.id!r}: {error}") from error
 
 
-def _import(path: str) -> Callable[..., Environment]:
+def _import(path: str) -> Callable[..., UserEnvironment]:
     module_name, separator, attribute = path.partition(":")
     if not separator:
         nearest = difflib.get_close_matches(path, ENVIRONMENTS, n=1, cutoff=0.3) or list(ENVIRONMENTS)[:1]

@@ -1,10 +1,13 @@
 """Everything that can be refused before a process is started. No torch."""
 
+import asyncio
 import urllib.request
 
+from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.registry import make_environment
+from tandem.envs.process import open_environment
+from tandem.envs.trial import try_environment
 from tandem.inference.vllm.serve import check_vllm
 from tandem.models.files import check_model_dir
 from tandem.orchestrator.tasks import check_prompts
@@ -22,9 +25,15 @@ def check(config: RLConfig) -> int:
     start = _starting_step(config, run_dir)
     check_model_dir(config.model.name, config.model.impl)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
-    check_prompts(make_environment(config.orchestrator.env), Tokenizer(config.model.name), config.orchestrator)
+    asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)
     return start
+
+
+async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
+    async with open_environment(config.env) as environment:
+        check_prompts(environment, tokenizer, config)
+        await try_environment(environment, config.env)
 
 
 def _starting_step(config: RLConfig, run_dir: RunDir) -> int:

@@ -1,7 +1,8 @@
 """Finished groups between generation and training. Owns staleness: who may start, who is too old.
 
 With P prompts a step, version v and staleness s: steps up to v + 1 + s may train on rollouts started
-now, so (v + 1 + s) * P groups may have been started in all. Groups that are dropped give their place back.
+now, so (v + 1 + s) * P groups may have been started in all. Groups that are dropped give their place back, and
+whoever drops them makes them anew.
 """
 
 from tandem.types.rollout import Group
@@ -36,17 +37,21 @@ class GroupBuffer:
     def add(self, group: Group) -> None:
         self._groups.append(group)
 
+    def drop_stale(self, step: int) -> list[int]:
+        """Drop the groups that are too old for `step`; returns their orders."""
+        stale = [group for group in self._groups if staleness(group, step) > self.max_staleness]
+        self._groups = [group for group in self._groups if staleness(group, step) <= self.max_staleness]
+        self.num_dropped_stale += len(stale)
+        self.num_started -= len(stale)
+        return sorted(group.order for group in stale)
+
     def take(self, step: int) -> list[Group] | None:
-        """The oldest P groups fresh enough for `step`, in the order of their tasks; None if there are too few."""
-        fresh = [group for group in self._groups if staleness(group, step) <= self.max_staleness]
-        num_stale = len(self._groups) - len(fresh)
-        self.num_dropped_stale += num_stale
-        self.num_started -= num_stale
-        self._groups = fresh
-        if len(fresh) < self.prompts_per_step:
+        """The oldest P groups, in the order of their tasks; None if there are too few. None of them may be stale."""
+        assert all(staleness(group, step) <= self.max_staleness for group in self._groups)
+        if len(self._groups) < self.prompts_per_step:
             return None
-        fresh.sort(key=lambda group: (group.oldest_version, group.order))
-        taken, self._groups = fresh[: self.prompts_per_step], fresh[self.prompts_per_step :]
+        self._groups.sort(key=lambda group: (group.oldest_version, group.order))
+        taken, self._groups = self._groups[: self.prompts_per_step], self._groups[self.prompts_per_step :]
         return sorted(taken, key=lambda group: group.order)
 
 

@@ -1,16 +1,22 @@
 """Keeps the inference server busy: starts groups as staleness allows and collects them as they finish.
 
 version changes ──► start groups ──► in flight ──► buffer ──► next_batch(step)
-                          ▲                │
-                          └── failed: again ┘
+                          ▲                │           │
+                          ├── failed: again┤           │
+                          ├── too old: anew ───────────┘
+                          └── task failed: set aside, another in its place
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from tandem.envs.failures import failure_of
 from tandem.orchestrator.buffer import GroupBuffer
+from tandem.orchestrator.failures import FailureLedger, TaskFailed
 from tandem.orchestrator.policy import Policy
+from tandem.orchestrator.tasks import TaskOrder
 from tandem.types.rollout import Group
 from tandem.utils.metrics import RunLog
 from tandem.utils.waiting import Deadline
@@ -28,23 +34,27 @@ class Dispatcher:
         make_group: MakeGroup,
         buffer: GroupBuffer,
         policy: Policy,
+        tasks: TaskOrder,
+        ledger: FailureLedger,
         run_log: RunLog,
         *,
         next_order: int,
         retry: list[int],
         max_orders: int,
-        max_failed_groups: int,
+        tries: int,
     ) -> None:
         self.make_group = make_group
         self.buffer = buffer
         self.policy = policy
+        self.tasks = tasks
+        self.ledger = ledger
         self.run_log = run_log
         self.next_order = next_order
-        self.max_failed_groups = max_failed_groups
+        self.tries = tries
         self._retry = list(retry)
         self._max_orders = max_orders
         self._in_flight: dict[asyncio.Task[Group], int] = {}
-        self._failed_in_a_row = 0
+        self._failed: Counter[int] = Counter()  # how often, by order
 
     @property
     def unfinished_orders(self) -> list[int]:
@@ -54,6 +64,7 @@ class Dispatcher:
     async def next_batch(self, step: int, deadline: Deadline) -> list[Group]:
         """Wait until `step` has its groups."""
         while True:
+            self._make_stale_anew(step)
             self._start_groups()
             groups = self.buffer.take(step)
             if groups is not None:
@@ -69,12 +80,26 @@ class Dispatcher:
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         self._in_flight.clear()
 
+    def _make_stale_anew(self, step: int) -> None:
+        orders = self.buffer.drop_stale(step)
+        if orders:
+            self._retry = sorted([*orders, *self._retry])
+            logger.warning("step %d: groups %s are too old; they are made anew", step, orders)
+            self.run_log.event("groups_stale", step=step, orders=orders)
+
     def _start_groups(self) -> None:
         while self.buffer.can_start(self.policy.version) and (order := self._take_order()) is not None:
             self.buffer.started()
             self._in_flight[asyncio.ensure_future(self.make_group(order))] = order
 
     def _take_order(self) -> int | None:
+        """The next order whose task is not set aside."""
+        while (order := self._next_order()) is not None:
+            if self.tasks.place(order) not in self.tasks.set_aside:
+                return order
+        return None
+
+    def _next_order(self) -> int | None:
         if self._retry:
             return self._retry.pop(0)
         if self.buffer.num_started >= self._max_orders:
@@ -92,16 +117,33 @@ class Dispatcher:
             order = self._in_flight.pop(task)
             error = task.exception()
             if error is None:
-                self._failed_in_a_row = 0
                 self.buffer.add(task.result())
-                continue
-            self._failed_in_a_row += 1
-            self.buffer.give_up()
-            self._retry.append(order)
-            logger.warning("group %d failed (%s: %s); it is made again", order, type(error).__name__, error)
-            self.run_log.event("group_failed", order=order, error=f"{type(error).__name__}: {error}")
-            if self._failed_in_a_row > self.max_failed_groups:
-                raise RuntimeError(
-                    f"{self._failed_in_a_row} groups failed in a row (max_failed_groups = {self.max_failed_groups}), "
-                    f"the last one with {type(error).__name__}: {error}"
-                ) from error
+            else:
+                self.buffer.give_up()
+                self._on_failure(order, error)
+        self.ledger.check()
+
+    def _on_failure(self, order: int, error: BaseException) -> None:
+        if isinstance(error, TaskFailed):
+            self._set_aside(order, str(error))
+            return
+        failure = failure_of(error)
+        self.ledger.count([failure], group_size=1)
+        self.run_log.event("group_failed", order=order, error=failure.reason)
+        self._failed[order] += 1
+        if self._failed[order] >= self.tries:
+            self._set_aside(order, str(failure))
+            return
+        self._retry.append(order)
+        logger.warning("group %d failed (%s); it is made again", order, failure)
+
+    def _set_aside(self, order: int, reason: str) -> None:
+        """Another task takes the place of this one, from here on."""
+        place = self.tasks.place(order)
+        if place not in self.tasks.set_aside:
+            self.tasks.set_aside.add(place)
+            task = self.tasks[order].index
+            logger.warning("training task %s is set aside: %s", task, reason)
+            self.run_log.event("task_set_aside", task=task, order=order, reason=reason)
+        if self.tasks.is_exhausted:
+            raise self.ledger.too_many(f"all {len(self.tasks)} training tasks failed and are set aside")

@@ -6,6 +6,8 @@ import statistics
 import time
 
 from tandem.config.orchestrator import EvalConfig
+from tandem.envs.failures import Failure, failure_of, top_reasons
+from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.tasks import request_seed
@@ -45,12 +47,13 @@ class Evaluator:
             *(self._group(order, task) for order, task in enumerate(self.tasks)), return_exceptions=True
         )
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        failures = [_failure(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
         if not groups:
-            raise RuntimeError(f"all {len(failures)} held-out tasks failed, the first with {failures[0]!r}")
+            raise TooManyFailures(f"all {len(failures)} held-out tasks failed: {top_reasons(failures)}")
         if failures:
-            logger.warning("%d held-out tasks failed, the first with %r", len(failures), failures[0])
-            self.run_log.event("eval_failures", version=version, count=len(failures), first=repr(failures[0]))
+            reasons = top_reasons(failures)
+            logger.warning("%d held-out tasks failed: %s", len(failures), reasons)
+            self.run_log.event("eval_failures", version=version, count=len(failures), reasons=reasons)
         reward = statistics.fmean(reward for group in groups for reward in group.rewards)
         write_samples(run_dir.eval_samples(version), groups, advantages=None)
         counts = {"eval/num_prompts": len(groups), "eval/num_failed": len(failures)}
@@ -67,3 +70,7 @@ class Evaluator:
             temperature=self.config.temperature,
             seed=request_seed(self.seed, "eval", order),
         )
+
+
+def _failure(error: BaseException) -> Failure:
+    return error.failures[0] if isinstance(error, TaskFailed) else failure_of(error)

@@ -13,7 +13,6 @@ import logging
 import time
 
 from tandem.config.orchestrator import OrchestratorConfig
-from tandem.data.order import ShuffledOrder
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.protocol import Environment
 from tandem.orchestrator.advantages import make_advantage_function
@@ -22,12 +21,13 @@ from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.failures import FailureLedger, TooManyFailures
 from tandem.orchestrator.policy import Policy
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.shaping import shape_rewards, shaping_metrics
 from tandem.orchestrator.state import OrchestratorState
-from tandem.orchestrator.tasks import request_seed
+from tandem.orchestrator.tasks import TaskOrder, request_seed
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.types.rollout import Group
@@ -56,13 +56,14 @@ class Orchestrator:
         self.client = client
         self.forwarder = forwarder
         self.start = resumed_from or OrchestratorState(step=0, next_order=0, unfinished=[])
-        self.tasks = environment.train_tasks
-        self.order = ShuffledOrder(len(self.tasks), config.seed)
+        self.tasks = TaskOrder(environment.train_tasks, config.seed, self.start.set_aside)
+        self.ledger = FailureLedger(self.run_dir, self.run_log, config.max_failed_share)
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
-        self.maker = RolloutMaker(client, environment, tokenizer)
+        tries, record = config.env.tries, self.ledger.training_attempt
+        self.maker = RolloutMaker(client, environment, tokenizer, tries=tries, record=record)
         self.evaluator = Evaluator(
-            self.maker,
+            RolloutMaker(client, environment, tokenizer, tries=1, record=self.ledger.evaluation_attempt),
             config.eval,
             list(environment.eval_tasks),
             config.sampling.max_tokens,
@@ -71,6 +72,15 @@ class Orchestrator:
         )
 
     async def run(self) -> None:
+        try:
+            await self._run()
+        except ExceptionGroup as group:
+            # The reason for the end, without the wrapping of those tasks that ended with it.
+            if (failed := group.subgroup(TooManyFailures)) is not None:
+                raise failed.exceptions[0] from None
+            raise
+
+    async def _run(self) -> None:
         await self.client.wait_until_ready()
         policy = await self._serve_first_version()
         self.run_log.event("started", version=policy.version)
@@ -104,18 +114,21 @@ class Orchestrator:
             self._make_group,
             buffer,
             policy,
+            self.tasks,
+            self.ledger,
             self.run_log,
             next_order=self.start.next_order,
             retry=self.start.unfinished,
             max_orders=config.max_steps * step_size,
-            max_failed_groups=config.max_failed_groups,
+            tries=config.env.tries,
         )
         try:
             for step in range(self.start.step + 1, config.max_steps + 1):
                 started = time.monotonic()
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
                 if config.checkpoint.is_due(step):
-                    state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders)
+                    set_aside = sorted(self.tasks.set_aside)
+                    state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders, set_aside)
                     state.save(self.run_dir)
                 self._write_batch(groups, step)
                 seconds = time.monotonic() - started
@@ -126,7 +139,7 @@ class Orchestrator:
     async def _make_group(self, order: int) -> Group:
         config = self.config
         return await self.maker.make_group(
-            self.tasks[self.order[order]],
+            self.tasks[order],
             order,
             n=config.group_size,
             max_tokens=config.sampling.max_tokens,
@@ -150,6 +163,8 @@ class Orchestrator:
             "tokens_per_s": tokens_per_s,
             "version": version,
             "groups/stale": num_stale,
+            "rollouts/failed": self.ledger.num_failed,
+            "tasks/set_aside": len(self.tasks.set_aside),
         }
         self.run_log.metrics(step, metrics | times)
         logger.info(
@@ -179,8 +194,8 @@ class Orchestrator:
 
     def _batch_deadline(self, step: int, version: int) -> Deadline:
         return Deadline(
-            what=f"the groups of step {step}: rollouts from {self.client.base_url}, or weights after version {version} "
-            "from the trainer",
+            what=f"the groups of step {step}: rollouts from {self.client.base_url}, their scores, or weights after "
+            f"version {version} from the trainer",
             timeout_s=self.config.weights_timeout_s,
             hint="see logs/inference.log and logs/trainer.log",
         )

@@ -1,30 +1,74 @@
-"""One group: a task's prompt to the server, its completions to the judge."""
+"""One group: a task's prompt to the server, its completions to the judge.
+
+A completion that cannot be scored costs its rollout: another is sampled in its place. A task for which that has
+happened as often as it may has failed.
+"""
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
 from tandem.orchestrator.client import InferenceClient
+from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
+from tandem.orchestrator.tasks import request_seed
+from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import Completion, Group, Rollout, Task
+
+# Before the second attempt, before the third …: what failed may be a service that needs a moment.
+RETRY_DELAYS_S = (1.0, 4.0, 15.0)
 
 
 class RolloutMaker:
-    def __init__(self, client: InferenceClient, environment: Environment, tokenizer: Tokenizer) -> None:
+    """`record` is told of every attempt at a group."""
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        environment: Environment,
+        tokenizer: Tokenizer,
+        *,
+        tries: int,
+        record: Callable[[Attempt], None],
+        delays_s: Sequence[float] = RETRY_DELAYS_S,
+    ) -> None:
         self.client = client
         self.environment = environment
         self.tokenizer = tokenizer
+        self.tries = tries
+        self.record = record
+        self.delays_s = delays_s
 
     async def make_group(
         self, task: Task, order: int, *, n: int, max_tokens: int, temperature: float, seed: int
     ) -> Group:
+        """`n` rollouts with rewards; TaskFailed where they do not come together."""
         prompt_ids = self.tokenizer.encode_chat(task.messages, add_generation_prompt=True)
-        completions = await self.client.generate(
-            prompt_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
-        rollouts = await asyncio.gather(*(self._judge(task, prompt_ids, completion) for completion in completions))
-        return Group(task, order, list(rollouts))
+        rollouts: list[Rollout] = []
+        failed: list[RolloutFailure] = []
+        for attempt in range(self.tries):
+            if attempt:
+                await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
+            completions = await self.client.generate(
+                prompt_ids,
+                n=n - len(rollouts),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=request_seed(seed, "attempt", attempt) if attempt else seed,
+            )
+            judged = await asyncio.gather(*(self._judge(task, prompt_ids, completion) for completion in completions))
+            rollouts += [outcome for outcome in judged if isinstance(outcome, Rollout)]
+            failed = [outcome for outcome in judged if isinstance(outcome, RolloutFailure)]
+            self.record(Attempt(task, order, attempt, n, failed))
+            if not failed:
+                return Group(task, order, rollouts)
+        raise TaskFailed([one.failure for one in failed])
 
-    async def _judge(self, task: Task, prompt_ids: list[int], completion: Completion) -> Rollout:
+    async def _judge(self, task: Task, prompt_ids: list[int], completion: Completion) -> Rollout | RolloutFailure:
         text = self.tokenizer.decode(completion.token_ids)
-        reward = float(await self.environment.score(task, text))
+        try:
+            reward = checked_reward(await self.environment.score(task, text))
+        except Exception as error:  # whatever users' code raises, it costs this rollout and nothing else
+            return RolloutFailure(text, failure_of(error))
         return Rollout(prompt_ids, completion, text, reward)

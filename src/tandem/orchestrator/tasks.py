@@ -1,11 +1,39 @@
-"""What is asked of the server: seeds that depend on the task alone, and prompts that fit."""
+"""What is asked of the server: which task comes when, seeds that depend on the task alone, prompts that fit."""
 
 import hashlib
+from collections.abc import Iterable, Sequence
 
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.data.order import ShuffledOrder
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
+from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
+
+
+class TaskOrder:
+    """The task behind each order number: a new permutation every epoch. Tasks that are set aside stay in their places,
+    so that orders mean the same before and after; whoever takes orders leaves them out."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int, set_aside: Iterable[int] = ()) -> None:
+        self.set_aside = set(set_aside)  # by their place among the tasks
+        self._tasks = tasks
+        self._shuffled = ShuffledOrder(len(tasks), seed)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, order: int) -> Task:
+        return self._tasks[self.place(order)]
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every task is set aside."""
+        return len(self.set_aside) >= len(self)
+
+    def place(self, order: int) -> int:
+        return self._shuffled[order]
 
 
 def request_seed(seed: int, purpose: str, order: int) -> int:
@@ -20,7 +48,7 @@ def check_prompts(environment: Environment, tokenizer: Tokenizer, config: Orches
         if not tasks:
             raise UserError(f"env.id = {config.env.id!r} has no {name} tasks")
         for task in tasks:
-            num_tokens = len(tokenizer.encode_chat(task.messages, add_generation_prompt=True))
+            num_tokens = _prompt_length(tokenizer, task, name)
             needed = num_tokens + config.sampling.max_tokens
             if needed > config.seq_len:
                 raise UserError(
@@ -28,3 +56,10 @@ def check_prompts(environment: Environment, tokenizer: Tokenizer, config: Orches
                     f"{num_tokens} tokens, and sampling.max_tokens = {config.sampling.max_tokens} more are allowed; "
                     f"the smallest seq_len that fits it is {needed}"
                 )
+
+
+def _prompt_length(tokenizer: Tokenizer, task: Task, name: str) -> int:
+    try:
+        return len(tokenizer.encode_chat(task.messages, add_generation_prompt=True))
+    except Exception as error:  # messages of any shape meet a template that may do anything with them
+        raise UserError(f"the prompt of {name} task {task.index} cannot be made: {failure_of(error).reason}") from error

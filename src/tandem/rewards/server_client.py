@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
 
@@ -45,13 +46,27 @@ class RewardClient:
         return (await self.score_all([conversation]))[0]
 
     async def score_all(self, conversations: list[list[Message]]) -> list[float]:
-        return (await self._post({"messages": conversations}))["scores"]
+        return self._scores(await self._post({"messages": conversations}), len(conversations))
 
     async def score_texts(self, texts: list[str]) -> list[float]:
         """Texts as they are, without a chat template."""
-        return (await self._post({"texts": texts}))["scores"]
+        return self._scores(await self._post({"texts": texts}), len(texts))
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _scores(self, content: bytes, num_expected: int) -> list[float]:
+        """The scores in an answer: as many as were asked for, each one a reward."""
+        try:
+            scores = [checked_reward(score) for score in orjson.loads(content)["scores"]]
+        except (ValueError, KeyError, TypeError) as error:
+            shown = content[:200].decode(errors="replace")
+            raise RewardServerError(
+                f"{self.base_url}/score answered with something else than scores "
+                f"({type(error).__name__}: {error}): {shown}"
+            ) from error
+        if len(scores) != num_expected:
+            raise RewardServerError(f"{self.base_url}/score gave {len(scores)} scores, asked for {num_expected}")
+        return scores
+
+    async def _post(self, body: dict[str, Any]) -> bytes:
         url, problem = f"{self.base_url}/score", ""
         for attempt in range(self.retries + 1):
             if attempt:
@@ -60,7 +75,7 @@ class RewardClient:
                 async with self._http.post(url, json=body) as response:
                     content = await response.read()
                     if response.status == 200:
-                        return orjson.loads(content)
+                        return content
                     problem = f"{response.status}: {_reason(content)}"
                     if response.status not in RETRY_STATUS:
                         break

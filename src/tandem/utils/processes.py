@@ -3,8 +3,12 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from tandem.utils.errors import UserError
 
@@ -28,6 +32,29 @@ def die_with_parent(parent: int) -> bool:
         return True
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and all that it started, and wait for its end."""
+    tree = descendants(process.pid)
+    process.kill()
+    process.wait()
+    for pid in tree:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, their children, and so on. Linux only; elsewhere none are found."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = children.get(pid, [])[:]
+    for child in found:  # grows as it is walked
+        found += children.get(child, [])
+    return found
 
 
 def is_first_rank() -> bool:

@@ -12,6 +12,7 @@ RUN_SURROUNDINGS = (
     "config",
     "logs",
     "samples",
+    "failures.jsonl",
     "adapter",
     "merged",
     "reference.safetensors",
@@ -40,6 +41,11 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        """Rollouts that could not be scored, and why."""
+        return self.root / "failures.jsonl"
 
     @property
     def weights(self) -> Path:

@@ -1,0 +1,121 @@
+"""What went wrong in code that users bring: one line, where in their file, and their own traceback. Pure.
+
+Made in the process that runs that code (envs/worker.py), recorded by the orchestrator.
+"""
+
+import inspect
+import re
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MAX_REASON = 400
+MAX_TRACEBACK = 8000
+MAX_FRAMES = 20
+
+PACKAGE = str(Path(__file__).parents[1])
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {PACKAGE})
+
+
+@dataclass(frozen=True)
+class Failure:
+    reason: str  # "ValueError: no number in 'abc'", without line breaks
+    where: str = ""  # "my_env.py:12 in score"; empty where nobody knows
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.where})" if self.where else self.reason
+
+    @property
+    def frames(self) -> str:
+        """The traceback without its first and last line, for a message that says the rest itself."""
+        return "\n".join(line for line in self.traceback.splitlines() if line.startswith("  "))
+
+    @property
+    def kind(self) -> str:
+        """What makes two failures the same, whatever the text that was scored: the error's type and its place."""
+        return f"{self.reason.partition(':')[0]} ({self.where})"
+
+
+class UserCodeError(RuntimeError):
+    """Code that a user brought failed; `failure` tells how."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An exception as it is recorded. The frames above the user's code, which are ours, are left out."""
+    if isinstance(error, UserCodeError):
+        return error.failure
+    lines = traceback.TracebackException(type(error), error, _own_part(error.__traceback__), limit=-MAX_FRAMES)
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in lines.stack]
+    return Failure(_one_line(error), _place(frames), cut("".join(lines.format()), MAX_TRACEBACK))
+
+
+def failure_at(reason: str, frames: traceback.StackSummary) -> Failure:
+    """A failure at a place where no exception was raised, such as code that hangs."""
+    places = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+    return Failure(reason, _place(places), cut("".join(frames.format()), MAX_TRACEBACK))
+
+
+def place_in(stacks: str) -> str:
+    """The place in stacks as faulthandler writes them, innermost frame first."""
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks)
+    return _place([(filename, int(line), name) for filename, line, name in reversed(found)])
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where a function is defined, as far as that can be known."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return "" if code is None else _shown_place(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def top_reasons(failures: Iterable[Failure], limit: int = 3) -> str:
+    """The most frequent kinds of failure, counted, each with its first text."""
+    examples: dict[str, Failure] = {}
+    counts: Counter[str] = Counter()
+    for failure in failures:
+        examples.setdefault(failure.kind, failure)
+        counts[failure.kind] += 1
+    return "; ".join(f"{count} × {examples[kind]}" for kind, count in counts.most_common(limit))
+
+
+def cut(text: str, size: int) -> str:
+    """At most about `size` characters: the beginning and the end."""
+    half = size // 2
+    return text if len(text) <= size else f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # a user's __str__ may raise, too
+        text = "(its text cannot be made)"
+    name = type(error).__name__
+    return cut(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON)
+
+
+def _own_part(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame outside this package on; all of it where there is none."""
+    found = frames
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        found = found.tb_next
+    return found or frames
+
+
+def _place(frames: list[tuple[str, int, str]]) -> str:
+    """The innermost frame in code that is in no library; else the innermost one."""
+    own = [frame for frame in frames if not frame[0].startswith((*LIBRARIES, "<"))]
+    chosen = (own or frames)[-1:]
+    return _shown_place(*chosen[0]) if chosen else ""
+
+
+def _shown_place(filename: str, line: int, function: str) -> str:
+    return f"{Path(filename).name}:{line} in {function}"

@@ -1,0 +1,271 @@
+"""An environment in a process of its own: users' code can hang, crash or exit, and costs a rollout, not the run.
+
+    score ──► worker process ──► reward
+                │ over its time limit, or gone
+                ▼
+    the call to blame fails with what is known of it; the process is killed with all its children;
+    the other calls go on in a new process
+
+`Worker` is one process from start to end; `EnvironmentProcess` is the environment, whichever process runs it.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from tandem.config.orchestrator import EnvConfig
+from tandem.envs.calls import over_limit
+from tandem.envs.failures import MAX_TRACEBACK, Failure, UserCodeError, cut, place_in
+from tandem.envs.wire import Payload, frame, receive
+from tandem.envs.worker import MARK_BYTES, STACK_SIGNAL
+from tandem.types.rollout import Task
+from tandem.utils.errors import UserError
+from tandem.utils.processes import kill_tree
+from tandem.utils.waiting import Deadline
+
+logger = logging.getLogger(__name__)
+
+# The worker ends calls at their limit itself; one that has not by then cannot.
+GRACE_S = 3.0
+WATCH_S = 0.2
+CLOSE_S = 2.0
+
+
+class WorkerLost(Exception):
+    """The process went down through no fault of this call."""
+
+
+@dataclass(frozen=True)
+class HeldTask(Task):
+    """A task that lies in the environment's process, and where."""
+
+    split: str = ""
+    position: int = -1
+
+
+@dataclass
+class Call:
+    answer: asyncio.Future[Any]
+    started: float | None = None  # when its code began to run; None: it waits for its turn
+
+    def is_over(self, limit_s: float) -> bool:
+        return self.started is not None and time.monotonic() - self.started > limit_s
+
+
+class Worker:
+    """One process. `start` returns when the environment is made."""
+
+    def __init__(self, config: EnvConfig) -> None:
+        self.config = config
+        self.is_lost = False
+        self._calls: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
+        self._background: list[asyncio.Task[None]] = []
+        # What can be read of the process while its Python is stuck: whose code runs, and where its threads are.
+        self._mark: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._mark.write(bytes(MARK_BYTES))
+        self._mark.flush()
+        self._stacks: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._ours, theirs = socket.socketpair()
+        with theirs:
+            descriptors = [theirs.fileno(), self._mark.fileno(), self._stacks.fileno()]
+            arguments = map(str, [os.getpid(), *descriptors])
+            command = [sys.executable, "-m", "tandem.envs.worker", *arguments]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+
+    async def start(self, *, with_tasks: bool) -> Payload:
+        """Make the environment; UserError where that fails. Returns its tasks, or their fingerprint alone."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._ours)
+        request = {"env": self.config.model_dump(mode="json"), "path": sys.path, "with_tasks": with_tasks}
+        self._writer.write(frame(request))
+        answer = await self._first_answer()
+        self._background = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._watch())]
+        return answer["ready"]
+
+    async def _first_answer(self) -> Payload:
+        deadline = Deadline(
+            what=f"env.id = {self.config.id!r} to be made",
+            timeout_s=self.config.startup_timeout_s,
+            hint="env.startup_timeout_s allows no more",
+        )
+        reading = asyncio.ensure_future(receive(self._reader))
+        try:
+            while not reading.done():
+                deadline.check()
+                await asyncio.wait([reading], timeout=0.5)
+            answer = reading.result()
+        except TimeoutError as error:
+            raise UserError(f"{error}\n{await self._read_stacks()}") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            how = _how_it_ended(await self._exit_code())
+            raise UserError(f"env.id = {self.config.id!r} cannot be made: its process ended with {how}") from None
+        finally:
+            reading.cancel()
+        if "refused" in answer:
+            raise UserError(answer["refused"])
+        return answer
+
+    async def call(self, request: Payload) -> Any:
+        number = next(self._numbers)
+        call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
+        try:
+            self._writer.write(frame({"call": number} | request))
+            return await call.answer
+        finally:
+            del self._calls[number]
+
+    async def close(self) -> None:
+        """Let it end; what does not end at once is killed."""
+        self.is_lost = True
+        for task in self._background:
+            task.cancel()
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._exit_code(), CLOSE_S)
+        kill_tree(self.process)
+        self._mark.close()
+        self._stacks.close()
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._take(await receive(self._reader))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            if not self.is_lost:
+                how = _how_it_ended(await self._exit_code())
+                running = self._running()
+                culprits = {running} if running else {n for n, call in self._calls.items() if call.started}
+                self._lose(culprits, Failure(f"the environment's process ended with {how}"))
+
+    def _take(self, answer: Payload) -> None:
+        if "started" in answer:
+            if call := self._calls.get(answer["started"]):
+                call.started = time.monotonic()
+            return
+        call = self._calls.get(answer["call"])
+        if call is not None and not call.answer.done():
+            if "failure" in answer:
+                call.answer.set_exception(UserCodeError(Failure(**answer["failure"])))
+            else:
+                call.answer.set_result(answer["value"])
+        if answer.get("lingers"):
+            self._lose(set(), Failure(""))
+
+    async def _watch(self) -> None:
+        """End the process where a call is over its limit and nothing inside has ended it."""
+        limit_s = self.config.score_timeout_s + GRACE_S
+        while not self.is_lost:
+            await asyncio.sleep(WATCH_S)
+            over = {number for number, call in self._calls.items() if call.is_over(limit_s)}
+            running = self._running()
+            if not over or (running and running not in over):
+                continue  # one that still has time keeps the event loop: nobody else can go on
+            stacks = await self._read_stacks()
+            failure = Failure(over_limit(self.config.score_timeout_s), place_in(stacks), stacks)
+            self._lose({running} if running else over, failure)
+
+    def _lose(self, culprits: set[int], failure: Failure) -> None:
+        self.is_lost = True
+        kill_tree(self.process)
+        for number, call in self._calls.items():
+            if not call.answer.done():
+                call.answer.set_exception(UserCodeError(failure) if number in culprits else WorkerLost())
+
+    def _running(self) -> int | None:
+        """The call whose code keeps the event loop now, if it is one."""
+        number = int.from_bytes(os.pread(self._mark.fileno(), MARK_BYTES, 0), "big")
+        return number if number in self._calls else None
+
+    async def _read_stacks(self) -> str:
+        """Where each thread of the process is, from a signal handler that needs nothing of Python."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACK_SIGNAL)
+        written, size = 0, -1
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            size, written = written, os.fstat(self._stacks.fileno()).st_size
+            if size == written > 0:
+                break
+        text = os.pread(self._stacks.fileno(), written, 0).decode(errors="replace")
+        return cut(text, MAX_TRACEBACK)
+
+    async def _exit_code(self) -> int:
+        while (code := self.process.poll()) is None:
+            await asyncio.sleep(0.01)
+        return code
+
+
+class EnvironmentProcess:
+    """The environment as the orchestrator sees it."""
+
+    def __init__(self, config: EnvConfig, worker: Worker, ready: Payload) -> None:
+        self.config = config
+        self.train_tasks = _held_tasks("train", ready)
+        self.eval_tasks = _held_tasks("eval", ready)
+        self._fingerprint = ready["fingerprint"]
+        self._worker = worker
+        self._replacing = asyncio.Lock()
+
+    async def score(self, task: Task, completion: str) -> float:
+        assert isinstance(task, HeldTask), "a task of another environment"
+        request = {"method": "score", "task": [task.split, task.position], "arguments": [completion]}
+        while True:
+            worker = await self._living_worker()
+            try:
+                return await worker.call(request)
+            except WorkerLost:
+                continue
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    async def _living_worker(self) -> Worker:
+        async with self._replacing:
+            if self._worker.is_lost:
+                logger.warning("the environment's process is replaced")
+                await self._worker.close()
+                self._worker = Worker(self.config)
+                try:
+                    ready = await self._worker.start(with_tasks=False)
+                    if ready["fingerprint"] != self._fingerprint:
+                        raise UserError("its tasks are other ones now; they have to be the same each time")
+                except UserError as error:
+                    self._worker.is_lost = True
+                    raise UserCodeError(Failure(f"the environment cannot be made again: {error}")) from None
+            return self._worker
+
+
+@asynccontextmanager
+async def open_environment(config: EnvConfig) -> AsyncIterator[EnvironmentProcess]:
+    """The environment that `config` names, ended with the block; UserError if it cannot be made."""
+    worker = Worker(config)
+    environment = None
+    try:
+        environment = EnvironmentProcess(config, worker, await worker.start(with_tasks=True))
+        yield environment
+    finally:
+        await (environment or worker).close()
+
+
+def _held_tasks(split: str, ready: Payload) -> list[HeldTask]:
+    return [
+        HeldTask(**described, split=split, position=position)
+        for position, described in enumerate(ready["tasks"][split])
+    ]
+
+
+def _how_it_ended(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

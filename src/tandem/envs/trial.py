@@ -1,0 +1,27 @@
+"""Before anything starts: does the environment of a user score at all? Called by `rl` and the orchestrator."""
+
+from tandem.config.orchestrator import EnvConfig
+from tandem.envs.failures import UserCodeError
+from tandem.envs.protocol import Environment
+from tandem.utils.errors import UserError
+
+
+async def try_environment(environment: Environment, config: EnvConfig) -> None:
+    """Score an empty completion and the answer of one training and one held-out task; UserError where that fails.
+
+    Models write empty and malformed completions all the time: a judge that cannot take one would lose every such
+    rollout, and with it what there is to learn from it.
+    """
+    if not config.check:
+        return
+    for name, tasks in (("training", environment.train_tasks), ("held-out", environment.eval_tasks)):
+        task = tasks[0]
+        for what, completion in (("an empty completion", ""), ("its own answer", str(task.answer))):
+            try:
+                await environment.score(task, completion)
+            except UserCodeError as error:
+                failure = error.failure
+                raise UserError(
+                    f"env.id = {config.id!r}: scoring {what} of {name} task {task.index} failed: {failure}; give every "
+                    f"completion a reward, or skip this trial with env.check = false\n{failure.frames}".rstrip()
+                ) from None

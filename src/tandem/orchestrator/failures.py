@@ -1,0 +1,106 @@
+"""The ledger of failures: what failed is recorded, tasks that keep failing are set aside, and too much ends the run.
+
+failures.jsonl   one line for each kind of failure in each attempt at a group, with the user's own traceback
+events.jsonl     "task_set_aside", "group_failed"
+"""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.envs.failures import Failure, cut, top_reasons
+from tandem.types.rollout import Task
+from tandem.utils.files import append_json_line
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+# Attempts at a group over which the share of failures is taken.
+WINDOW = 64
+MAX_COMPLETION = 2000
+
+
+class TooManyFailures(RuntimeError):
+    """So much fails that training makes no sense; the reasons are counted."""
+
+
+class TaskFailed(RuntimeError):
+    """A task's rollouts failed as often as they may."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        super().__init__(top_reasons(failures))
+        self.failures = failures
+
+
+@dataclass(frozen=True)
+class RolloutFailure:
+    """A completion without a reward."""
+
+    completion: str
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One time that rollouts of a task were made and scored."""
+
+    task: Task
+    order: int
+    number: int  # from 0
+    group_size: int
+    failed: list[RolloutFailure]
+
+
+class FailureLedger:
+    def __init__(self, run_dir: RunDir, run_log: RunLog, max_share: float) -> None:
+        self.run_dir = run_dir
+        self.run_log = run_log
+        self.max_share = max_share
+        self.num_failed = 0
+        self._recent: deque[tuple[float, list[Failure]]] = deque(maxlen=WINDOW)
+
+    def training_attempt(self, attempt: Attempt) -> None:
+        self._write("train", attempt)
+        self.count([one.failure for one in attempt.failed], attempt.group_size)
+
+    def evaluation_attempt(self, attempt: Attempt) -> None:
+        self._write("eval", attempt)
+
+    def _write(self, purpose: str, attempt: Attempt) -> None:
+        """What failed; the same thing that happened to several rollouts, once."""
+        counts = Counter(one.failure.kind for one in attempt.failed)
+        for one in {one.failure.kind: one for one in attempt.failed}.values():
+            line = {
+                "time": time.time(),
+                "purpose": purpose,
+                "task": attempt.task.index,
+                "order": attempt.order,
+                "attempt": attempt.number + 1,
+                "num_rollouts": counts[one.failure.kind],
+                "reason": one.failure.reason,
+                "where": one.failure.where,
+                "completion": cut(one.completion, MAX_COMPLETION),
+                "traceback": one.failure.traceback,
+            }
+            append_json_line(self.run_dir.failures, line)
+            logger.warning("%s task %s: %d × %s", purpose, attempt.task.index, line["num_rollouts"], one.failure)
+
+    def count(self, failures: Sequence[Failure], group_size: int) -> None:
+        """An attempt at a group has ended, with so many failures."""
+        self.num_failed += len(failures)
+        self._recent.append((len(failures) / group_size, list(failures)))
+
+    def check(self) -> None:
+        """End the run if the share of failures over the last attempts is too large, even if the rest of a window
+        that is not full yet were all good."""
+        share = sum(share for share, _ in self._recent) / WINDOW
+        if share > self.max_share:
+            limit = f"max_failed_share = {self.max_share:g}"
+            raise self.too_many(f"{share:.0%} of the rollouts of the last {WINDOW} groups failed ({limit})")
+
+    def too_many(self, what: str) -> TooManyFailures:
+        latest = [failure for _, failures in self._recent for failure in failures]
+        return TooManyFailures(f"{what}: {top_reasons(latest)}; see {self.run_dir.failures}")

@@ -1,0 +1,84 @@
+"""An environment whose tasks do what users' code does on a bad day: the answer of a task names it."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+from tandem.types.rollout import Task
+
+
+class Misbehaving:
+    def __init__(self, behaviours: list[str], eval_behaviours: tuple[str, ...] = ("good",)) -> None:
+        self.train_tasks = [_task(number, behaviour) for number, behaviour in enumerate(behaviours)]
+        self.eval_tasks = [_task(100 + number, behaviour) for number, behaviour in enumerate(eval_behaviours)]
+
+    async def score(self, task: Task, completion: str) -> Any:
+        if task.answer in REWARDS:
+            return REWARDS[task.answer]
+        if task.answer == "waits":
+            await asyncio.sleep(0.5)
+            return 0.5
+        if task.answer == "awaits for ever":
+            await asyncio.Event().wait()
+        if task.answer == "refuses to be cancelled":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    continue
+        return misbehave(task.answer)
+
+
+class Sync(Misbehaving):
+    def score(self, task: Task, completion: str) -> Any:
+        if task.answer in REWARDS:
+            return REWARDS[task.answer]
+        if task.answer == "waits":
+            time.sleep(0.5)
+            return 0.5
+        return misbehave(task.answer)
+
+
+REWARDS: dict[str, Any] = {
+    "good": 1.0,
+    "nan": float("nan"),
+    "infinite": float("-inf"),
+    "none": None,
+    "text": "0.7",
+    "1e308": 1e308,
+}
+
+
+def misbehave(behaviour: str) -> float:
+    if behaviour == "raises":
+        raise KeyError("no such key")
+    if behaviour == "raises a novel":
+        raise ValueError("x" * 200_000)
+    if behaviour == "recurses":
+        return misbehave(behaviour)
+    if behaviour == "exits":
+        sys.exit(3)
+    if behaviour == "interrupts":
+        raise KeyboardInterrupt
+    if behaviour == "cancels":
+        raise asyncio.CancelledError
+    if behaviour == "sleeps":
+        time.sleep(1000)
+    if behaviour == "spins":
+        while True:
+            pass
+    if behaviour == "holds the interpreter":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if behaviour == "dies":
+        os._exit(7)
+    if behaviour == "waits for a child":
+        subprocess.run(["sleep", "1000"], check=False)
+    raise AssertionError(behaviour)
+
+
+def _task(index: int, behaviour: str) -> Task:
+    return Task(index, [{"role": "user", "content": "x"}], behaviour, info={"only here": object()})

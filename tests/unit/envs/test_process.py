@@ -1,0 +1,196 @@
+"""Users' code in a process of its own: whatever it does costs one call, and the next one works."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.config.orchestrator import EnvConfig
+from tandem.envs.failures import Failure, UserCodeError
+from tandem.envs.process import EnvironmentProcess, open_environment
+from tandem.utils.errors import UserError
+from tandem.utils.processes import descendants
+
+HERE = str(Path(__file__).parent)
+# Long enough for a slow machine to answer a call that does nothing.
+LIMIT_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+
+
+def config(*behaviours: str, cls: str = "Misbehaving", **options: object) -> EnvConfig:
+    args = {"behaviours": list(behaviours)}
+    return EnvConfig.model_validate({"id": f"misbehaving:{cls}", "args": args, "score_timeout_s": LIMIT_S} | options)
+
+
+def run_with(env: EnvConfig, body: Callable[[EnvironmentProcess], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with open_environment(env) as environment:
+            await body(environment)
+
+    asyncio.run(run())
+
+
+def failures(env: EnvConfig) -> list[Failure | float]:
+    """What each training task gives, scored at the same time, after which a good one must still work."""
+    found: list[Failure | float] = []
+
+    async def body(environment: EnvironmentProcess) -> None:
+        scores = [environment.score(task, "a text") for task in environment.train_tasks]
+        outcomes = await asyncio.gather(*scores, return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, float | UserCodeError), outcome
+            found.append(outcome.failure if isinstance(outcome, UserCodeError) else outcome)
+        assert await environment.score(environment.eval_tasks[0], "a text") == 1.0
+
+    run_with(env, body)
+    return found
+
+
+@pytest.mark.parametrize("cls", ["Misbehaving", "Sync"])
+def test_what_is_raised_or_is_no_reward_costs_its_call_and_says_where(cls: str) -> None:
+    behaviours = ["good", "raises", "recurses", "exits", "interrupts", "cancels", "nan", "infinite", "none", "text"]
+    good, *bad = failures(config(*behaviours, "1e308", "raises a novel", cls=cls))
+    assert good == 1.0
+    assert all(isinstance(failure, Failure) for failure in bad)
+    reasons = [failure.reason for failure in bad if isinstance(failure, Failure)]
+    assert reasons[0] == "KeyError: 'no such key'"
+    assert reasons[1].startswith("RecursionError: maximum recursion depth exceeded")
+    assert reasons[2:5] == ["SystemExit: 3", "KeyboardInterrupt", "CancelledError"]
+    assert [reason.partition(";")[0] for reason in reasons[5:10]] == [
+        "the reward is nan",
+        "the reward is -inf",
+        "the reward is None, not a number",
+        "the reward is '0.7', not a number",
+        "the reward is 1e+308",
+    ]
+    assert reasons[10].startswith("ValueError: xxx") and len(reasons[10]) < 500
+    for failure in bad:
+        assert isinstance(failure, Failure) and failure.where.startswith("misbehaving.py:")
+        assert len(failure.traceback) < 10_000
+    raised = bad[0]
+    assert isinstance(raised, Failure) and raised.where.endswith("in misbehave")
+    assert 'raise KeyError("no such key")' in raised.traceback and "calls.py" not in raised.traceback
+
+
+@pytest.mark.parametrize(
+    ("cls", "behaviour"),
+    [
+        *(("Misbehaving", behaviour) for behaviour in ("awaits for ever", "refuses to be cancelled")),
+        *(("Misbehaving", behaviour) for behaviour in ("sleeps", "spins", "holds the interpreter")),
+        *(("Sync", behaviour) for behaviour in ("sleeps", "spins", "holds the interpreter")),
+    ],
+)
+def test_what_hangs_is_ended_at_its_limit_and_named(cls: str, behaviour: str) -> None:
+    """Beside it a call that waits for something else, which is not to blame for what blocks its event loop."""
+    hung, waiting, good = failures(config(behaviour, "waits", "good", cls=cls))
+    assert isinstance(hung, Failure)
+    assert hung.reason == f"the score took longer than env.score_timeout_s = {LIMIT_S:g} s"
+    assert hung.where.startswith("misbehaving.py:")
+    assert "misbehaving.py" in hung.traceback
+    assert (waiting, good) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("cls", ["Misbehaving", "Sync"])
+def test_a_process_that_dies_is_replaced(cls: str) -> None:
+    (died,) = failures(config("dies", cls=cls))
+    assert died == Failure("the environment's process ended with exit code 7")
+
+
+def test_who_waits_beside_one_that_dies_goes_on_elsewhere() -> None:
+    died, waiting = failures(config("dies", "waits"))
+    assert isinstance(died, Failure) and waiting == 0.5
+
+
+def test_children_of_a_hung_score_end_with_it() -> None:
+    async def body(environment: EnvironmentProcess) -> None:
+        scoring = asyncio.ensure_future(environment.score(environment.train_tasks[0], ""))
+        while not (children := descendants(environment._worker.process.pid)):
+            await asyncio.sleep(0.05)
+        with pytest.raises(UserCodeError, match="took longer"):
+            await scoring
+        deadline = time.monotonic() + 30
+        while any((Path("/proc") / str(pid)).exists() for pid in children):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+    run_with(config("waits for a child", cls="Sync"), body)
+
+
+def test_nothing_that_hangs_keeps_the_end_waiting() -> None:
+    async def body(environment: EnvironmentProcess) -> None:
+        for task in environment.train_tasks:
+            asyncio.ensure_future(environment.score(task, "")).cancel()
+        asyncio.ensure_future(environment.score(environment.train_tasks[0], ""))
+        await asyncio.sleep(0.2)
+
+    started = time.monotonic()
+    run_with(config("sleeps", "spins", score_timeout_s=1000), body)
+    assert time.monotonic() - started < 100
+
+
+def test_tasks_come_over_without_what_only_the_scorer_needs() -> None:
+    async def body(environment: EnvironmentProcess) -> None:
+        (task,) = environment.train_tasks
+        assert (task.index, task.messages, task.answer) == (0, [{"role": "user", "content": "x"}], "good")
+        assert [task.index for task in environment.eval_tasks] == [100]
+
+    run_with(config("good"), body)
+
+
+BROKEN = {
+    "raises": "raise KeyError('dataset')",
+    "exits": "import sys; sys.exit(1)",
+    "dies": "import os; os._exit(9)",
+    "hangs": "import time; time.sleep(1000)",
+    "lacks": "pass",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", r"env\.id = 'broken:Env' cannot be made: KeyError: 'dataset' \(broken\.py:3 in __init__\)"),
+        ("exits", r"cannot be made: SystemExit: 1 \(broken\.py:3 in __init__\)"),
+        ("dies", r"cannot be made: its process ended with exit code 9"),
+        ("hangs", r"waited 2 s for env\.id = 'broken:Env' to be made; env\.startup_timeout_s(.|\n)*broken\.py"),
+        ("lacks", r"cannot be made: AttributeError: 'Env' object has no attribute 'train_tasks'"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, message: str
+) -> None:
+    (tmp_path / "broken.py").write_text(f"class Env:\n    def __init__(self):\n        {BROKEN[how]}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def body(environment: EnvironmentProcess) -> None:
+        raise AssertionError
+
+    with pytest.raises(UserError, match=message):
+        run_with(EnvConfig(id="broken:Env", startup_timeout_s=2 if how == "hangs" else 600), body)
+
+
+def test_an_environment_that_makes_other_tasks_each_time_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unseeded.py").write_text(
+        "import os, random\n"
+        "from misbehaving import Misbehaving\n"
+        "class Env(Misbehaving):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(['dies', str(random.random())])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def body(environment: EnvironmentProcess) -> None:
+        with pytest.raises(UserCodeError, match="exit code 7"):
+            await environment.score(environment.train_tasks[0], "")
+        with pytest.raises(UserCodeError, match="cannot be made again: its tasks are other ones now"):
+            await environment.score(environment.eval_tasks[0], "")
+
+    run_with(EnvConfig(id="unseeded:Env"), body)
