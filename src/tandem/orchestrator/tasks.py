@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.order import ShuffledOrder
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
@@ -61,5 +60,5 @@ def check_prompts(environment: Environment, tokenizer: Tokenizer, config: Orches
 def _prompt_length(tokenizer: Tokenizer, task: Task, name: str) -> int:
     try:
         return len(tokenizer.encode_chat(task.messages, add_generation_prompt=True))
-    except Exception as error:  # messages of any shape meet a template that may do anything with them
-        raise UserError(f"the prompt of {name} task {task.index} cannot be made: {failure_of(error).reason}") from error
+    except UserError as error:
+        raise UserError(f"{name} task {task.index}: {error}") from error

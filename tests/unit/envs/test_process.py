@@ -124,10 +124,10 @@ def test_children_of_a_hung_score_end_with_it() -> None:
 
 def test_nothing_that_hangs_keeps_the_end_waiting() -> None:
     async def body(environment: EnvironmentProcess) -> None:
-        for task in environment.train_tasks:
-            asyncio.ensure_future(environment.score(task, "")).cancel()
-        asyncio.ensure_future(environment.score(environment.train_tasks[0], ""))
-        await asyncio.sleep(0.2)
+        hanging = [asyncio.ensure_future(environment.score(task, "")) for task in environment.train_tasks]
+        await asyncio.wait(hanging, timeout=0.5)
+        for task in hanging:
+            task.cancel()
 
     started = time.monotonic()
     run_with(config("sleeps", "spins", score_timeout_s=1000), body)

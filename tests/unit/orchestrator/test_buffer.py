@@ -66,7 +66,9 @@ def test_a_group_that_is_too_old_is_dropped_and_gives_its_place_back(make_group)
     assert num_startable(buffer, version=0) == 2
     buffer.add(make_group(0, version=0))
     buffer.add(make_group(1, version=0))
-    assert buffer.take(3) is None  # two behind, one is allowed
+    assert buffer.drop_stale(2) == []
+    assert buffer.drop_stale(3) == [0, 1]  # two behind, one is allowed
+    assert buffer.take(3) is None
     assert (len(buffer), buffer.num_dropped_stale) == (0, 2)
     assert num_startable(buffer, version=0) == 2
 
@@ -94,9 +96,13 @@ def test_any_finishing_order_gives_full_fresh_batches(
     version, step, next_order = 0, 1, 0
     in_flight: dict[int, int] = {}
     used: list[int] = []
+    anew: list[int] = []
     while step <= 5:
         while buffer.can_start(version):
             buffer.started()
+            if anew:
+                in_flight[anew.pop(0)] = version
+                continue
             in_flight[next_order] = version
             next_order += 1
         # The trainer makes version n of batch n: there are never more versions than batches.
@@ -108,6 +114,7 @@ def test_any_finishing_order_gives_full_fresh_batches(
         else:
             completion = Completion([1], [0.0], [in_flight.pop(move)], "stop")
             buffer.add(Group(Task(move, [], ""), move, [Rollout([1], completion, "", 0.0)]))
+        anew += buffer.drop_stale(step)
         batch = buffer.take(step)
         if batch is not None:
             assert len(batch) == prompts_per_step
@@ -115,4 +122,4 @@ def test_any_finishing_order_gives_full_fresh_batches(
             used += [group.order for group in batch]
             step += 1
     assert len(set(used)) == len(used) == 5 * prompts_per_step
-    assert next_order == len(used) + len(in_flight) + len(buffer) + buffer.num_dropped_stale
+    assert next_order == len(used) + len(in_flight) + len(buffer) + len(anew)

@@ -1,14 +1,18 @@
-"""Groups are started as staleness allows, made again when they fail, and never more than needed."""
+"""Groups are started as staleness allows, made again when they fail or grow old, and never more than needed."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem.envs.failures import Failure
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.dispatcher import Dispatcher
-from tandem.types.rollout import Group
+from tandem.orchestrator.failures import FailureLedger, TaskFailed, TooManyFailures
+from tandem.orchestrator.tasks import TaskOrder
+from tandem.types.rollout import Group, Task
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
@@ -18,8 +22,8 @@ from tandem.utils.waiting import Deadline
 class FakePolicy:
     """What the dispatcher sees of a policy: a version, and a future that is done when it changes."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
         self.next_update: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def update(self) -> None:
@@ -37,16 +41,20 @@ class Maker:
         self.orders: list[int] = []
         self.failures: dict[int, int] = {}
         self.hang: set[int] = set()
+        self.bad: set[int] = set()
+        self.release: asyncio.Event
 
     async def __call__(self, order: int) -> Group:
         self.orders.append(order)
         version = self.policy.version
         await asyncio.sleep(0)
         if order in self.hang:
-            await asyncio.Event().wait()
+            await self.release.wait()
         if self.failures.get(order, 0) > 0:
             self.failures[order] -= 1
             raise ConnectionError(f"no answer for {order}")
+        if order in self.bad:
+            raise TaskFailed([Failure(f"KeyError: {order}", "my_env.py:3 in score")])
         return self.make_group(order, version)
 
 
@@ -59,18 +67,45 @@ def deadline() -> Deadline:
     return Deadline("a batch", timeout_s=5, hint="look")
 
 
-def run_with(maker: Maker, root: Path, body: Callable[[Dispatcher], Awaitable[None]], **options: int) -> None:
+class InOrder(TaskOrder):
+    """Task n has order n, n plus the number of tasks, and so on: what a test expects can be read."""
+
+    def place(self, order: int) -> int:
+        return order % len(self)
+
+
+def task_order(num_tasks: int = 100, set_aside: Iterable[int] = ()) -> InOrder:
+    return InOrder([Task(1000 + index, [], "") for index in range(num_tasks)], seed=0, set_aside=set_aside)
+
+
+def run_with(
+    maker: Maker,
+    root: Path,
+    body: Callable[[Dispatcher], Awaitable[None]],
+    *,
+    tasks: TaskOrder | None = None,
+    max_staleness: int = 0,
+    start_step: int = 0,
+    next_order: int = 0,
+    retry: Iterable[int] = (),
+    max_orders: int = 100,
+    tries: int = 4,
+    max_failed_share: float = 1.0,
+) -> None:
     async def run() -> None:
-        maker.policy = FakePolicy()
+        maker.policy, maker.release = FakePolicy(start_step), asyncio.Event()
+        run_log = RunLog(RunDir(root), "orchestrator")
         dispatcher = Dispatcher(
             maker,
-            GroupBuffer(2, options.get("max_staleness", 0), options.get("start_step", 0)),
+            GroupBuffer(2, max_staleness, start_step),
             maker.policy,  # pyright: ignore[reportArgumentType]
-            RunLog(RunDir(root), "orchestrator"),
-            next_order=options.get("next_order", 0),
-            retry=[3, 4] if "next_order" in options else [],
-            max_orders=options.get("max_orders", 100),
-            max_failed_groups=options.get("max_failed_groups", 5),
+            tasks or task_order(),
+            FailureLedger(RunDir(root), run_log, max_failed_share),
+            run_log,
+            next_order=next_order,
+            retry=list(retry),
+            max_orders=max_orders,
+            tries=tries,
         )
         try:
             await body(dispatcher)
@@ -78,6 +113,10 @@ def run_with(maker: Maker, root: Path, body: Callable[[Dispatcher], Awaitable[No
             await dispatcher.close()
 
     asyncio.run(run())
+
+
+def events(root: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_json_lines(root / "events.jsonl") if event["event"] == name]
 
 
 def test_one_batch_a_version_when_on_policy(maker: Maker, tmp_path: Path) -> None:
@@ -114,33 +153,123 @@ def test_a_failed_group_is_made_again(maker: Maker, tmp_path: Path) -> None:
         assert maker.orders == [0, 1, 1, 1]
 
     run_with(maker, tmp_path, body)
-    events = read_json_lines(tmp_path / "events.jsonl")
-    assert [(event["event"], event["order"]) for event in events] == [("group_failed", 1)] * 2
-    assert events[0]["error"] == "ConnectionError: no answer for 1"
+    failed = events(tmp_path, "group_failed")
+    assert [event["order"] for event in failed] == [1, 1]
+    assert failed[0]["error"] == "ConnectionError: no answer for 1"
 
 
-def test_too_many_failures_end_the_run_with_the_cause(maker: Maker, tmp_path: Path) -> None:
-    maker.failures = {0: 99, 1: 99}
+def test_too_many_failures_end_the_run_with_their_reasons(maker: Maker, tmp_path: Path) -> None:
+    """Half of the last 64 attempts may fail, and they come in pairs: the 34th is too many."""
+    maker.failures = dict.fromkeys(range(100), 99)
 
     async def body(dispatcher: Dispatcher) -> None:
-        with pytest.raises(RuntimeError, match=r"4 groups failed in a row \(max_failed_groups = 3\)") as caught:
+        expected = r"53% of the rollouts of the last 64 groups failed \(max_failed_share = 0\.5\): 34 × ConnectionError"
+        with pytest.raises(TooManyFailures, match=expected):
             await dispatcher.next_batch(1, deadline())
-        assert "ConnectionError: no answer for" in str(caught.value)
-        assert isinstance(caught.value.__cause__, ConnectionError)
 
-    run_with(maker, tmp_path, body, max_failed_groups=3)
+    run_with(maker, tmp_path, body, max_failed_share=0.5, tries=2)
 
 
-def test_a_success_starts_the_count_anew(maker: Maker, tmp_path: Path) -> None:
-    maker.failures = {0: 2, 2: 2}
+def test_a_task_that_fails_is_set_aside_and_another_takes_its_place(maker: Maker, tmp_path: Path) -> None:
+    """Three tasks, of which the second is bad: it is not tried again in the next epoch."""
+    maker.bad = {1, 4, 7}
+    tasks = task_order(3)
 
     async def body(dispatcher: Dispatcher) -> None:
-        await dispatcher.next_batch(1, deadline())
-        maker.policy.update()
-        await dispatcher.next_batch(2, deadline())
+        batches = []
+        for step in (1, 2, 3):
+            batches.append([group.order for group in await dispatcher.next_batch(step, deadline())])
+            maker.policy.update()
+        assert batches == [[0, 2], [3, 5], [6, 8]]
+        assert maker.orders == [0, 1, 2, 3, 5, 6, 8]
+        assert tasks.set_aside == {1}
 
-    run_with(maker, tmp_path, body, max_failed_groups=2)
-    assert len(read_json_lines(tmp_path / "events.jsonl")) == 4
+    run_with(maker, tmp_path, body, tasks=tasks, max_orders=6)
+    (event,) = events(tmp_path, "task_set_aside")
+    assert (event["task"], event["order"]) == (1001, 1)
+    assert event["reason"] == "1 × KeyError: 1 (my_env.py:3 in score)"
+
+
+def test_a_task_that_is_set_aside_stays_so_in_a_resumed_run(maker: Maker, tmp_path: Path) -> None:
+    async def body(dispatcher: Dispatcher) -> None:
+        """Orders 3, 7 and 8 are of tasks 3, 2 and 3, of five."""
+        assert [group.order for group in await dispatcher.next_batch(3, deadline())] == [4, 9]
+        assert maker.orders == [4, 9]
+
+    run_with(maker, tmp_path, body, tasks=task_order(5, {2, 3}), start_step=2, next_order=7, retry=[3, 4], max_orders=6)
+
+
+def test_a_group_that_fails_for_other_reasons_is_set_aside_after_its_tries(maker: Maker, tmp_path: Path) -> None:
+    maker.failures = {1: 99}
+
+    async def body(dispatcher: Dispatcher) -> None:
+        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [0, 2]
+        assert maker.orders == [0, 1, 1, 1, 2]
+
+    run_with(maker, tmp_path, body, tries=3)
+
+
+def test_no_task_left_ends_the_run_with_the_reasons(maker: Maker, tmp_path: Path) -> None:
+    maker.failures = dict.fromkeys(range(100), 99)
+
+    async def body(dispatcher: Dispatcher) -> None:
+        expected = r"all 2 training tasks failed and are set aside: 4 × ConnectionError: no answer for"
+        with pytest.raises(TooManyFailures, match=expected):
+            await dispatcher.next_batch(1, deadline())
+
+    run_with(maker, tmp_path, body, tasks=task_order(2), tries=2)
+
+
+def test_groups_that_grow_too_old_are_made_anew_before_any_other(maker: Maker, tmp_path: Path) -> None:
+    """The server is away while group 0 is with it, and two versions pass: its task is not lost."""
+    maker.hang = {0}
+
+    async def body(dispatcher: Dispatcher) -> None:
+        trained = [group.order for group in await dispatcher.next_batch(1, deadline())]
+        maker.policy.update()
+        trained += [group.order for group in await dispatcher.next_batch(2, deadline())]
+        maker.policy.update()
+        maker.hang = set()
+        maker.release.set()  # group 0 arrives, of version 0
+        await asyncio.sleep(0)
+        trained += [group.order for group in await dispatcher.next_batch(3, deadline())]
+        assert dispatcher.buffer.num_dropped_stale == 1
+        assert 0 in dispatcher.unfinished_orders + trained
+        maker.policy.update()
+        trained += [group.order for group in await dispatcher.next_batch(4, deadline())]
+        assert sorted(trained) == list(range(8))
+
+    run_with(maker, tmp_path, body, max_staleness=1, max_orders=8)
+    assert events(tmp_path, "groups_stale")[0]["orders"] == [0]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
+def test_every_task_is_trained_on_once_whatever_grows_old_and_wherever_a_run_is_resumed(
+    maker: Maker, tmp_path: Path, stop_after: int
+) -> None:
+    """Groups 0 and 3 arrive only at step 4, too old; the run ends after some step, and another goes on from there."""
+    maker.hang = {0, 3}
+    trained: list[int] = []
+    left: dict[str, Any] = {}
+
+    async def train(dispatcher: Dispatcher, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            if step == 4:
+                maker.hang = set()
+                maker.release.set()
+            trained.extend(group.order for group in await dispatcher.next_batch(step, deadline()))
+            left.update(next_order=dispatcher.next_order, retry=dispatcher.unfinished_orders, start_step=step)
+            maker.policy.update()
+
+    async def begin(dispatcher: Dispatcher) -> None:
+        await train(dispatcher, 1, stop_after)
+
+    async def go_on(dispatcher: Dispatcher) -> None:
+        await train(dispatcher, stop_after + 1, 6)
+
+    run_with(maker, tmp_path, begin, max_staleness=2, max_orders=12)
+    run_with(maker, tmp_path, go_on, max_staleness=2, max_orders=12, **left)
+    assert sorted(trained) == list(range(12))
 
 
 def test_a_resumed_run_makes_unfinished_orders_first(maker: Maker, tmp_path: Path) -> None:
@@ -153,7 +282,7 @@ def test_a_resumed_run_makes_unfinished_orders_first(maker: Maker, tmp_path: Pat
         assert maker.orders == [3, 4, 7, 8]
         assert dispatcher.unfinished_orders == [7, 8] and dispatcher.next_order == 9
 
-    run_with(maker, tmp_path, body, max_staleness=1, start_step=2, next_order=7)
+    run_with(maker, tmp_path, body, max_staleness=1, start_step=2, next_order=7, retry=[3, 4])
 
 
 def test_nothing_is_started_beyond_the_last_step(maker: Maker, tmp_path: Path) -> None:

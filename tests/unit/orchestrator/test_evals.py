@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tandem.config.orchestrator import EvalConfig
+from tandem.envs.failures import Failure
 from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Group, Task
 from tandem.utils.files import read_json_lines
@@ -74,7 +76,7 @@ class FailingMaker(FakeMaker):
 
     async def make_group(self, task: Task, order: int, **options: float) -> Group:
         if task.index in self.failing:
-            raise RuntimeError("the judge is asleep")
+            raise TaskFailed([Failure("RuntimeError: the judge is asleep", "my_env.py:8 in score")])
         return await super().make_group(task, order, **options)
 
 
@@ -84,9 +86,12 @@ def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -
     assert asyncio.run(evaluator.run(4, RunDir(tmp_path))) == pytest.approx(0.6)
     (line,) = read_json_lines(tmp_path / "metrics.jsonl")
     assert (line["eval/num_prompts"], line["eval/num_failed"]) == (2, 1)
+    (event,) = read_json_lines(tmp_path / "events.jsonl")
+    assert (event["event"], event["version"], event["count"]) == ("eval_failures", 4, 1)
+    assert event["reasons"] == "1 × RuntimeError: the judge is asleep (my_env.py:8 in score)"
 
 
 def test_an_evaluation_without_any_result_ends_the_run(make_group, tmp_path: Path) -> None:
     evaluator = make_evaluator(FailingMaker(make_group, {3, 5, 9}), tmp_path)
-    with pytest.raises(RuntimeError, match=r"all 3 held-out tasks failed.*the judge is asleep"):
+    with pytest.raises(TooManyFailures, match=r"all 3 held-out tasks failed: 3 × RuntimeError: the judge is asleep"):
         asyncio.run(evaluator.run(4, RunDir(tmp_path)))

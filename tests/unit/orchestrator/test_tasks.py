@@ -1,4 +1,4 @@
-"""Seeds that depend on the task alone, and prompts that fit."""
+"""Which task comes when, seeds that depend on the task alone, and prompts that fit."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ import pytest
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.reverse_text import ReverseText, reverse_task
-from tandem.orchestrator.tasks import check_prompts, request_seed
+from tandem.orchestrator.tasks import TaskOrder, check_prompts, request_seed
+from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
 
@@ -23,6 +24,26 @@ def test_seeds_repeat_and_differ() -> None:
 def test_a_seed_is_the_same_on_every_machine() -> None:
     """blake2b of "5/train/7", eight bytes, shifted right by one: written down so that old runs can be repeated."""
     assert request_seed(5, "train", 7) == 281572532098470925
+
+
+def test_every_epoch_has_each_task_once_in_an_order_of_its_own() -> None:
+    tasks = [Task(100 + index, [], "") for index in range(20)]
+    order = TaskOrder(tasks, seed=3)
+    epochs = [[order[20 * epoch + number].index for number in range(20)] for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100, 120))
+    assert epochs[0] != epochs[1]
+    assert epochs[0] == [TaskOrder(tasks, seed=3)[number].index for number in range(20)]
+    assert epochs[0] != [TaskOrder(tasks, seed=4)[number].index for number in range(20)]
+    assert order.place(7) == order[7].index - 100
+
+
+def test_setting_tasks_aside_moves_no_other() -> None:
+    tasks = [Task(index, [], "") for index in range(3)]
+    whole, without = TaskOrder(tasks, seed=0), TaskOrder(tasks, seed=0, set_aside=[1, 2])
+    assert [whole[order] for order in range(9)] == [without[order] for order in range(9)]
+    assert not without.is_exhausted
+    without.set_aside.add(0)
+    assert without.is_exhausted
 
 
 def config(seq_len: int) -> OrchestratorConfig:
@@ -61,4 +82,11 @@ def test_an_environment_without_tasks_is_refused(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
     environment.eval_tasks = []
     with pytest.raises(UserError, match=r"env\.id = 'reverse-text' has no held-out tasks"):
+        check_prompts(environment, tokenizer, config(seq_len=64))
+
+
+def test_messages_that_make_no_prompt_are_refused_with_their_task(tokenizer: Tokenizer) -> None:
+    environment = ReverseText(num_train=4, num_eval=2)
+    environment.train_tasks[1] = Task(17, [{"role": "user"}], "")
+    with pytest.raises(UserError, match="training task 17: the chat template refuses these messages"):
         check_prompts(environment, tokenizer, config(seq_len=64))

@@ -1,0 +1,68 @@
+"""How failures of users' code are written down."""
+
+import pytest
+
+from tandem.envs.failures import Failure, UserCodeError, cut, failure_of, place_in, place_of, top_reasons
+
+
+def fail(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as raised:
+        return raised
+
+
+def test_an_exception_with_its_place_and_traceback() -> None:
+    failure = failure_of(fail(ValueError("no\n  number")))
+    assert failure.reason == "ValueError: no number"
+    assert failure.where.startswith("test_failures.py:") and failure.where.endswith("in fail")
+    assert failure.traceback.startswith("Traceback (most recent call last)") and "raise error" in failure.traceback
+    assert failure.frames.startswith('  File "') and "ValueError" not in failure.frames
+    assert str(failure) == f"ValueError: no number ({failure.where})"
+
+
+def test_the_place_is_in_the_users_file_not_in_the_library_it_called() -> None:
+    with pytest.raises(ValueError) as caught:
+        __import__("json").loads("{")
+    assert failure_of(caught.value).where.startswith("test_failures.py:")
+
+
+def test_what_has_no_text_or_too_much_of_it() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert failure_of(fail(Mute())).reason == "Mute: (its text cannot be made)"
+    assert failure_of(fail(KeyboardInterrupt())).reason == "KeyboardInterrupt"
+    novel = failure_of(fail(ValueError("x" * 200_000)))
+    assert len(novel.reason) < 500 and len(novel.traceback) < 9000
+
+
+def test_a_failure_from_another_process_stays_as_it_is() -> None:
+    failure = Failure("KeyError: 1", "my_env.py:3 in score", "Traceback …")
+    assert failure_of(fail(UserCodeError(failure))) is failure
+
+
+def test_reasons_are_counted_by_type_and_place_not_by_text() -> None:
+    failures = [Failure(f"ValueError: no number in {n}", "a.py:3 in score") for n in range(5)]
+    failures += [Failure("ValueError: other", "a.py:9 in score")] * 2 + [Failure("KeyError: 1")] + [Failure("rare: 2")]
+    assert top_reasons(failures) == (
+        "5 × ValueError: no number in 0 (a.py:3 in score); 2 × ValueError: other (a.py:9 in score); 1 × KeyError: 1"
+    )
+
+
+def test_long_texts_keep_their_beginning_and_end() -> None:
+    assert cut("abc", 4) == "abc"
+    assert cut("abcdefgh", 4) == "ab … 4 characters … gh"
+
+
+def test_the_place_in_stacks_is_the_innermost_of_the_users() -> None:
+    library = place_of.__code__.co_filename
+    stacks = f'Thread 1:\n  File "{library}", line 5 in a\n  File "/x/my_env.py", line 12 in inner\n'
+    assert place_in(stacks + '  File "/x/my_env.py", line 30 in score\n') == "my_env.py:12 in inner"
+    assert place_in("") == ""
+
+
+def test_where_a_function_is_defined() -> None:
+    assert place_of(fail).endswith("in fail") and place_of(fail).startswith("test_failures.py:")
+    assert place_of(len) == ""

@@ -1,0 +1,98 @@
+"""A group is put together from what can be scored; what cannot costs its rollout."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.data.tokenizer import Tokenizer
+from tandem.orchestrator.failures import Attempt, TaskFailed
+from tandem.orchestrator.rollouts import RolloutMaker
+from tandem.orchestrator.tasks import request_seed
+from tandem.types.rollout import Completion, Group, Task
+
+TASK = Task(5, [{"role": "user", "content": "abc"}], "cba")
+
+
+class FakeClient:
+    """Completions of one letter each, in alphabetical order."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.requests: list[dict[str, Any]] = []
+        self.num_given = 0
+
+    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
+        self.requests.append({"prompt": self.tokenizer.decode(prompt_ids)} | options)
+        letters = [chr(ord("a") + self.num_given + index) for index in range(options["n"])]
+        self.num_given += len(letters)
+        return [Completion(self.tokenizer.encode(letter), [-0.1], [3], "stop") for letter in letters]
+
+
+class Judge:
+    """Rewards letters as it is told to: a number, something else, or an exception."""
+
+    train_tasks = eval_tasks = (TASK,)
+
+    def __init__(self, rewards: dict[str, Any]) -> None:
+        self.rewards = rewards
+
+    async def score(self, task: Task, completion: str) -> float:
+        reward = self.rewards.get(completion, 1.0)
+        if isinstance(reward, BaseException):
+            raise reward
+        return reward
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+def make(
+    tokenizer: Tokenizer, rewards: dict[str, Any], tries: int = 3
+) -> tuple[Group | None, FakeClient, list[Attempt]]:
+    client, attempts = FakeClient(tokenizer), []
+    maker = RolloutMaker(
+        client,  # pyright: ignore[reportArgumentType]
+        Judge(rewards),
+        tokenizer,
+        tries=tries,
+        record=attempts.append,
+        delays_s=(0.0,),
+    )
+    try:
+        group = asyncio.run(maker.make_group(TASK, 9, n=3, max_tokens=8, temperature=0.7, seed=11))
+    except TaskFailed:
+        group = None
+    return group, client, attempts
+
+
+def test_a_group_in_which_all_goes_well(tokenizer: Tokenizer) -> None:
+    group, client, attempts = make(tokenizer, {"a": 0.25, "c": 0})
+    assert group is not None and (group.task, group.order, group.rewards) == (TASK, 9, [0.25, 1.0, 0.0])
+    assert [rollout.text for rollout in group.rollouts] == ["a", "b", "c"]
+    (request,) = client.requests
+    assert "abc" in request.pop("prompt")
+    assert request == {"n": 3, "max_tokens": 8, "temperature": 0.7, "seed": 11}
+    assert attempts == [Attempt(TASK, 9, 0, 3, [])]
+
+
+@pytest.mark.parametrize("bad", [KeyError("x"), float("nan"), None, "text", 1e308])
+def test_a_rollout_without_a_reward_is_replaced_by_another_sample(tokenizer: Tokenizer, bad: Any) -> None:
+    group, client, attempts = make(tokenizer, {"b": bad, "d": bad})
+    assert group is not None and [rollout.text for rollout in group.rollouts] == ["a", "c", "e"]
+    assert [(request["n"], request["seed"]) for request in client.requests] == [
+        (3, 11),
+        (1, request_seed(11, "attempt", 1)),
+        (1, request_seed(11, "attempt", 2)),
+    ]
+    assert [[one.completion for one in attempt.failed] for attempt in attempts] == [["b"], ["d"], []]
+
+
+def test_a_task_whose_rollouts_keep_failing_has_failed(tokenizer: Tokenizer) -> None:
+    group, client, attempts = make(tokenizer, {letter: KeyError(letter) for letter in "abcdefghi"}, tries=2)
+    assert group is None
+    assert [request["n"] for request in client.requests] == [3, 3]
+    assert [attempt.number for attempt in attempts] == [0, 1]
