@@ -24,6 +24,11 @@ class Starter:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
 
+    def add_to_path(self, folder: Path) -> None:
+        """Make modules in `folder` importable for what is started from here on."""
+        others = self.environment.get("PYTHONPATH")
+        self.environment["PYTHONPATH"] = f"{folder}{os.pathsep}{others}" if others else str(folder)
+
     def start(self, entrypoint: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             command(entrypoint, *arguments),

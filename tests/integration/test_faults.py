@@ -68,11 +68,11 @@ def test_a_process_that_fails_is_shown_with_its_last_lines(starter, rl_arguments
         "    async def score(self, task, completion):\n"
         "        raise RuntimeError('the judge is asleep')\n"
     )
-    starter.environment["PYTHONPATH"] = str(tmp_path)
+    starter.add_to_path(tmp_path)
     done = starter.run(
         "rl",
         *rl_arguments,
-        *("--orchestrator.env.id", "broken_env:Broken", "--orchestrator.max-failed-groups", "3"),
+        *("--orchestrator.env.id", "broken_env:Broken", "--no-orchestrator.env.check"),
     )
     assert done.returncode == 1
     assert "the orchestrator process ended with exit code 1" in done.stdout

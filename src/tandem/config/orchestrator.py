@@ -145,7 +145,7 @@ class OrchestratorConfig(Config):
     """Longest wait for new weights from the trainer, or for the rollouts of a step."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """The run ends when more than this share of the rollouts of the last 64 groups failed; 1: never."""
+    """The run ends when more than this share of the rollouts of 64 groups failed; 0: at the first, 1: never."""
 
     seed: int = 0
     """Seeds the order of tasks and the sampling."""

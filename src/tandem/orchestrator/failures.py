@@ -60,7 +60,7 @@ class FailureLedger:
         self.run_log = run_log
         self.max_share = max_share
         self.num_failed = 0
-        self._recent: deque[tuple[float, list[Failure]]] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[list[Failure], int]] = deque(maxlen=WINDOW)
 
     def training_attempt(self, attempt: Attempt) -> None:
         self._write("train", attempt)
@@ -91,16 +91,19 @@ class FailureLedger:
     def count(self, failures: Sequence[Failure], group_size: int) -> None:
         """An attempt at a group has ended, with so many failures."""
         self.num_failed += len(failures)
-        self._recent.append((len(failures) / group_size, list(failures)))
+        self._recent.append((list(failures), group_size))
 
     def check(self) -> None:
         """End the run if the share of failures over the last attempts is too large, even if the rest of a window
         that is not full yet were all good."""
-        share = sum(share for share, _ in self._recent) / WINDOW
-        if share > self.max_share:
-            limit = f"max_failed_share = {self.max_share:g}"
-            raise self.too_many(f"{share:.0%} of the rollouts of the last {WINDOW} groups failed ({limit})")
+        if sum(len(failures) / size for failures, size in self._recent) / WINDOW > self.max_share:
+            num_failed = sum(len(failures) for failures, _ in self._recent)
+            num_rollouts = sum(size for _, size in self._recent)
+            raise self.too_many(
+                f"{num_failed} of the {num_rollouts} rollouts of the last {len(self._recent)} groups failed "
+                f"(max_failed_share = {self.max_share:g} over {WINDOW} groups)"
+            )
 
     def too_many(self, what: str) -> TooManyFailures:
-        latest = [failure for _, failures in self._recent for failure in failures]
+        latest = [failure for failures, _ in self._recent for failure in failures]
         return TooManyFailures(f"{what}: {top_reasons(latest)}; see {self.run_dir.failures}")

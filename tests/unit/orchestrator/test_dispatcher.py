@@ -163,7 +163,9 @@ def test_too_many_failures_end_the_run_with_their_reasons(maker: Maker, tmp_path
     maker.failures = dict.fromkeys(range(100), 99)
 
     async def body(dispatcher: Dispatcher) -> None:
-        expected = r"53% of the rollouts of the last 64 groups failed \(max_failed_share = 0\.5\): 34 × ConnectionError"
+        expected = (
+            r"34 of the 34 rollouts of the last 34 groups failed \(max_failed_share = 0\.5 .*\): 34 × ConnectionE"
+        )
         with pytest.raises(TooManyFailures, match=expected):
             await dispatcher.next_batch(1, deadline())
 

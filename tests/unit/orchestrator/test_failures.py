@@ -54,7 +54,8 @@ def test_a_share_up_to_the_limit_is_borne(ledger: FailureLedger) -> None:
         ledger.training_attempt(attempt(FAILURE))
         ledger.check()
     ledger.training_attempt(attempt(FAILURE, FAILURE))
-    with pytest.raises(TooManyFailures, match=r"25% of the rollouts of the last 64 groups failed .*: 65 × KeyError: 1"):
+    expected = r"65 of the 256 rollouts of the last 64 groups failed \(max_failed_share = 0\.25 .*\): 65 × KeyError: 1"
+    with pytest.raises(TooManyFailures, match=expected):
         ledger.check()
 
 

@@ -1,0 +1,331 @@
+"""The wiring of the run: what is configured reaches the server, the batch and the files. Server, trainer and
+environment are fakes; everything between them is real."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.data.tokenizer import Tokenizer
+from tandem.orchestrator.failures import TooManyFailures
+from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.state import OrchestratorState
+from tandem.orchestrator.tasks import TaskOrder, request_seed
+from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
+from tandem.transport.weights.manifest import write_manifest
+from tandem.types.rollout import Completion, Task, TrainBatch
+from tandem.utils.files import read_json_lines
+from tandem.utils.metrics import MetricsForwarder
+from tandem.utils.run_dir import RunDir, step_name
+
+TASKS = [Task(index, [{"role": "user", "content": "abcdef"[index]}], "") for index in range(6)]
+
+
+class FakeServer:
+    """Completion number i of a group has i + 1 tokens, of the version that was loaded last."""
+
+    base_url = "http://127.0.0.1:1"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.loaded: list[tuple[str, int]] = []
+        self.requests: list[dict[str, Any]] = []
+
+    async def wait_until_ready(self) -> None:
+        pass
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        self.loaded.append((path.name, version))
+
+    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
+        self.requests.append({"prompt": self.tokenizer.decode(prompt_ids)} | options)
+        await asyncio.sleep(0)
+        version = self.loaded[-1][1]
+        return [
+            Completion(self.tokenizer.encode("x" * length), [-0.25] * length, [version] * length, "stop")
+            for length in range(1, options["n"] + 1)
+        ]
+
+
+class FakeEnvironment:
+    """Rewards a completion by its length: the first entry for one token, and so on."""
+
+    def __init__(self, rewards: Sequence[Any]) -> None:
+        self.rewards = rewards
+        self.train_tasks = TASKS[:4]
+        self.eval_tasks = TASKS[4:]
+
+    async def score(self, task: Task, completion: str) -> float:
+        return self.rewards[len(completion) - 1]
+
+
+class Run:
+    """One run with a trainer that publishes version n as soon as it has batch n."""
+
+    def __init__(self, root: Path, tokenizer: Tokenizer, rewards: Sequence[Any], options: dict[str, Any]) -> None:
+        defaults = {
+            "model": {"name": "models/base"},
+            "output_dir": root,
+            "max_steps": 4,
+            "prompts_per_step": 2,
+            "group_size": 3,
+            "max_staleness": 0,
+            "seed": 7,
+            "advantage": {"type": "dr_grpo"},
+            "env": {"tries": 1},
+            "keep_rollouts": 9,
+        }
+        self.config = OrchestratorConfig.model_validate(defaults | options)
+        self.dir = RunDir(root)
+        self.server = FakeServer(tokenizer)
+        self.environment = FakeEnvironment(rewards)
+        self.tokenizer = tokenizer
+
+    def start(self, resumed_from: OrchestratorState | None = None) -> "Run":
+        async def run() -> None:
+            first = resumed_from.step if resumed_from else 0
+            trainer = asyncio.ensure_future(self._train(first))
+            forwarder = MetricsForwarder(self.dir.metrics, [])
+            client: Any = self.server
+            loop = Orchestrator(self.config, self.environment, self.tokenizer, client, forwarder, resumed_from)
+            try:
+                await asyncio.wait_for(loop.run(), 60)
+            finally:
+                trainer.cancel()
+
+        asyncio.run(run())
+        return self
+
+    async def _train(self, first: int) -> None:
+        for step in range(first + 1, self.config.max_steps + 1):
+            while not (self.dir.rollouts / step_name(step) / MARKER).exists():
+                await asyncio.sleep(0.001)
+            publish(self.dir, step)
+
+    def batch(self, step: int) -> TrainBatch:
+        return RolloutReader(self.dir.rollouts, timeout_s=1).read(step)
+
+    def advantages(self, step: int) -> list[list[float]]:
+        """The advantages of each sequence of a batch."""
+        packed = self.batch(step).packed
+        stream = packed.streams["advantages"]
+        return [stream[packed.sequences == number].tolist() for number in range(packed.num_sequences)]
+
+    @property
+    def training_requests(self) -> list[dict[str, Any]]:
+        return [request for request in self.server.requests if request["n"] == self.config.group_size]
+
+    @property
+    def eval_requests(self) -> list[dict[str, Any]]:
+        return [request for request in self.server.requests if request["n"] == 1]
+
+    def metrics(self, key: str) -> list[dict[str, Any]]:
+        return [line for line in read_json_lines(self.dir.metrics) if key in line]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in read_json_lines(self.dir.events) if event["event"] == name]
+
+
+def publish(run_dir: RunDir, version: int) -> None:
+    path = run_dir.weights / f".{step_name(version)}.tmp"
+    path.mkdir(parents=True)
+    write_manifest(path, version)
+    path.rename(run_dir.weights / step_name(version))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, tiny_model: Path):
+    tokenizer = Tokenizer(tiny_model)
+
+    def make(*rewards: Any, **options: Any) -> Run:
+        return Run(tmp_path, tokenizer, rewards or (1.0, 0.0, 0.5), options)
+
+    return make
+
+
+def test_rewards_become_advantages_of_the_sampled_tokens(make_run) -> None:
+    """Rewards 1, 0, 0.5 for one, two and three tokens: mean 0.5, in both groups of a batch."""
+    run = make_run(max_steps=1).start()
+    assert run.advantages(1) == [[0.5], [-0.5] * 2, [0.0] * 3] * 2
+    samples = read_json_lines(run.dir.samples(1))
+    assert [line["advantage"] for line in samples] == [0.5, -0.5, 0.0] * 2
+    assert [line["reward"] for line in samples] == [1.0, 0.0, 0.5] * 2
+
+
+def test_the_kind_of_advantage_is_the_configured_one(make_run) -> None:
+    """Leave-one-out: 1 − 0.25, 0 − 0.75, 0.5 − 0.5."""
+    run = make_run(max_steps=1, advantage={"type": "rloo"}).start()
+    assert run.advantages(1) == [[0.75], [-0.75] * 2, [0.0] * 3] * 2
+
+
+def test_the_penalty_on_long_completions_reaches_the_batch(make_run) -> None:
+    """Of at most 3 tokens the last 2 cost up to 1: rewards 0, -0.5, -1 once shaped, with mean -0.5."""
+    overlong = {"buffer_tokens": 2, "penalty": 1.0}
+    run = make_run(0.0, 0.0, 0.0, max_steps=1, overlong=overlong, sampling={"max_tokens": 3}).start()
+    assert run.advantages(1) == [[0.5], [0.0] * 2, [-0.5] * 3] * 2
+    (line,) = run.metrics("reward/mean")
+    assert (line["reward/mean"], line["reward/shaped_mean"]) == (0.0, -0.5)
+    assert line["completions/overlong"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("type", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_equal_rewards_whose_sum_is_inexact_teach_nothing(make_run, type: str) -> None:
+    """Three times 0.1 is 0.30000000000000004."""
+    run = make_run(0.1, 0.1, 0.1, max_steps=1, advantage={"type": type}).start()
+    assert run.advantages(1) == [[0.0], [0.0] * 2, [0.0] * 3] * 2
+    assert run.metrics("reward/mean")[0]["groups/without_signal"] == 1.0
+
+
+def test_sampling_options_reach_the_server_and_the_batch(make_run) -> None:
+    sampling = {"temperature": 0.75, "max_tokens": 12}
+    run = make_run(max_steps=2, sampling=sampling, eval={"temperature": 0.25}).start()
+    assert {request["temperature"] for request in run.training_requests} == {0.75}
+    assert {request["temperature"] for request in run.eval_requests} == {0.25}
+    assert {request["max_tokens"] for request in run.server.requests} == {12}
+    assert [run.batch(step).temperature for step in (1, 2)] == [0.75, 0.75]
+    assert [run.batch(step).step for step in (1, 2)] == [1, 2]
+
+
+def test_every_group_has_its_task_and_seed_by_its_order(make_run) -> None:
+    run = make_run().start()
+    order = TaskOrder(TASKS[:4], seed=7)
+    requests = run.training_requests
+    assert [request["seed"] for request in requests] == [request_seed(7, "train", number) for number in range(8)]
+    for number, request in enumerate(requests):
+        assert order[number].messages[0]["content"] in request["prompt"]
+    trained = [line["task"] for step in range(1, 5) for line in read_json_lines(run.dir.samples(step))[::3]]
+    assert trained == [order[number].index for number in range(8)]
+    assert [request["seed"] for request in run.eval_requests[:2]] == [request_seed(7, "eval", n) for n in (0, 1)]
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(None, [0, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
+def test_evaluations_are_made_when_due(make_run, every: int | None, evaluated: list[int]) -> None:
+    run = make_run(eval={"every": every, "num_prompts": 2}).start()
+    lines = run.metrics("eval/reward")
+    assert [line["step"] for line in lines] == evaluated
+    assert [line["eval/num_prompts"] for line in lines] == [2] * len(evaluated)
+    assert all(run.dir.eval_samples(version).exists() for version in evaluated)
+
+
+def test_each_version_is_loaded_once(make_run) -> None:
+    run = make_run().start()
+    assert run.server.loaded == [("base", 0), *((step_name(version), version) for version in range(1, 5))]
+    assert [event["version"] for event in run.events("version_served")] == [1, 2, 3, 4]
+    assert [line["version"] for line in run.metrics("version")] == [0, 1, 2, 3]
+    assert (run.events("started")[0]["version"], run.events("finished")[0]["version"]) == (0, 4)
+
+
+def test_the_state_is_saved_when_a_checkpoint_is_due(make_run) -> None:
+    """Overlapped: after batch 2, orders 4 to 7 may be under way, and are to be made again."""
+    run = make_run(checkpoint={"every": 2}, max_staleness=1).start()
+    saved = sorted(path.name for path in run.dir.checkpoints.iterdir())
+    assert saved == ["step_000002", "step_000004"]
+    state = OrchestratorState.load(run.dir, 2)
+    trained = [line["task"] for step in (1, 2) for line in read_json_lines(run.dir.samples(step))[::3]]
+    assert state.step == 2 and state.next_order - len(state.unfinished) == len(trained) == 4
+    assert OrchestratorState.load(run.dir, 4).unfinished == []
+
+
+def test_a_resumed_run_goes_on_where_the_state_says(make_run) -> None:
+    """Weights of step 2, order 3 first, then 5; no evaluation of a version that was evaluated; task 2 is set aside."""
+    order = TaskOrder(TASKS[:4], seed=7)
+    run = make_run(max_steps=3)
+    publish(run.dir, 2)
+    run.start(OrchestratorState(2, next_order=5, unfinished=[3], set_aside=[order.place(5)]))
+    assert run.server.loaded == [("step_000002", 2), ("step_000003", 3)]
+    seeds = [request["seed"] for request in run.training_requests]
+    assert seeds == [request_seed(7, "train", number) for number in (3, 6)]
+    assert [line["step"] for line in run.metrics("eval/reward")] == [3]
+    assert [line["step"] for line in run.metrics("reward/mean")] == [3]
+
+
+def test_batches_are_removed_once_they_were_trained_on(make_run) -> None:
+    run = make_run(keep_rollouts=2).start()
+    assert sorted(path.name for path in run.dir.rollouts.iterdir()) == ["step_000003", "step_000004"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_staleness_is_as_configured(make_run, max_staleness: int) -> None:
+    """On-policy, step n is trained on version n − 1. One step ahead, the groups of step 2 are started with those of
+    step 1, under version 0."""
+    run = make_run(max_staleness=max_staleness).start()
+    ages = [line["staleness/max"] for line in run.metrics("staleness/max")]
+    assert ages[1] == max_staleness and max(ages) == max_staleness
+
+
+def test_steps_are_logged_with_what_they_were_made_of(make_run) -> None:
+    run = make_run().start()
+    lines = run.metrics("reward/mean")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert (line["reward/mean"], line["reward/min"], line["reward/max"]) == (0.5, 0.0, 1.0)
+        assert line["completion_tokens/total"] == 12
+        assert (line["groups/stale"], line["rollouts/failed"], line["tasks/set_aside"]) == (0, 0, 0)
+        assert line["tokens_per_s"] == pytest.approx(12 / line["step_s"])
+        assert "reward/shaped_mean" not in line
+
+
+def test_failures_are_counted_in_the_metrics_and_kept_in_the_state(make_run) -> None:
+    """The third token of task 1 cannot be rewarded; the other tasks can."""
+    run = make_run(checkpoint={"every": 1}, max_steps=2)
+    score = run.environment.score
+
+    async def fails_on_task_1(task: Task, completion: str) -> float:
+        return float("nan") if task.index == 1 and len(completion) == 3 else await score(task, completion)
+
+    run.environment.score = fails_on_task_1
+    run.start()
+    (event,) = run.events("task_set_aside")
+    assert event["task"] == 1
+    assert run.metrics("rollouts/failed")[-1]["rollouts/failed"] == 1
+    assert run.metrics("tasks/set_aside")[-1]["tasks/set_aside"] == 1
+    assert OrchestratorState.load(run.dir, 2).set_aside == [1]
+    (line,) = read_json_lines(run.dir.failures)
+    assert (line["purpose"], line["task"], line["completion"]) == ("train", 1, "xxx")
+
+
+def test_a_failed_rollout_is_tried_as_often_as_configured(make_run) -> None:
+    run = make_run(max_steps=1, prompts_per_step=1, env={"tries": 2})
+    run.environment.train_tasks = TASKS[:1]
+
+    async def fails(task: Task, completion: str) -> float:
+        if task.index == 0:
+            raise KeyError(completion)
+        return 1.0
+
+    run.environment.score = fails
+    with pytest.raises(TooManyFailures, match="all 1 training tasks failed and are set aside: 6 × KeyError"):
+        run.start()
+    assert len(run.training_requests) == 2
+
+
+def test_too_many_failures_end_the_run_without_wrapping(make_run) -> None:
+    run = make_run(max_failed_share=0.0, prompts_per_step=1)
+
+    async def fails(task: Task, completion: str) -> float:
+        if task in TASKS[:4]:
+            raise KeyError(completion)
+        return 1.0
+
+    run.environment.score = fails
+    with pytest.raises(TooManyFailures, match=r"3 of the 3 rollouts .*\(max_failed_share = 0 .*\): 3 × KeyError"):
+        run.start()
+
+
+def test_evaluation_failures_are_recorded_as_such(make_run) -> None:
+    run = make_run(max_steps=1)
+    score = run.environment.score
+
+    async def fails_on_task_4(task: Task, completion: str) -> float:
+        if task.index == 4:
+            raise KeyError("held out")
+        return await score(task, completion)
+
+    run.environment.score = fails_on_task_4
+    run.start()
+    assert [line["eval/num_failed"] for line in run.metrics("eval/num_failed")] == [1, 1]
+    assert [line["purpose"] for line in read_json_lines(run.dir.failures)] == ["eval", "eval"]
+    assert run.metrics("rollouts/failed")[-1]["rollouts/failed"] == 0
