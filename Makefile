@@ -2,6 +2,7 @@
 # make test    lint, types, import layers and all tests
 # make check   only lint, types and import layers
 # make setup   only make the environment (.venv)
+# make mutants whether the unit tests notice 150 small mistakes in the code; half an hour, not part of make test
 # make vllm    vLLM's CPU build in an environment of its own (.venv-vllm, 2 GB); its tests are skipped without it
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 MODEL := models/reverse_text
 DATA := models/reverse_text_sft.jsonl
 
-.PHONY: setup setup-dev vllm demo test check format clean
+.PHONY: setup setup-dev vllm demo test check mutants format clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -67,6 +68,10 @@ check: setup-dev
 test: check
 	@echo "== tests"
 	$(BIN)/python -m pytest
+
+mutants: setup-dev
+	@echo "== mutants"
+	$(BIN)/python -m tests.mutants.run
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

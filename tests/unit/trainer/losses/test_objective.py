@@ -121,6 +121,53 @@ def test_micro_batches_add_up(make_streams, type) -> None:
         assert value.item() == pytest.approx(max(parts) if name.startswith("max/") else sum(parts)), name
 
 
+def loss_and_gradient(streams: PolicyStreams, config: LossConfig) -> tuple[float, list[float]]:
+    loss = make_policy_loss(config)(streams).loss
+    return loss.item(), torch.autograd.grad(loss, streams.logprobs)[0].tolist()
+
+
+def test_ratios_are_to_the_old_policy_and_not_to_the_engine(make_streams) -> None:
+    """New to old 1.1, old to engine 2: the loss is -1.1, the ratio to the engine, 2.2, would be clipped."""
+    streams = make_streams([1.1], [1.0], sampled_ratios=[2.0])
+    loss, gradient = loss_and_gradient(streams, LossConfig(old_logprobs="recomputed"))
+    assert loss == pytest.approx(-1.1) and gradient == pytest.approx([-1.1])
+
+
+def test_a_correction_weighs_the_policy_term(make_streams) -> None:
+    """Trainer to engine 2 and 0.5, held within 1.5: weights 1.5 and 0.5 on losses of -1 and -2."""
+    streams = make_streams([1.0, 1.0], [1.0, 2.0], sampled_ratios=[2.0, 0.5])
+    correction = CorrectionConfig(type="truncate", high=1.5)
+    loss, gradient = loss_and_gradient(streams, LossConfig(old_logprobs="recomputed", correction=correction))
+    assert loss == pytest.approx(-1.5 - 1.0) and gradient == pytest.approx([-1.5, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("config", "loss"),
+    [
+        (LossConfig(type="reinforce"), -0.5 * math.log(0.5 * math.exp(-1.5))),  # no ratio in -A l: the mask weighs
+        (LossConfig(), -0.5),  # the ratio, 0.5, is in the loss already: the mask is 1
+    ],
+)
+def test_a_mask_weighs_only_where_the_objective_has_no_ratio(make_streams, config, loss) -> None:
+    """Trainer to engine 0.5, within the bounds."""
+    masked = config.model_copy(update={"correction": CorrectionConfig(type="mask", low=0.1, high=2.0)})
+    assert loss_and_gradient(make_streams([0.5], [1.0]), masked)[0] == pytest.approx(loss)
+
+
+def test_tokens_weigh_as_much_as_their_sequence_is_short(make_streams) -> None:
+    """Sequences of two tokens and of one, advantage 1: each sequence has a loss of -1."""
+    streams = make_streams([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], lengths=[2, 1])
+    loss, gradient = loss_and_gradient(streams, LossConfig(normalize="sequences"))
+    assert loss == pytest.approx(-2.0) and gradient == pytest.approx([-0.5, -0.5, -1.0])
+
+
+@pytest.mark.parametrize(("type", "ratio"), [("gspo", math.sqrt(1.21 * 1.0)), ("rloo", 1.21 * 1.0)])
+def test_gspo_takes_the_geometric_mean_and_rloo_the_product(make_streams, type, ratio) -> None:
+    """Token ratios 1.21 and 1 of one sequence: the loss of the sequence, once."""
+    config = LossConfig(type=type, normalize="sequences", clip_low=0.9, clip_high=9.0)
+    assert loss_and_gradient(make_streams([1.21, 1.0], [1.0, 1.0]), config)[0] == pytest.approx(-ratio)
+
+
 def test_mismatch_metrics_by_hand(make_streams) -> None:
     """k3 of each token: r - 1 - ln r."""
     ratios = [1.25, 1.5, 0.5]

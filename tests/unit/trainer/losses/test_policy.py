@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.config.losses import LossConfig
 from tandem.trainer.losses import LossOutput, PolicyStreams, make_policy_loss
 from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term
-from tandem.trainer.losses.ratios import sequence_log_ratios
+from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 
 
 def loss_and_gradient(make_streams, ratios, advantages, lengths=None, **options) -> tuple[LossOutput, Tensor]:
@@ -16,6 +16,12 @@ def loss_and_gradient(make_streams, ratios, advantages, lengths=None, **options)
     output = make_policy_loss(LossConfig(**options))(streams)
     (gradient,) = torch.autograd.grad(output.loss, streams.logprobs)
     return output, gradient
+
+
+def test_ratios_are_exact_up_to_twenty_nats_and_flat_beyond() -> None:
+    exponents = torch.tensor([-19.0, 0.0, 19.0, 21.0, 1e4], dtype=torch.float64)
+    expected = torch.tensor([-19.0, 0.0, 19.0, 20.0, 20.0], dtype=torch.float64).exp()
+    assert bounded_exp(exponents).tolist() == expected.tolist()
 
 
 def test_on_policy_the_gradient_is_minus_the_advantage(make_streams) -> None:

@@ -85,6 +85,7 @@ def test_whitening_over_ranks_is_whitening_of_all() -> None:
         (1.0, 1.0, 0.5, -1.0, False),  # return 2: (1 - 2)² / 2
         (1.1, 1.0, 0.405, -0.9, False),  # moved less than 0.2: both are the same
         (1.5, 1.0, 0.32, 0.0, True),  # held at 1.2, which is farther off: (1.2 - 2)² / 2, flat
+        (2.5, 3.0, 0.32, 0.0, True),  # from above: held at 2.8, which is farther off
         (0.5, 1.0, 1.125, -1.5, False),  # moved away from the return: held at 0.8, but farther off unheld
     ],
 )

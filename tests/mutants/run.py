@@ -1,0 +1,145 @@
+"""Do the unit tests notice when the code is wrong? `make mutants` answers with figures.
+
+mutants.toml lists small mistakes: a piece of source text and what it is replaced by. Each is made in a copy of the
+sources and given to the unit tests named beside it; a mutant that they let pass has survived. Not part of `make test`:
+it takes about as long as all other tests together. `test_list.py` is part of it, and checks that the list fits the
+sources.
+
+    python -m tests.mutants.run                       all of them
+    python -m tests.mutants.run trainer/losses loop   those of files whose path holds one of these words
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src"
+LIST = Path(__file__).with_name("mutants.toml")
+REQUIRED_SHARE = 0.95
+TIMEOUT_S = 600
+# pytest's exit codes: a failed test, or an error while collecting, which a mutant may well cause.
+PASSED, KILLED = 0, (1, 2)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str  # below src/tandem
+    tests: tuple[str, ...]  # below tests/unit
+    original: str
+    replacement: str
+
+    @property
+    def path(self) -> Path:
+        return Path("tandem") / self.file
+
+    def apply(self, source: str) -> str:
+        """The source with the mistake in it."""
+        found = source.count(self.original)
+        if found != 1:
+            raise ValueError(f"{self.file} holds {self.original!r} {found} times; a mutant has to be in one place")
+        return source.replace(self.original, self.replacement)
+
+
+def read_list() -> list[Mutant]:
+    entries = tomllib.loads(LIST.read_text())["file"]
+    return [
+        Mutant(entry["path"], tuple(entry["tests"]), original, replacement)
+        for entry in entries
+        for original, replacement in entry["mutants"]
+    ]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A copy of the sources that mutants are made in, one at a time."""
+
+    sources: Path
+
+    def run_tests(self, tests: Sequence[str]) -> int:
+        """pytest's exit code; a run without end counts as a failure."""
+        paths = [str(ROOT / "tests" / "unit" / test) for test in tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *paths]
+        environment = os.environ | {"PYTHONPATH": str(self.sources), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # two versions of a file may be of one second and one size
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return KILLED[0]
+        if done.returncode not in (PASSED, *KILLED):
+            raise RuntimeError(f"pytest {' '.join(tests)} ended with {done.returncode}: {done.stdout.decode()[-2000:]}")
+        return done.returncode
+
+    @contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        path = self.sources / mutant.path
+        source = path.read_text()
+        path.write_text(mutant.apply(source))
+        try:
+            yield
+        finally:
+            path.write_text(source)
+
+
+def survives(mutant: Mutant, workplaces: "Queue[Workplace]") -> bool:
+    workplace = workplaces.get()
+    try:
+        with workplace.mutated(mutant):
+            return workplace.run_tests(mutant.tests) == PASSED
+    finally:
+        workplaces.put(workplace)
+
+
+def check_baseline(mutants: Sequence[Mutant], workplace: Workplace) -> None:
+    """Tests that fail anyway would kill every mutant."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    if workplace.run_tests(tests) != PASSED:
+        raise SystemExit(f"mutants: these tests fail without a mutant: {' '.join(tests)}")
+
+
+def run(mutants: Sequence[Mutant], num_workers: int) -> list[Mutant]:
+    """The mutants that survive."""
+    with tempfile.TemporaryDirectory(prefix="tandem-mutants-") as folder:
+        workplaces: Queue[Workplace] = Queue()
+        for number in range(num_workers):
+            sources = Path(folder) / str(number)
+            shutil.copytree(SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            workplaces.put(Workplace(sources))
+        check_baseline(mutants, workplaces.queue[0])
+        survivors = []
+        with ThreadPoolExecutor(num_workers) as pool:
+            outcomes = pool.map(lambda mutant: survives(mutant, workplaces), mutants)
+            for number, (mutant, survived) in enumerate(zip(mutants, outcomes, strict=True), start=1):
+                verdict = "SURVIVED" if survived else "killed"
+                print(f"{number:4d}/{len(mutants)} {verdict:8s} {mutant.file}: {mutant.original!r}", flush=True)
+                if survived:
+                    survivors.append(mutant)
+        return survivors
+
+
+def main(words: Sequence[str]) -> None:
+    mutants = [mutant for mutant in read_list() if not words or any(word in mutant.file for word in words)]
+    if not mutants:
+        raise SystemExit(f"mutants: no file in {LIST.name} has {' or '.join(words)} in its path")
+    started = time.monotonic()
+    survivors = run(mutants, num_workers=len(os.sched_getaffinity(0)))
+    share = 1 - len(survivors) / len(mutants)
+    for mutant in survivors:
+        print(f"survived: {mutant.file}: {mutant.original!r} -> {mutant.replacement!r} ({' '.join(mutant.tests)})")
+    print(f"{share:.1%} of {len(mutants)} mutants killed in {(time.monotonic() - started) / 60:.0f} minutes")
+    if share < REQUIRED_SHARE:
+        raise SystemExit(f"mutants: at least {REQUIRED_SHARE:.0%} have to be killed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
