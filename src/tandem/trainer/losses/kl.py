@@ -14,11 +14,12 @@ What is learned from is the gradient, and that is another matter. Its mean is, o
 and k1 in the reward has that of KL(π || ρ) of whole sequences: a token answers for where it leads, too.
 """
 
+import math
 from typing import Literal
 
 from torch import Tensor
 
-from tandem.trainer.losses.ratios import bounded_exp
+from tandem.trainer.losses.ratios import LARGEST_EXPONENT, bounded_exp
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -30,12 +31,30 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimat
         return difference
     if estimator == "k2":
         return difference.square() / 2
-    return bounded_exp(-difference) - 1 + difference
+    return k3(difference)
 
 
-def kl_losses(logprobs: Tensor, old_logprobs: Tensor, estimates: Tensor, *, weighted: bool) -> Tensor:
+def k3(difference: Tensor) -> Tensor:
+    """exp(−l) − 1 + l; below l = −20 the tangent there, so that value and gradient stay finite and keep their sign."""
+    held = (-difference).clamp(max=LARGEST_EXPONENT)
+    beyond = (-difference - LARGEST_EXPONENT).relu()
+    return held.expm1() + math.exp(LARGEST_EXPONENT) * beyond + difference
+
+
+def kl_losses(
+    logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator, *, weighted: bool
+) -> Tensor:
     """(tokens,): k, or r k with the ratio r = exp(log-prob − old log-prob), which carries a gradient as well."""
-    return bounded_exp(logprobs - old_logprobs) * estimates if weighted else estimates
+    estimates = kl_estimate(logprobs, reference_logprobs, estimator)
+    if not weighted:
+        return estimates
+    ratios = bounded_exp(logprobs - old_logprobs)
+    if estimator != "k3":
+        return ratios * estimates
+    # The gradient is r (k3 + 1 − exp(−l)), which is r l. Taken term by term, rounding of the exponentials would be more
+    # than is left of them.
+    slopes = (logprobs - reference_logprobs).detach()
+    return ratios.detach() * (estimates.detach() + slopes * (logprobs - logprobs.detach()))
 
 
 def kl_rewards(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator, coef: float) -> Tensor:

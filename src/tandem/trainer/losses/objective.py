@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.config.losses import LossConfig
 from tandem.trainer.losses.correction import correction_weights
-from tandem.trainer.losses.kl import kl_estimate, kl_losses, kl_rewards
+from tandem.trainer.losses.kl import k3, kl_estimate, kl_losses, kl_rewards
 from tandem.trainer.losses.normalization import token_weights
 from tandem.trainer.losses.policy import PolicyTerm, cispo_term, clipped_term, reinforce_term
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
@@ -52,11 +52,16 @@ def policy_loss(streams: PolicyStreams, config: LossConfig) -> LossOutput:
         metrics |= {"correction": correction.sum(), "masked_fraction": (correction == 0).float().sum()}
     if config.kl.coef > 0:
         assert streams.reference_logprobs is not None
-        kl = kl_estimate(streams.logprobs, streams.reference_logprobs, config.kl.estimator)
-        metrics["reference_kl"] = kl.detach().sum()
+        kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, config.kl.estimator)
+        metrics["reference_kl"] = kl.sum()
         if config.kl.place == "loss":
-            losses = kl_losses(streams.logprobs, streams.old_logprobs, kl, weighted=config.kl.weighted)
-            parts["kl"] = config.kl.coef * losses
+            parts["kl"] = config.kl.coef * kl_losses(
+                streams.logprobs,
+                streams.old_logprobs,
+                streams.reference_logprobs,
+                config.kl.estimator,
+                weighted=config.kl.weighted,
+            )
     if config.teacher.coef > 0:
         assert streams.teacher_logprobs is not None
         metrics["teacher_kl"] = (streams.logprobs.detach() - streams.teacher_logprobs).sum()
@@ -129,6 +134,6 @@ def ratio_metrics(log_ratios: Tensor, term: PolicyTerm) -> dict[str, Tensor]:
 def mismatch_metrics(log_ratios: Tensor) -> dict[str, Tensor]:
     """How far trainer and engine are apart on the sampled tokens."""
     return {
-        "mismatch_kl": (bounded_exp(log_ratios) - 1 - log_ratios).sum(),  # k3 of KL(engine || trainer)
+        "mismatch_kl": k3(-log_ratios).sum(),  # of KL(engine || trainer)
         "max/logprob_difference": log_ratios.abs().max() if len(log_ratios) else log_ratios.new_zeros(()),
     }

@@ -38,6 +38,34 @@ def test_gradients_are_those_of_the_values(estimator) -> None:
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, reference, estimator), logprobs)
 
 
+@pytest.mark.parametrize(("weighted", "slope"), [(False, lambda x: -math.expm1(-x)), (True, lambda x: x)])
+def test_k3_has_its_gradient_at_every_distance(weighted, slope) -> None:
+    """In float32, of policies on their own samples: 1 − exp(−l) of k3, and k3 + 1 − exp(−l) = l of r k3."""
+    distances = [-20.0, -19.0, -12.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 12.0, 21.0, 100.0]
+    logprobs = torch.tensor([-150.0] * len(distances), requires_grad=True)
+    reference = torch.tensor([-150.0 - distance for distance in distances])
+    kl_losses(logprobs, logprobs.detach(), reference, "k3", weighted=weighted).sum().backward()
+    exact = [slope(float(distance)) for distance in logprobs.detach() - reference]
+    assert logprobs.grad.tolist() == pytest.approx(exact, rel=1e-6, abs=1e-7)
+
+
+def test_k3_beyond_its_bound_keeps_its_sign() -> None:
+    """At l = −25 the tangent from −20 goes on: e²⁰ (1 + 5) − 1 − 25, slope 1 − e²⁰. Weighted, the slope is l."""
+    logprobs = torch.tensor([-25.0, -1000.0], requires_grad=True)
+    estimates = kl_estimate(logprobs, torch.zeros(2), "k3")
+    assert estimates.tolist() == pytest.approx([6 * math.exp(20) - 26, 981 * math.exp(20) - 1001], rel=1e-6)
+    (plain,) = torch.autograd.grad(estimates.sum(), logprobs)
+    assert plain.tolist() == pytest.approx([1 - math.exp(20)] * 2, rel=1e-6)
+    weighted = kl_losses(logprobs, logprobs.detach(), torch.zeros(2), "k3", weighted=True)
+    assert weighted.tolist() == estimates.tolist()
+    assert torch.autograd.grad(weighted.sum(), logprobs)[0].tolist() == [-25.0, -1000.0]
+
+
+def test_small_distances_do_not_drown_in_rounding() -> None:
+    """l²/2 − l³/6 of l = 1e-3 is 4.998e-7, less than what float32 can tell apart near 1."""
+    assert kl_estimate(torch.tensor([1e-3]), torch.zeros(1), "k3").item() == pytest.approx(4.9983e-7, rel=1e-3)
+
+
 def test_rewards_carry_no_gradient() -> None:
     assert not kl_rewards(torch.zeros(2, requires_grad=True), torch.ones(2), "k1", 0.1).requires_grad
 
@@ -78,7 +106,7 @@ def test_weighted_with_the_ratio_it_is_that_of_the_kl_off_policy_too(estimator) 
     logprobs = logits.log_softmax(-1)
     old = torch.tensor([0.5, 0.1, -0.3], dtype=torch.float64).log_softmax(-1)
     (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
-    losses = kl_losses(logprobs, old, kl_estimate(logprobs, reference, estimator), weighted=True)
+    losses = kl_losses(logprobs, old, reference, estimator, weighted=True)
     (actual,) = torch.autograd.grad((old.exp() * losses).sum(), logits)
     assert actual.tolist() == pytest.approx(exact.tolist(), abs=1e-12)
 
