@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from tandem.config.orchestrator import ClientConfig
-from tandem.types.rollout import Completion
+from tandem.types.rollout import Completion, require_logprobs
 from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
@@ -111,9 +111,14 @@ class InferenceClient:
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
+    logprobs = choice["logprobs"]["token_logprobs"]
+    try:
+        require_logprobs(logprobs, f"completion {choice['index']} of the server")
+    except ValueError as error:
+        raise InferenceError(str(error)) from error
     return Completion(
         token_ids=choice["token_ids"],
-        logprobs=choice["logprobs"]["token_logprobs"],
+        logprobs=logprobs,
         versions=choice["weight_versions"],
         finish_reason=choice["finish_reason"],
     )

@@ -47,6 +47,7 @@ class Learner:
 
     def learn(self, batch: TrainBatch) -> dict[str, float]:
         """All updates of one batch. Metrics are means over the updates, or maxima."""
+        batch.require_usable()
         updates = self._completed(list(self._updates(batch)), batch.temperature)
         stats = [
             self.stepper.step(update.micro_batches, self.loss, update.denominator, batch.temperature)

@@ -1,6 +1,6 @@
 """What travels from the environment to the trainer, from large to small: Task, Group of Rollouts, PackedBatch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Message = dict[str, Any]
+# Servers write −9999 for a log-prob of minus infinity, which JSON cannot.
+LEAST_LOGPROB = -9999.0
+# A token that is certain may come out above zero, by rounding.
+MOST_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,17 @@ class Completion:
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+
+
+def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], where: str) -> None:
+    """ValueError unless each may be the log-prob of a token that was sampled; ratios to any other mean nothing."""
+    values = np.asarray(logprobs, dtype=np.float64)  # None becomes NaN
+    unusable = np.flatnonzero(~((values > LEAST_LOGPROB) & (values <= MOST_LOGPROB)))
+    if len(unusable):
+        raise ValueError(
+            f"{where}: the log-prob of a sampled token must be finite and not above 0; that of token {unusable[0]} of "
+            f"{len(values)} is {values[unusable[0]]:g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,3 +135,12 @@ class TrainBatch:
     step: int
     temperature: float
     packed: PackedBatch
+
+    def require_usable(self) -> None:
+        """ValueError if it holds a number that would train the model on nonsense in silence."""
+        for name, stream in self.packed.streams.items():
+            where = f"the batch of step {self.step}, stream {name!r}"
+            if name == "logprobs":
+                require_logprobs(stream, where)
+            elif not np.isfinite(stream).all():
+                raise ValueError(f"{where}: {np.count_nonzero(~np.isfinite(stream))} of {len(stream)} are not finite")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tandem.config.orchestrator import ClientConfig
 from tandem.orchestrator import client as client_module
-from tandem.orchestrator.client import InferenceClient, InferenceError
+from tandem.orchestrator.client import InferenceClient, InferenceError, _completion
 
 DROP = 0  # instead of a status: close the connection without an answer
 
@@ -121,6 +122,25 @@ def test_choices_come_back_in_order_and_the_request_says_everything(server: Fake
     assert headers["Authorization"] == "Bearer secret"
     expected = {"prompt": [1, 2, 3], "n": 2, "max_tokens": 4, "temperature": 0.5, "seed": 9, "return_token_ids": True}
     assert body | expected == body and body["logprobs"] == 0
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, -9999.0, math.nan, 0.5, None])
+def test_a_log_prob_that_cannot_be_one_is_refused(server: FakeServer, logprob: float | None) -> None:
+    """JSON has −9999 or null for minus infinity; the others stand for engines that are asked in another way."""
+    wrong = choice(0, 50) | {"token_ids": [50, 51], "logprobs": {"token_logprobs": [-0.25, logprob]}}
+    with pytest.raises(InferenceError, match=r"completion 0 of the server: the log-prob of .* token 1 of 2 is"):
+        _completion(wrong)
+    if logprob is None or math.isfinite(logprob):
+        server.plan = [(200, {"choices": [choice(1, 51), wrong]})]
+        with pytest.raises(InferenceError, match="token 1 of 2"):
+            with_client(server, generate)
+        assert len(server.requests) == 1
+
+
+def test_a_certain_token_may_round_above_zero(server: FakeServer) -> None:
+    certain = choice(0, 50) | {"logprobs": {"token_logprobs": [1e-6]}}
+    server.plan = [(200, {"choices": [certain]})]
+    assert with_client(server, generate)[0].logprobs == [1e-6]
 
 
 def test_without_a_key_none_is_sent(server: FakeServer) -> None:

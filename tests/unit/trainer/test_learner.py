@@ -1,5 +1,6 @@
 """Learning from a batch: what is computed, what it is divided by, how often the optimizer moves."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,3 +54,24 @@ def test_the_optimizer_moves_as_often_as_asked(tiny_model: Path, make_stepper, m
     learner = Learner(config(tiny_model, updates_per_batch=updates, epochs_per_batch=epochs), stepper, {})
     learner.learn(TrainBatch(1, 1.0, pack(make_samples(1, num_prompts=4))))
     assert len(moves) == updates * epochs
+
+
+@pytest.mark.parametrize(
+    ("stream", "value"),
+    [("logprobs", -math.inf), ("logprobs", math.nan), ("logprobs", 0.5), ("advantages", math.inf)],
+)
+def test_a_batch_of_unusable_numbers_is_refused(tiny_model: Path, make_stepper, make_samples, stream, value) -> None:
+    stepper = make_stepper()
+    first, *others = make_samples(1)
+    wrong = replace(first, streams={**first.streams, stream: [*first.streams[stream][:-1], value]})
+    before = [parameter.detach().clone() for parameter in stepper.model.parameters()]
+    with pytest.raises(ValueError, match=f"the batch of step 7, stream '{stream}': "):
+        Learner(config(tiny_model), stepper, {}).learn(TrainBatch(7, 1.0, pack([*others, wrong])))
+    assert all(torch.equal(*pair) for pair in zip(stepper.model.parameters(), before, strict=True))
+
+
+def test_what_is_not_learned_may_be_anything(tiny_model: Path, make_stepper, make_samples) -> None:
+    first, *others = make_samples(1)
+    odd = replace(first, streams={**first.streams, "logprobs": [math.nan, *first.streams["logprobs"][1:]]})
+    stats = Learner(config(tiny_model), make_stepper(), {}).learn(TrainBatch(7, 1.0, pack([*others, odd])))
+    assert math.isfinite(stats["loss"])
