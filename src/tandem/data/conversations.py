@@ -69,7 +69,10 @@ def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Toke
     joined = tokenize_spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))], tokenizer)
     opening = _opening_tokens(tokenizer)
     closing = [token for token in tokenizer.eos_token_ids[:1] if joined.token_ids[-1] != token]
-    return Sample([*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing))
+    sample = Sample([*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing))
+    if 1 not in sample.loss_mask:
+        raise ValueError(f"there is nothing to learn in {name!r}: no token begins in it but the first of the text")
+    return sample
 
 
 def read_prompt(prompt: Any) -> list[Message]:

@@ -46,7 +46,8 @@ class AlignBatch:
         if rows[0].reference is not None:
             streams[REFERENCE] = np.concatenate([part for row in rows for part in row.reference or ()])
         good_lengths = np.bincount(packed.sequences, minlength=len(samples))[labels == GOOD]
-        return cls(replace(packed, streams=streams), groups, float(good_lengths.mean()) if len(good_lengths) else 1.0)
+        mean_length = float(good_lengths.mean()) if good_lengths.any() else 1.0
+        return cls(replace(packed, streams=streams), groups, mean_length)
 
     @property
     def num_rows(self) -> int:

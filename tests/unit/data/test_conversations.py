@@ -121,6 +121,14 @@ def test_without_a_chat_template_a_completion_follows_its_prompt(base_tokenizer:
         encoded({"messages": [turn("assistant", "a")]}, base_tokenizer)
 
 
+def test_a_completion_without_a_token_of_its_own_is_refused(base_tokenizer: Tokenizer) -> None:
+    """The first token of a text is never learned, and here no other follows: nothing says that the text ends."""
+    base_tokenizer.eos_token_ids = []
+    assert encoded({"prompt": "", "completion": "ab"}, base_tokenizer) == "<a[b]"
+    with pytest.raises(ValueError, match="there is nothing to learn in 'completion'"):
+        encoded({"prompt": "", "completion": "a"}, base_tokenizer)
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [

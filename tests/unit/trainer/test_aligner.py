@@ -1,5 +1,6 @@
 """Steps on preferences: however they are cut, with what the objectives ask of the whole step."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -154,3 +155,19 @@ def test_a_rank_without_data_takes_part_without_a_trace() -> None:
         output.loss.backward()
         assert output.loss.item() == 0.0
         assert all(value.item() == 0.0 for value in output.metrics.values())
+
+
+@pytest.mark.parametrize("loss_type", [name for name in TYPES if name != "reward"])
+@pytest.mark.parametrize("empty", ["one chosen", "every chosen", "one rejected"])
+def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: str, empty: str) -> None:
+    """Data hold none, see data.on_bad_row; should one come all the same, the step is finite."""
+    which = 1 if empty == "one rejected" else 0
+    for number in range(len(rows) if empty == "every chosen" else 1):
+        samples = list(rows[number].samples)
+        prompt = samples[which].token_ids[: samples[which].num_context_tokens]
+        samples[which] = Sample(prompt, [0] * len(prompt))
+        rows[number] = replace(rows[number], samples=tuple(samples))
+    aligner, completed, mismatched = start(AlignLossConfig(type=loss_type), 1000)
+    stats = aligner.step(AlignBatch.of(completed), mismatched)
+    assert all(map(math.isfinite, stats.values())), stats
+    assert all(parameter.isfinite().all() for parameter in aligner.stepper.model.parameters())

@@ -37,10 +37,6 @@ class AlignStreams:
         """(tokens,) -> (sequences,)."""
         return sum_by_sequence(values, self.sequences, self.num_sequences)
 
-    def means(self, values: Tensor) -> Tensor:
-        """(tokens,) -> (sequences,)."""
-        return self.sums(values) / sequence_lengths(self.sequences, self.num_sequences)
-
 
 @dataclass(frozen=True)
 class StepFacts:
@@ -104,7 +100,7 @@ def pair_streams(streams: AlignStreams) -> PairStreams:
 def labeled_streams(streams: AlignStreams) -> LabeledStreams:
     assert streams.reference_logprobs is not None and streams.labels is not None
     return LabeledStreams(
-        streams.sums(streams.logprobs), streams.sums(streams.reference_logprobs), streams.means(streams.labels) > 0.5
+        streams.sums(streams.logprobs), streams.sums(streams.reference_logprobs), streams.sums(streams.labels) > 0
     )
 
 

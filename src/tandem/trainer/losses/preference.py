@@ -42,16 +42,16 @@ def hinge_loss(streams: PairStreams, beta: float) -> LossOutput:
 
 def ipo_loss(streams: PairStreams, beta: float) -> LossOutput:
     """((c - c°) / |c| - (r - r°) / |r| - 1 / 2β)²: per token, so that β means the same at every length."""
-    chosen_mean = (streams.chosen_logprobs - streams.reference_chosen) / streams.chosen_lengths
-    rejected_mean = (streams.rejected_logprobs - streams.reference_rejected) / streams.rejected_lengths
+    chosen_mean = per_token(streams.chosen_logprobs - streams.reference_chosen, streams.chosen_lengths)
+    rejected_mean = per_token(streams.rejected_logprobs - streams.reference_rejected, streams.rejected_lengths)
     losses = (chosen_mean - rejected_mean - 1 / (2 * beta)).square()
     return LossOutput(losses.sum(), pair_metrics(streams, beta * chosen_mean, beta * rejected_mean))
 
 
 def simpo_loss(streams: PairStreams, beta: float, gamma: float, label_smoothing: float) -> LossOutput:
     """-(1 - ε) log σ(z) - ε log σ(-z) with z = β (c / |c| - r / |r|) - γ."""
-    chosen = beta * streams.chosen_logprobs / streams.chosen_lengths
-    rejected = beta * streams.rejected_logprobs / streams.rejected_lengths
+    chosen = beta * per_token(streams.chosen_logprobs, streams.chosen_lengths)
+    rejected = beta * per_token(streams.rejected_logprobs, streams.rejected_lengths)
     losses = smoothed_log_sigmoid(chosen - rejected - gamma, label_smoothing)
     return LossOutput(losses.sum(), pair_metrics(streams, chosen, rejected))
 
@@ -74,14 +74,19 @@ def cpo_loss(
 
 def orpo_loss(streams: PairStreams, beta: float, mean_chosen_length: float) -> LossOutput:
     """-c / l - β log σ(o(c / |c|) - o(r / |r|)) with o(x) = x - log(1 - exp x), the log-odds, and l the mean of |c|."""
-    chosen = streams.chosen_logprobs / streams.chosen_lengths
-    rejected = streams.rejected_logprobs / streams.rejected_lengths
+    chosen = per_token(streams.chosen_logprobs, streams.chosen_lengths)
+    rejected = per_token(streams.rejected_logprobs, streams.rejected_lengths)
     log_odds_ratio = log_odds(chosen) - log_odds(rejected)
     preference = -beta * F.logsigmoid(log_odds_ratio)
     imitation = -streams.chosen_logprobs / mean_chosen_length
     parts = loss_parts(preference, imitation) | {"log_odds_ratio": log_odds_ratio.detach().sum()}
     metrics = pair_metrics(streams, beta * chosen, beta * rejected) | parts
     return LossOutput((imitation + preference).sum(), metrics)
+
+
+def per_token(sums: Tensor, lengths: Tensor) -> Tensor:
+    """Means over the tokens of completions; of an empty one, whose sum is 0, it is 0."""
+    return sums / lengths.clamp(min=1)
 
 
 def implicit_rewards(streams: PairStreams, beta: float) -> tuple[Tensor, Tensor]:

@@ -118,6 +118,30 @@ def test_orpo_by_hand() -> None:
     assert output.metrics["log_odds_ratio"].item() == pytest.approx(math.log(3))
 
 
+# An empty answer: nothing to say of it, a sum of 0 over 0 tokens.
+EMPTY_CHOSEN, EMPTY_REJECTED = (0.0, -6.0, 0.0, 4.0, 0.0, -5.0), (-4.0, 0.0, 2.0, 0.0, -5.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (partial(ipo_loss, beta=0.5), (0.25 - 1) ** 2),  # 0 - (-1/4) - 1
+        (partial(simpo_loss, beta=2.0, gamma=0.5, label_smoothing=0.0), math.log1p(math.exp(-2.5))),  # 2 · 6/4 - 0.5
+        (partial(orpo_loss, beta=1.0, mean_chosen_length=2.0), 0.0),  # probability 1: hardly any loss
+    ],
+)
+def test_an_empty_chosen_answer_by_hand(loss: PairLoss, expected: float) -> None:
+    assert loss(streams(EMPTY_CHOSEN)).loss.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("pair", [EMPTY_CHOSEN, EMPTY_REJECTED, (0.0,) * 6])
+def test_an_empty_answer_leaves_every_loss_finite(name: str, pair: tuple[float, ...]) -> None:
+    loss, *gradients = loss_and_gradients(LOSSES[name], streams(pair, PAIR))  # type: ignore[arg-type]
+    assert math.isfinite(loss)
+    assert all(gradient.isfinite().all() and gradient[1] != 0 for gradient in gradients)
+
+
 def test_log_odds_of_certainty_are_finite() -> None:
     logprobs = torch.tensor([0.0, -1e-12, -200.0], requires_grad=True)
     odds = log_odds(logprobs)
