@@ -101,10 +101,12 @@ class Decoder(nn.Module):
         self.lm_head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.packed_output: Tensor | None = None
         self.inv_freq = rotary_frequencies(spec)
+        self.compute_dtype: torch.dtype | None = None  # of hidden states, see `precision.py`; None: as the weights are
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """token_ids and positions (tokens,) -> hidden states after the last norm (tokens, hidden)."""
         x = self.embed_tokens(token_ids)
+        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         cos, sin = self.rotary(positions, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, context)

@@ -19,6 +19,7 @@ from tandem.config.lora import LoRAConfig, refuse_unknown_targets
 from tandem.models.attention import PackedAttention
 from tandem.models.files import weight_files
 from tandem.models.lora_training import PREFIX, adapter_config
+from tandem.models.precision import rounding_autocast
 from tandem.models.runtime import whole
 from tandem.utils.errors import UserError
 
@@ -46,6 +47,7 @@ class HFDecoder(nn.Module):
         self.model = model
         self.spec = shape_of(model.config.get_text_config())
         self.logit_scale = 1.0
+        self.compute_dtype: torch.dtype | None = None  # of hidden states, see `precision.py`; None: as the weights are
         self.adapter_targets: list[str] = []
         # GPT-2 keeps its matrices transposed.
         self.is_transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
@@ -66,8 +68,10 @@ class HFDecoder(nn.Module):
         Positions count from 0 in each sequence, as transformers assumes by itself.
         """
         rows, cells = lay_out(context.lengths, context.parents)
-        hidden = self.model.base_model(input_ids=token_ids[rows], use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, cells) * self.logit_scale
+        with rounding_autocast(token_ids.device, self.output_weight.dtype, self.compute_dtype):
+            hidden = self.model.base_model(input_ids=token_ids[rows], use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, cells) * self.logit_scale
+        return hidden if self.compute_dtype is None else hidden.to(self.compute_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.output_weight)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tandem.config.lora import TARGETS, LoRAConfig, refuse_unknown_targets
+from tandem.models import ops
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.models.lora import CONFIG, FUSED, WEIGHTS, AdapterMismatch, rows_of
@@ -48,10 +49,10 @@ class LoRALinear(nn.Linear):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        out = F.linear(input, self.weight, self.bias)
+        out = ops.linear(input, self.weight, self.bias, None)
         for part, rows in self.parts.items():
-            down = F.linear(F.dropout(input, self.dropout, self.training), self.lora_A[part])
-            out[..., rows].add_(F.linear(down, self.lora_B[part]), alpha=self.scale)
+            down = ops.linear(F.dropout(input, self.dropout, self.training), self.lora_A[part], None, None)
+            out[..., rows].add_(ops.linear(down, self.lora_B[part], None, None), alpha=self.scale)
         return out
 
 

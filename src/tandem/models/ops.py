@@ -1,4 +1,8 @@
-"""Operations of the decoder that are faster by our own kernels where there are some, and PyTorch's elsewhere."""
+"""Operations of the decoder that are faster by our own kernels where there are some, and PyTorch's elsewhere.
+
+All of them compute in the precision of `x`, whatever the weights are kept in, and by the same kernel with gradients and
+without (see `precision.py`).
+"""
 
 import torch
 from torch import Tensor
@@ -6,6 +10,7 @@ from torch.nn import functional as F
 
 from tandem.models.cpu import autograd, kernels
 from tandem.models.cpu.kernels import Layout
+from tandem.models.precision import rounded
 
 PACKED_FOR_ROWS = 64  # the layout serves any number of rows; this many it suits best
 
@@ -13,7 +18,7 @@ PACKED_FOR_ROWS = 64  # the layout serves any number of rows; this many it suits
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
     """x·weightᵀ + bias; `packed` is what `pack` made of the weight, if it made anything."""
     if packed is None:
-        return F.linear(x, weight, bias)
+        return F.linear(x, rounded(weight, x), None if bias is None else rounded(bias, x))
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
@@ -29,21 +34,18 @@ def pack(weight: Tensor) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    fast = kernels.find(x)
-    if fast is None or weight.dtype != x.dtype:
-        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+    weight, fast = rounded(weight, x), kernels.find(x)
+    if fast is None:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return autograd.RMSNorm.apply(fast, x, weight, eps) if torch.is_grad_enabled() else fast.rms_norm(x, weight, eps)
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """x (tokens, heads, head_dim): every head normalized, where there is a weight, then turned."""
     fast = kernels.find(x)
-    if (
-        fast is None
-        or x.shape[-1] > kernels.MAX_HEAD_DIM
-        or not (weight is None or weight.dtype == x.dtype == cos.dtype)
-    ):
+    if fast is None or x.shape[-1] > kernels.MAX_HEAD_DIM or cos.dtype != x.dtype:
         return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
+    weight = None if weight is None else rounded(weight, x)
     if torch.is_grad_enabled():
         return autograd.NormRotate.apply(fast, x, weight, eps, cos, sin)
     return fast.norm_rotate(x, weight, eps, cos, sin)
@@ -68,11 +70,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor | None:
-    """Attention of packed sequences without padding or copies; None where no kernel can do it."""
-    fast = kernels.find(q)
-    same_dtype = q.dtype == k.dtype == v.dtype == torch.float32
-    if fast is None or not same_dtype or q.shape[-1] % kernels.LANES:
+    """Attention of packed sequences without padding, in float32 inside; None where no kernel can do it."""
+    if kernels.find(q) is None or q.shape[-1] % kernels.LANES:
         return None
+    exact_q, exact_k, exact_v = q.float(), k.float(), v.float()
+    fast = kernels.find(exact_q)
+    assert fast is not None  # of the same library
     if torch.is_grad_enabled():
-        return autograd.PackedAttention.apply(fast, q, k, v, layout, window)
-    return fast.packed_attention(q, k, v, layout, window)[0]
+        out = autograd.PackedAttention.apply(fast, exact_q, exact_k, exact_v, layout, window)
+    else:
+        out, _ = fast.packed_attention(exact_q, exact_k, exact_v, layout, window)
+    return out.to(q.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.models import ops
 from tandem.models.decoder import AttentionContext, Decoder
 from tandem.models.hf import WeightMismatch, check_tensors, load_decoder, named_tensors, read_tensors
 from tandem.models.spec import ModelSpec
@@ -31,7 +32,7 @@ class Scorer(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """token_ids and positions (tokens,) -> scores (tokens,)."""
-        return self.score(self.decoder(token_ids, positions, context)).squeeze(-1)
+        return ops.linear(self.decoder(token_ids, positions, context), self.score.weight, None, None).squeeze(-1)
 
     def named_tensors(self, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The weights under their Hugging Face names; `parameters` stand in for the own ones, under their names."""

@@ -20,7 +20,7 @@ def load_trainable(
     model: ModelConfig, device: torch.device, lora: LoRAConfig | None = None, seed: int = 0
 ) -> Trainable:
     """In float32, whatever it computes in. With `lora`, only the adapter, which `seed` begins, takes gradients."""
-    decoder = load_model(model, torch.float32, device)
+    decoder = _load(model, torch.float32, device)
     if lora is None:
         return decoder
     if isinstance(decoder, HFDecoder):
@@ -30,9 +30,18 @@ def load_trainable(
     return decoder
 
 
-def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Trainable:
+def load_frozen(model: ModelConfig, device: torch.device) -> Trainable:
+    """To be asked and not trained: computes what the trainable one does, in less memory where that can be."""
+    dtype = torch.float32 if model.impl == "hf" else getattr(torch, model.dtype)
+    return _load(model, dtype, device).requires_grad_(False)
+
+
+def _load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Trainable:
+    """With weights in `dtype`, computing in the model's own."""
     load = load_hf_model if model.impl == "hf" else load_decoder
-    return load(model.name, dtype, device)
+    decoder = load(model.name, dtype, device)
+    decoder.compute_dtype = getattr(torch, model.dtype)
+    return decoder
 
 
 def merged_tensors(decoder: Trainable) -> dict[str, Tensor]:

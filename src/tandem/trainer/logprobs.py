@@ -5,6 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tandem.models.precision import RoundedBefore, rounded
+
 # Up to so many logits are held at once; beyond that, chunks are computed again in the backward pass.
 MAX_LOGITS = 2**24
 
@@ -17,10 +19,11 @@ def token_logprobs(
     The entropy carries a gradient only where asked: it takes as much memory again.
     """
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
+    copy = rounded(output_weight.detach(), hidden)
     if len(labels) <= rows:
-        return _chunk_logprobs(hidden, output_weight, labels, temperature, entropy_gradient)
+        return _chunk_logprobs(hidden, output_weight, copy, labels, temperature, entropy_gradient)
     parts = [
-        checkpoint(_chunk_logprobs, h, output_weight, y, temperature, entropy_gradient, use_reentrant=False)
+        checkpoint(_chunk_logprobs, h, output_weight, copy, y, temperature, entropy_gradient, use_reentrant=False)
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -28,9 +31,10 @@ def token_logprobs(
 
 
 def _chunk_logprobs(
-    hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float, entropy_gradient: bool
+    hidden: Tensor, output_weight: Tensor, copy: Tensor, labels: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, output_weight).float()  # (tokens, vocab)
+    weight = output_weight if output_weight.dtype == hidden.dtype else RoundedBefore.apply(output_weight, copy)
+    logits = F.linear(hidden, weight).float()  # (tokens, vocab)
     distribution = (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)

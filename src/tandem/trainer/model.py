@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tandem.models import ops
 from tandem.models.attention import PackedAttention
 from tandem.trainer.logprobs import token_logprobs
 from tandem.types.rollout import PackedBatch
@@ -66,7 +67,8 @@ class LanguageModel(nn.Module):
             entropy_gradient=entropy_gradient,
         )
         # A sum over one column instead of a view of it: FSDP wants outputs that are nobody's views.
-        values = () if self.value_head is None else (self.value_head(hidden).float().sum(dim=-1),)
+        head = self.value_head
+        values = () if head is None else (ops.linear(hidden, head.weight, head.bias, None).float().sum(dim=-1),)
         outputs = (logprobs, entropy, *values)
         return outputs if inputs.spread is None else tuple(out.index_select(0, inputs.spread) for out in outputs)
 

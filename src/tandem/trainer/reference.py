@@ -14,16 +14,13 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from tandem.config.shared import ModelConfig
-from tandem.data.packing import divide, pack
 from tandem.models.files import weight_files
-from tandem.trainer.preferences import REFERENCE, AlignRow
+from tandem.trainer.preferences import REFERENCE, AlignBatch, AlignRow
 from tandem.trainer.step import Stepper
 from tandem.types.rollout import PackedBatch, Sample
 from tandem.utils.files import write_atomic
 
 logger = logging.getLogger(__name__)
-# Sequences packed at a time: enough to fill micro-batches on many ranks, few enough to count their tokens in float32.
-CHUNK = 512
 PLACE = "place"
 
 # The reference log-probs of a micro-batch, (loss tokens,); None: there is no reference.
@@ -58,16 +55,31 @@ def sample_key(sample: Sample) -> bytes:
 
 
 def precompute(
-    stepper: Stepper, rows: Iterable[AlignRow], model: ModelConfig, tokens_per_microbatch: int, cache: Path
+    stepper: Stepper, batches: Iterable[Sequence[AlignRow]], model: ModelConfig, tokens_per_microbatch: int, cache: Path
 ) -> References:
-    """What the model says as it is now of all that is in `rows`; or said at an earlier start, which left its cache."""
-    samples = {sample_key(sample): sample for row in rows for sample in row.samples}
+    """What the model says as it is now of all that is in the batches; or said at an earlier start: see `cache`.
+
+    Batches are those of the steps, and divided as there: in other company, matrix products may round otherwise, and
+    the policy would not be its reference before the first step.
+    """
+    samples: dict[bytes, Sample] = {}
+    unseen: list[Sequence[AlignRow]] = []
+    for rows in batches:
+        num_before = len(samples)
+        for sample in (sample for row in rows for sample in row.samples):
+            samples.setdefault(sample_key(sample), sample)
+        if len(samples) > num_before:
+            unseen.append(rows)
     key = fingerprint(model, samples)
     # Every rank looks before any has computed, so that all of them decide alike.
     logprobs = _read(cache, key)
     if logprobs is None:
         logger.info("computing the reference log-probs of %d sequences", len(samples))
-        logprobs = compute_logprobs(stepper, list(samples.values()), tokens_per_microbatch)
+        said: dict[bytes, NDArray[np.float32]] = {}
+        for rows in unseen:
+            for name, found in compute_logprobs(stepper, rows, tokens_per_microbatch).items():
+                said.setdefault(name, found)
+        logprobs = np.concatenate([said[name] for name in samples])
         if stepper.ranks.is_first:
             write_atomic(cache, save({"logprobs": logprobs}, metadata={"fingerprint": key}))
     else:
@@ -76,25 +88,23 @@ def precompute(
     return References(dict(zip(samples, np.split(logprobs, ends[:-1]), strict=True)))
 
 
-def compute_logprobs(stepper: Stepper, samples: Sequence[Sample], tokens_per_microbatch: int) -> NDArray[np.float32]:
-    """Log-probs of the learned tokens of all samples, end to end. The ranks share the work."""
-    chunks = (samples[first : first + CHUNK] for first in range(0, len(samples), CHUNK))
-    stepper.model.eval()  # a reference knows no dropout
-    found = [_chunk_logprobs(stepper, chunk, tokens_per_microbatch) for chunk in chunks]
-    stepper.model.train()
-    return np.concatenate(found)
-
-
 @torch.no_grad()
-def _chunk_logprobs(stepper: Stepper, samples: Sequence[Sample], tokens_per_microbatch: int) -> NDArray[np.float32]:
-    ranks = stepper.ranks
-    packed = pack(samples)
-    batch = replace(packed, streams={PLACE: np.arange(packed.num_loss_tokens, dtype=np.float32)})
-    logprobs = torch.zeros(batch.num_loss_tokens, device=ranks.device)
-    for micro_batch in divide(batch, ranks.rank, ranks.size, tokens_per_microbatch):
-        places = torch.from_numpy(micro_batch.streams[PLACE]).long().to(ranks.device)
-        logprobs[places] = stepper.judge(micro_batch).logprobs
-    return ranks.all_sum(logprobs).cpu().numpy()
+def compute_logprobs(
+    stepper: Stepper, rows: Sequence[AlignRow], tokens_per_microbatch: int
+) -> dict[bytes, NDArray[np.float32]]:
+    """Log-probs of the learned tokens of each sample. The ranks share the work."""
+    ranks, batch = stepper.ranks, AlignBatch.of(rows)
+    places = np.arange(batch.packed.num_loss_tokens, dtype=np.float32)
+    batch = replace(batch, packed=replace(batch.packed, streams={PLACE: places}))
+    assert len(places) <= 2**24, "more than float32 can count"
+    logprobs = torch.zeros(len(places), device=ranks.device)
+    for micro_batch in batch.divide(ranks.rank, ranks.size, tokens_per_microbatch):
+        own = torch.from_numpy(micro_batch.streams[PLACE]).long().to(ranks.device)
+        logprobs[own] = stepper.judge(micro_batch).logprobs
+    found = ranks.all_sum(logprobs).cpu().numpy()
+    samples = [sample for row in rows for sample in row.samples]
+    ends = np.cumsum([sum(sample.loss_mask) for sample in samples])
+    return dict(zip(map(sample_key, samples), np.split(found, ends[:-1]), strict=True))
 
 
 def fingerprint(model: ModelConfig, keys: Iterable[bytes]) -> str:

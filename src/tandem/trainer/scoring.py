@@ -59,7 +59,8 @@ def load_trained_scorer(
     model_config: ModelConfig, optimizer_config: OptimizerConfig, parallel: ParallelConfig, ranks: Ranks, seed: int
 ) -> TrainedScorer:
     """The language model with a fresh head, in float32 whatever it computes in, spread as the configuration says."""
-    model = ScoringModel(new_scorer(model_config.name, torch.float32, home_of(parallel, ranks.device), seed))
-    layers = model.scorer.decoder.layers
-    stepper = make_stepper(model, layers, model_config, optimizer_config, parallel, ranks)
+    scorer = new_scorer(model_config.name, torch.float32, home_of(parallel, ranks.device), seed)
+    scorer.decoder.compute_dtype = getattr(torch, model_config.dtype)
+    model = ScoringModel(scorer)
+    stepper = make_stepper(model, scorer.decoder.layers, model_config, optimizer_config, parallel, ranks)
     return TrainedScorer(model, stepper.optimizer, stepper)

@@ -115,7 +115,6 @@ def make_stepper(
         make_optimizer(model, optimizer_config, value_head_lr=value_head_lr, offload=offload),
         ranks,
         parallel,
-        compute_dtype=dtype,
         max_grad_norm=optimizer_config.max_grad_norm,
         entropy_gradient=entropy_gradient,
     )

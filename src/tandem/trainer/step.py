@@ -45,7 +45,6 @@ class Stepper:
         ranks: Ranks,
         parallel: ParallelConfig,
         *,
-        compute_dtype: torch.dtype,
         max_grad_norm: float,
         entropy_gradient: bool = False,
     ) -> None:
@@ -53,7 +52,6 @@ class Stepper:
         self.optimizer = optimizer
         self.ranks = ranks
         self.is_sharded = is_sharded(parallel, ranks)
-        self.compute_dtype = compute_dtype
         self.max_grad_norm = max_grad_norm
         self.entropy_gradient = entropy_gradient
 
@@ -99,14 +97,8 @@ class Stepper:
             self.model.train()
 
     def predict(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
-        with self._autocast():
-            inputs = Inputs.of(micro_batch, self.ranks.device)
-            return Predictions(*self.model(inputs, temperature, self.entropy_gradient))
-
-    def _autocast(self) -> torch.autocast:
-        """Lower precision by autocast where parameters are whole; under sharding, FSDP casts them when it gathers."""
-        enabled = self.compute_dtype != torch.float32 and not self.is_sharded
-        return torch.autocast(self.ranks.device.type, dtype=self.compute_dtype, enabled=enabled)
+        inputs = Inputs.of(micro_batch, self.ranks.device)
+        return Predictions(*self.model(inputs, temperature, self.entropy_gradient))
 
 
 class Totals:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 
-import torch
-
 from tandem.config.align import AlignConfig
 from tandem.data.dataset import Dataset
 from tandem.models.scorer import scorer_config
@@ -89,8 +87,7 @@ class Batches:
         self.references: References | None = None
         if config.loss.reference_source == "precomputed":
             cache = RunDir(config.output_dir).reference
-            rows = (row for part in self._whole_run() for row in part)
-            self.references = precompute(stepper, rows, config.model, config.tokens_per_microbatch, cache)
+            self.references = precompute(stepper, self._whole_run(), config.model, config.tokens_per_microbatch, cache)
 
     def at(self, step: int) -> tuple[list[AlignRow], list[AlignRow]]:
         rows, mismatched = self._with_mismatches(
@@ -125,8 +122,7 @@ def reference_of(config: AlignConfig, ranks: Ranks) -> ReferenceOf:
     if config.loss.reference_source == "precomputed":
         return stream_reference(ranks.device)
     if config.loss.reference_source == "model":
-        dtype = getattr(torch, config.model.dtype)
-        return FrozenModel(config.model.name, dtype, config.parallel, ranks, config.model.impl).logprobs
+        return FrozenModel(config.model, config.parallel, ranks).logprobs
     return no_reference
 
 

@@ -4,8 +4,6 @@ import logging
 import time
 from contextlib import closing
 
-import torch
-
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.begin import agree_on_start, joined_ranks
 from tandem.trainer.checkpoint import Checkpointer
@@ -41,9 +39,8 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         entropy_gradient=needs_entropy_gradient(config.loss),
         critic=config.loss.ppo if config.loss.type == "ppo" else None,
     )
-    dtype = getattr(torch, config.model.dtype)
     judges = {
-        stream: FrozenModel(path, dtype, config.parallel, ranks, config.model.impl)
+        stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks)
         for stream, path in judges_of(config.loss, config.model.name).items()
     }
     learner = Learner(config, trained.stepper, judges)

@@ -179,12 +179,12 @@ def test_a_row_that_is_no_numbers_has_no_logprob_and_no_bad_token() -> None:
     assert ((tokens >= 0) & (tokens < 10)).all()
 
 
-def test_kernels_are_for_the_cpu_and_gradients_in_float32() -> None:
+def test_kernels_are_for_the_cpu_with_gradients_and_without() -> None:
     assert kernels.find(torch.empty(1, dtype=torch.float64)) is None
     assert kernels.find(torch.empty(1, device="meta")) is None
     with torch.enable_grad():
         assert kernels.find(torch.empty(1)) is not None
-        assert kernels.find(torch.empty(1, dtype=torch.bfloat16)) is None
+        assert kernels.find(torch.empty(1, dtype=torch.bfloat16)) is not None
 
 
 @pytest.mark.parametrize(
@@ -220,37 +220,50 @@ def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Te
 
 
 def same_with_and_without(function: Callable[..., Tensor], inputs: list[Tensor], monkeypatch: MonkeyPatch) -> None:
-    """Values and gradients in float32 by the kernels, against PyTorch's operations in float64."""
+    """Values and gradients by the kernels, against PyTorch's operations in float64; without gradients the same bits."""
+    dtype = inputs[0].dtype
     with torch.enable_grad():
         plain = [x.detach().clone() for x in inputs]
         value, grads = gradients(function, plain)
+        with torch.no_grad():
+            assert torch.equal(function(*plain), value)
         monkeypatch.setattr(kernels, "find", lambda x: None)
         exact, exact_grads = gradients(function, [x.double() if x.is_floating_point() else x for x in plain])
     assert len(grads) == len(exact_grads) == sum(x.is_floating_point() for x in inputs)
     for ours, theirs in zip([value, *grads], [exact, *exact_grads], strict=True):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+        assert ours.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
-def test_gradients_of_rms_norm(num_threads: int, monkeypatch: MonkeyPatch) -> None:
-    inputs = [torch.randn(21, 33), torch.randn(33)]
+def drawn(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_rms_norm(dtype: torch.dtype, num_threads: int, monkeypatch: MonkeyPatch) -> None:
+    inputs = drawn(dtype, (21, 33), (33,))
     same_with_and_without(lambda x, weight: ops.rms_norm(x, weight, 1e-6), inputs, monkeypatch)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [True, False])
-def test_gradients_of_norm_and_rotate(with_norm: bool, num_threads: int, monkeypatch: MonkeyPatch) -> None:
-    cos, sin = torch.randn(2, 13, 1, 24)
+def test_gradients_of_norm_and_rotate(
+    dtype: torch.dtype, with_norm: bool, num_threads: int, monkeypatch: MonkeyPatch
+) -> None:
+    cos, sin = drawn(dtype, (13, 1, 24), (13, 1, 24))
 
     def turn(wide: Tensor, weight: Tensor | None = None) -> Tensor:
         x = wide[:, 6 : 6 + 72].unflatten(-1, (3, 24))
         return ops.norm_and_rotate(x, weight, 1e-6, cos.to(wide.dtype), sin.to(wide.dtype))
 
-    inputs = [torch.randn(13, 90), torch.randn(24)] if with_norm else [torch.randn(13, 90)]
+    inputs = drawn(dtype, (13, 90), (24,)) if with_norm else drawn(dtype, (13, 90))
     same_with_and_without(turn, inputs, monkeypatch)
 
 
-def test_gradients_of_silu_mul(num_threads: int, monkeypatch: MonkeyPatch) -> None:
-    same_with_and_without(ops.silu_mul, [torch.randn(6, 74) * 5], monkeypatch)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_silu_mul(dtype: torch.dtype, num_threads: int, monkeypatch: MonkeyPatch) -> None:
+    same_with_and_without(ops.silu_mul, [5 * x for x in drawn(dtype, (6, 74))], monkeypatch)
 
 
 SEGMENTS = [
@@ -261,10 +274,12 @@ SEGMENTS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("lengths", "parents"), SEGMENTS)
 @pytest.mark.parametrize("window", [None, 6, 20])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 16), (2, 2, 64)])
 def test_packed_attention_and_its_gradients(
+    dtype: torch.dtype,
     lengths: list[int],
     parents: list[int],
     window: int | None,
@@ -282,8 +297,8 @@ def test_packed_attention_and_its_gradients(
         return attention.attend(0, q, k, wide[:, 5:-3].unflatten(-1, (kv_heads, head_dim)), window)
 
     tokens = sum(lengths)
-    inputs = [torch.randn(tokens, heads, head_dim), torch.randn(tokens, kv_heads, head_dim)]
-    same_with_and_without(attend, [*inputs, torch.randn(tokens, kv_heads * head_dim + 8)], monkeypatch)
+    shapes = (tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads * head_dim + 8)
+    same_with_and_without(attend, drawn(dtype, *shapes), monkeypatch)
 
 
 def test_gradients_do_not_depend_on_the_number_of_threads(monkeypatch: MonkeyPatch) -> None:

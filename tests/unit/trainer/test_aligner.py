@@ -43,7 +43,7 @@ def start(make_stepper, rows, tiny_model, tmp_path):
             stepper = make_stepper()
             mismatched = mismatches(rows) if loss.type == "kto" else []
             references = precompute(
-                stepper, [*rows, *mismatched], ModelConfig(name=tiny_model), 1000, tmp_path / "reference"
+                stepper, [rows, mismatched], ModelConfig(name=tiny_model), 1000, tmp_path / "reference"
             )
             completed, mismatched = references.attach(rows), references.attach(mismatched)
         generator = torch.Generator().manual_seed(1)

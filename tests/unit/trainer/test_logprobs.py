@@ -57,6 +57,15 @@ def test_chunks_change_neither_value_nor_gradient(case, monkeypatch, rows: int) 
         torch.testing.assert_close(chunked, expected)
 
 
+def test_the_gradients_of_chunks_are_added_up_in_float32(monkeypatch) -> None:
+    """Each of 400 chunks of one row pulls at the label by about ½: in bfloat16 their sum would stop at 128."""
+    hidden, labels = torch.ones(400, 1, dtype=torch.bfloat16), torch.zeros(400, dtype=torch.int64)
+    weight = torch.zeros(2, 1, requires_grad=True)
+    monkeypatch.setattr(logprobs_module, "MAX_LOGITS", 2)
+    token_logprobs(hidden, weight, labels, 1.0)[0].sum().backward()
+    assert weight.grad is not None and weight.grad.flatten().tolist() == [200.0, -200.0]
+
+
 def test_the_entropy_carries_no_gradient(case) -> None:
     hidden, weight, labels = case
     assert not token_logprobs(hidden.requires_grad_(), weight, labels, 1.0)[1].requires_grad

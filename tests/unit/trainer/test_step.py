@@ -134,7 +134,7 @@ def test_the_gradient_norm_is_clipped(make_stepper, make_samples, take_step) -> 
 
 def test_bfloat16_compute_stays_near_float32(make_stepper, make_samples, take_step) -> None:
     exact, rounded = make_stepper(), make_stepper()
-    rounded.compute_dtype = torch.bfloat16
+    rounded.model.decoder.compute_dtype = torch.bfloat16
     expected, found = (take_step(stepper, make_samples(5)) for stepper in (exact, rounded))
     assert found["loss"] != expected["loss"]
     assert found["loss"] == pytest.approx(expected["loss"], abs=0.05)

@@ -1,4 +1,7 @@
-"""The compiled kernels with their gradients, for training on a CPU in float32."""
+"""The compiled kernels with their gradients, for training on a CPU.
+
+Gradients are computed in float32 whatever the values are in, and rounded to it.
+"""
 
 from typing import Any
 
@@ -6,14 +9,23 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from tandem.models.cpu import kernels
 from tandem.models.cpu.kernels import Kernels, Layout
+
+
+def _exact(grad: Tensor) -> tuple[Kernels, Tensor]:
+    """The gradient as the kernels of float32 take it, and those."""
+    grad = grad.float().contiguous()
+    found = kernels.find(grad)
+    assert found is not None  # the forward pass used kernels of the same library
+    return found, grad
 
 
 class RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        ctx.kernels, ctx.eps = kernels, eps
+        ctx.eps = eps
         ctx.save_for_backward(x, weight)
         return kernels.rms_norm(x, weight, eps)
 
@@ -21,7 +33,9 @@ class RMSNorm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        return None, *ctx.kernels.rms_norm_backward(x, weight, ctx.eps, grad.contiguous()), None
+        fast, grad = _exact(grad)
+        dx, dweight = fast.rms_norm_backward(x.float(), weight.float(), ctx.eps, grad)
+        return None, dx.to(x.dtype), dweight.to(weight.dtype), None
 
 
 class NormRotate(Function):
@@ -29,7 +43,7 @@ class NormRotate(Function):
     def forward(
         ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        ctx.kernels, ctx.eps = kernels, eps
+        ctx.eps = eps
         ctx.save_for_backward(x, weight, cos, sin)
         return kernels.norm_rotate(x, weight, eps, cos, sin)
 
@@ -37,14 +51,15 @@ class NormRotate(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, cos, sin = ctx.saved_tensors
-        dx, dweight = ctx.kernels.norm_rotate_backward(x, weight, ctx.eps, cos, sin, grad.contiguous())
-        return None, dx, dweight, None, None, None
+        fast, grad = _exact(grad)
+        exact_weight = None if weight is None else weight.float()
+        dx, dweight = fast.norm_rotate_backward(x.float(), exact_weight, ctx.eps, cos.float(), sin.float(), grad)
+        return None, dx.to(x.dtype), None if dweight is None else dweight.to(x.dtype), None, None, None
 
 
 class SiluMul(Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, gate_up: Tensor) -> Tensor:
-        ctx.kernels = kernels
         ctx.save_for_backward(gate_up)
         return kernels.silu_mul(gate_up)
 
@@ -52,10 +67,13 @@ class SiluMul(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         [gate_up] = ctx.saved_tensors
-        return None, ctx.kernels.silu_mul_backward(gate_up, grad.contiguous())
+        fast, grad = _exact(grad)
+        return None, fast.silu_mul_backward(gate_up.float(), grad).to(gate_up.dtype)
 
 
 class PackedAttention(Function):
+    """In float32 only."""
+
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None
