@@ -118,12 +118,10 @@ class Worker:
 
     async def call(self, request: Payload) -> Any:
         number = next(self._numbers)
+        # It stays there until it is answered, also if nobody waits any more: its code may still hang.
         call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
-        try:
-            self._writer.write(frame({"call": number} | request))
-            return await call.answer
-        finally:
-            del self._calls[number]
+        self._writer.write(frame({"call": number} | request))
+        return await call.answer
 
     async def close(self) -> None:
         """Let it end; what does not end at once is killed."""
@@ -140,23 +138,17 @@ class Worker:
         self._stacks.close()
 
     async def _read(self) -> None:
-        try:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 self._take(await receive(self._reader))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            if not self.is_lost:
-                how = _how_it_ended(await self._exit_code())
-                running = self._running()
-                culprits = {running} if running else {n for n, call in self._calls.items() if call.started}
-                self._lose(culprits, Failure(f"the environment's process ended with {how}"))
 
     def _take(self, answer: Payload) -> None:
         if "started" in answer:
             if call := self._calls.get(answer["started"]):
                 call.started = time.monotonic()
             return
-        call = self._calls.get(answer["call"])
-        if call is not None and not call.answer.done():
+        call = self._calls.pop(answer["call"])
+        if not call.answer.done():
             if "failure" in answer:
                 call.answer.set_exception(UserCodeError(Failure(**answer["failure"])))
             else:
@@ -165,17 +157,20 @@ class Worker:
             self._lose(set(), Failure(""))
 
     async def _watch(self) -> None:
-        """End the process where a call is over its limit and nothing inside has ended it."""
+        """Notice that the process has ended, or end it where a call is over its limit and nothing inside helps."""
         limit_s = self.config.score_timeout_s + GRACE_S
         while not self.is_lost:
             await asyncio.sleep(WATCH_S)
-            over = {number for number, call in self._calls.items() if call.is_over(limit_s)}
             running = self._running()
-            if not over or (running and running not in over):
-                continue  # one that still has time keeps the event loop: nobody else can go on
-            stacks = await self._read_stacks()
-            failure = Failure(over_limit(self.config.score_timeout_s), place_in(stacks), stacks)
-            self._lose({running} if running else over, failure)
+            over = {number for number, call in self._calls.items() if call.is_over(limit_s)}
+            if (code := self.process.poll()) is not None:
+                started = {number for number, call in self._calls.items() if call.started is not None}
+                failure = Failure(f"the environment's process ended with {_how_it_ended(code)}")
+                self._lose({running} if running else started, failure)
+            elif over and (running is None or running in over):  # else one that still has time keeps the event loop
+                stacks = await self._read_stacks()
+                failure = Failure(over_limit(self.config.score_timeout_s), place_in(stacks), stacks)
+                self._lose({running} if running else over, failure)
 
     def _lose(self, culprits: set[int], failure: Failure) -> None:
         self.is_lost = True
@@ -183,6 +178,7 @@ class Worker:
         for number, call in self._calls.items():
             if not call.answer.done():
                 call.answer.set_exception(UserCodeError(failure) if number in culprits else WorkerLost())
+        self._calls.clear()
 
     def _running(self) -> int | None:
         """The call whose code keeps the event loop now, if it is one."""

@@ -121,7 +121,8 @@ def main() -> None:
     parent, connection, mark, stacks = map(int, sys.argv[1:])
     if not die_with_parent(parent):
         raise SystemExit("the process that started this one is gone")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everyone; the orchestrator decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach every process of a run; the orchestrator decides
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which children of users' code would inherit
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     channel = Channel(socket.socket(fileno=connection))
     request = channel.receive()

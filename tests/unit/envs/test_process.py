@@ -1,6 +1,7 @@
 """Users' code in a process of its own: whatever it does costs one call, and the next one works."""
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.orchestrator import EnvConfig
+from tandem.envs import process
 from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.process import EnvironmentProcess, open_environment
 from tandem.utils.errors import UserError
@@ -21,6 +23,7 @@ LIMIT_S = 2.0
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setattr(process, "GRACE_S", 1.0)
 
 
 def config(*behaviours: str, cls: str = "Misbehaving", **options: object) -> EnvConfig:
@@ -122,6 +125,26 @@ def test_children_of_a_hung_score_end_with_it() -> None:
     run_with(config("waits for a child", cls="Sync"), body)
 
 
+def test_a_call_nobody_waits_for_any_more_does_not_hold_up_the_others() -> None:
+    async def body(environment: EnvironmentProcess) -> None:
+        hanging = asyncio.ensure_future(environment.score(environment.train_tasks[0], ""))
+        await asyncio.wait([hanging], timeout=0.5)
+        hanging.cancel()
+        assert await environment.score(environment.eval_tasks[0], "") == 1.0
+
+    run_with(config("sleeps"), body)
+
+
+def test_signals_to_the_whole_run_are_the_orchestrators_matter() -> None:
+    async def body(environment: EnvironmentProcess) -> None:
+        scoring = asyncio.ensure_future(environment.score(environment.train_tasks[0], ""))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            environment._worker.process.send_signal(number)
+        assert await scoring == 0.5
+
+    run_with(config("waits"), body)
+
+
 def test_nothing_that_hangs_keeps_the_end_waiting() -> None:
     async def body(environment: EnvironmentProcess) -> None:
         hanging = [asyncio.ensure_future(environment.score(task, "")) for task in environment.train_tasks]
@@ -158,7 +181,7 @@ BROKEN = {
         ("raises", r"env\.id = 'broken:Env' cannot be made: KeyError: 'dataset' \(broken\.py:3 in __init__\)"),
         ("exits", r"cannot be made: SystemExit: 1 \(broken\.py:3 in __init__\)"),
         ("dies", r"cannot be made: its process ended with exit code 9"),
-        ("hangs", r"waited 2 s for env\.id = 'broken:Env' to be made; env\.startup_timeout_s(.|\n)*broken\.py"),
+        ("hangs", r"waited 2 s for env\.id = 'broken:Env' to be made; env\.startup_timeout_s allows no more"),
         ("lacks", r"cannot be made: AttributeError: 'Env' object has no attribute 'train_tasks'"),
     ],
 )
