@@ -82,6 +82,7 @@ class Run:
         self.dir = RunDir(root)
         self.server = FakeServer(tokenizer)
         self.environment = FakeEnvironment(rewards)
+        self.tasks = TaskOrder(self.environment.train_tasks, self.config.seed)
         self.tokenizer = tokenizer
 
     def start(self, resumed_from: OrchestratorState | None = None) -> "Run":
@@ -191,13 +192,12 @@ def test_sampling_options_reach_the_server_and_the_batch(make_run) -> None:
 
 def test_every_group_has_its_task_and_seed_by_its_order(make_run) -> None:
     run = make_run().start()
-    order = TaskOrder(TASKS[:4], seed=7)
     requests = run.training_requests
     assert [request["seed"] for request in requests] == [request_seed(7, "train", number) for number in range(8)]
     for number, request in enumerate(requests):
-        assert order[number].messages[0]["content"] in request["prompt"]
+        assert run.tasks[number].messages[0]["content"] in request["prompt"]
     trained = [line["task"] for step in range(1, 5) for line in read_json_lines(run.dir.samples(step))[::3]]
-    assert trained == [order[number].index for number in range(8)]
+    assert trained == [run.tasks[number].index for number in range(8)]
     assert [request["seed"] for request in run.eval_requests[:2]] == [request_seed(7, "eval", n) for n in (0, 1)]
 
 
@@ -219,22 +219,26 @@ def test_each_version_is_loaded_once(make_run) -> None:
 
 
 def test_the_state_is_saved_when_a_checkpoint_is_due(make_run) -> None:
-    """Overlapped: after batch 2, orders 4 to 7 may be under way, and are to be made again."""
-    run = make_run(checkpoint={"every": 2}, max_staleness=1).start()
-    saved = sorted(path.name for path in run.dir.checkpoints.iterdir())
-    assert saved == ["step_000002", "step_000004"]
-    state = OrchestratorState.load(run.dir, 2)
-    trained = [line["task"] for step in (1, 2) for line in read_json_lines(run.dir.samples(step))[::3]]
-    assert state.step == 2 and state.next_order - len(state.unfinished) == len(trained) == 4
+    run = make_run(checkpoint={"every": 2}).start()
+    assert sorted(path.name for path in run.dir.checkpoints.iterdir()) == ["step_000002", "step_000004"]
+    assert OrchestratorState.load(run.dir, 2) == OrchestratorState(2, next_order=4, unfinished=[], set_aside=[])
+
+
+def test_the_state_names_what_is_under_way(make_run) -> None:
+    """Overlapped, the groups of two steps are started together; those that step 1 leaves are to be made again."""
+    run = make_run(checkpoint={"every": 1}, max_staleness=1).start()
+    state = OrchestratorState.load(run.dir, 1)
+    trained = [line["task"] for line in read_json_lines(run.dir.samples(1))[::3]]
+    assert state.next_order == 4
+    assert sorted([run.tasks[order].index for order in state.unfinished] + trained) == [0, 1, 2, 3]
     assert OrchestratorState.load(run.dir, 4).unfinished == []
 
 
 def test_a_resumed_run_goes_on_where_the_state_says(make_run) -> None:
-    """Weights of step 2, order 3 first, then 5; no evaluation of a version that was evaluated; task 2 is set aside."""
-    order = TaskOrder(TASKS[:4], seed=7)
+    """Weights of step 2, not evaluated again; order 3, which was unfinished, and 6, as the task of 5 is set aside."""
     run = make_run(max_steps=3)
     publish(run.dir, 2)
-    run.start(OrchestratorState(2, next_order=5, unfinished=[3], set_aside=[order.place(5)]))
+    run.start(OrchestratorState(2, next_order=5, unfinished=[3], set_aside=[run.tasks.place(5)]))
     assert run.server.loaded == [("step_000002", 2), ("step_000003", 3)]
     seeds = [request["seed"] for request in run.training_requests]
     assert seeds == [request_seed(7, "train", number) for number in (3, 6)]
@@ -254,6 +258,7 @@ def test_staleness_is_as_configured(make_run, max_staleness: int) -> None:
     run = make_run(max_staleness=max_staleness).start()
     ages = [line["staleness/max"] for line in run.metrics("staleness/max")]
     assert ages[1] == max_staleness and max(ages) == max_staleness
+    assert len(run.training_requests) == 8  # nothing is made that no step will train on
 
 
 def test_steps_are_logged_with_what_they_were_made_of(make_run) -> None:
