@@ -258,7 +258,11 @@ def test_staleness_is_as_configured(make_run, max_staleness: int) -> None:
     run = make_run(max_staleness=max_staleness).start()
     ages = [line["staleness/max"] for line in run.metrics("staleness/max")]
     assert ages[1] == max_staleness and max(ages) == max_staleness
-    assert len(run.training_requests) == 8  # nothing is made that no step will train on
+
+
+def test_nothing_is_made_that_no_step_will_train_on(make_run) -> None:
+    """Staleness would allow twelve groups at once; four steps of two need eight."""
+    assert len(make_run(max_staleness=5).start().training_requests) == 8
 
 
 def test_steps_are_logged_with_what_they_were_made_of(make_run) -> None:
