@@ -109,3 +109,13 @@ def test_an_environment_that_cannot_score_is_refused_before_anything_starts(star
     assert "env.check = false" in done.stdout and "my_env.py:" in done.stdout
     assert "Traceback" not in done.stdout
     assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_the_orchestrator_alone_refuses_it_too(starter, tiny_model, tmp_path):
+    (tmp_path / "my_env.py").write_text(ENVIRONMENT)
+    starter.add_to_path(tmp_path)
+    options = ["--model.name", str(tiny_model), "--output-dir", str(tmp_path / "run"), "--env.id", "my_env:Hopeless"]
+    done = starter.run("orchestrator", *options)
+    assert done.returncode == 2
+    assert "orchestrator: env.id = 'my_env:Hopeless': scoring an empty completion of training task" in done.stdout
+    assert not (tmp_path / "run").exists()

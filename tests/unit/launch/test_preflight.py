@@ -89,6 +89,21 @@ def test_prompts_longer_than_seq_len(good) -> None:
         preflight.check(good(seq_len=20, orchestrator={"sampling": {"max_tokens": 5}}))
 
 
+def test_an_environment_that_cannot_score(good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "untried.py").write_text(
+        "from tandem.envs.reverse_text import ReverseText\n"
+        "class Untried(ReverseText):\n"
+        "    def score(self, task, completion):\n"
+        "        return completion[0] == task.answer[0]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    env = {"id": "untried:Untried", "args": {"num_train": 4, "num_eval": 2}}
+    expected = r"scoring an empty completion of training task 2 failed: IndexError: .* \(untried\.py:4 in score\)"
+    with pytest.raises(UserError, match=expected):
+        preflight.check(good(orchestrator={"env": env}))
+    assert preflight.check(good(orchestrator={"env": env | {"check": False}})) == 0
+
+
 def test_a_port_in_use(good) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
