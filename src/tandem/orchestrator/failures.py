@@ -1,7 +1,6 @@
-"""The ledger of failures: what failed is recorded, tasks that keep failing are set aside, and too much ends the run.
+"""The ledger of failures: rollouts without a reward are written to failures.jsonl, and too many of them end the run.
 
-failures.jsonl   one line for each kind of failure in each attempt at a group, with the user's own traceback
-events.jsonl     "task_set_aside", "group_failed"
+The rollout maker tells of every attempt at a group; the dispatcher sets tasks aside and asks whether to go on.
 """
 
 import logging
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from tandem.envs.failures import Failure, cut, top_reasons
 from tandem.types.rollout import Task
 from tandem.utils.files import append_json_line
-from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -55,9 +53,8 @@ class Attempt:
 
 
 class FailureLedger:
-    def __init__(self, run_dir: RunDir, run_log: RunLog, max_share: float) -> None:
+    def __init__(self, run_dir: RunDir, max_share: float) -> None:
         self.run_dir = run_dir
-        self.run_log = run_log
         self.max_share = max_share
         self.num_failed = 0
         self._recent: deque[tuple[list[Failure], int]] = deque(maxlen=WINDOW)

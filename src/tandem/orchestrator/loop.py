@@ -57,7 +57,7 @@ class Orchestrator:
         self.forwarder = forwarder
         self.start = resumed_from or OrchestratorState(step=0, next_order=0, unfinished=[])
         self.tasks = TaskOrder(environment.train_tasks, config.seed, self.start.set_aside)
-        self.ledger = FailureLedger(self.run_dir, self.run_log, config.max_failed_share)
+        self.ledger = FailureLedger(self.run_dir, config.max_failed_share)
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
         tries, record = config.env.tries, self.ledger.training_attempt

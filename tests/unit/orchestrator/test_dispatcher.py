@@ -100,7 +100,7 @@ def run_with(
             GroupBuffer(2, max_staleness, start_step),
             maker.policy,  # pyright: ignore[reportArgumentType]
             tasks or task_order(),
-            FailureLedger(RunDir(root), run_log, max_failed_share),
+            FailureLedger(RunDir(root), max_failed_share),
             run_log,
             next_order=next_order,
             retry=list(retry),

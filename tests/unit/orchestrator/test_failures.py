@@ -8,7 +8,6 @@ from tandem.envs.failures import Failure
 from tandem.orchestrator.failures import Attempt, FailureLedger, RolloutFailure, TooManyFailures
 from tandem.types.rollout import Task
 from tandem.utils.files import read_json_lines
-from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 FAILURE = Failure("KeyError: 1", "my_env.py:3 in score", "Traceback …")
@@ -16,8 +15,7 @@ FAILURE = Failure("KeyError: 1", "my_env.py:3 in score", "Traceback …")
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> FailureLedger:
-    run_dir = RunDir(tmp_path)
-    return FailureLedger(run_dir, RunLog(run_dir, "orchestrator"), max_share=0.25)
+    return FailureLedger(RunDir(tmp_path), max_share=0.25)
 
 
 def attempt(*failures: Failure, completion: str = "text") -> Attempt:
