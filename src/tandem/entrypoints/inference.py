@@ -13,7 +13,7 @@ from tandem.config.short_names import INFERENCE, spell_out
 from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir
 from tandem.utils.log import setup_logging
-from tandem.utils.ports import bind_or_refuse
+from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def serve(config: InferenceConfig) -> None:
     """Serve until told to stop; exits with 1 if the engine fails."""
     api_key = config.server.resolve_api_key()
     check_model_dir(config.model.name)
-    # Bound before the model is loaded: a port that is taken should be told about at once.
-    socket = bind_or_refuse(config.server.host, config.server.port, "server.port")
+    # Before the model is loaded: a port that is taken is told about at once, and nobody else can take this one.
+    socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
     import uvicorn

@@ -6,7 +6,7 @@ from tandem.config.base import parse
 from tandem.config.reward_server import RewardServerConfig
 from tandem.config.short_names import INFERENCE, spell_out
 from tandem.utils.log import setup_logging
-from tandem.utils.ports import bind_or_refuse
+from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
 
 
@@ -24,7 +24,7 @@ def run() -> None:
 def serve(config: RewardServerConfig) -> None:
     """Serve until told to stop."""
     api_key = config.server.resolve_api_key()
-    socket = bind_or_refuse(config.server.host, config.server.port, "server.port")
+    socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
     import torch

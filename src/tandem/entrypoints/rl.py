@@ -45,6 +45,7 @@ def launch(config: RLConfig) -> None:
         write_run_config(folder, {"rl": shared | resolved, **resolved, "plan": {p.name: p.describe() for p in plans}})
         print(f"dry run: everything fits; configuration and process plan are in {folder}")
         return
+    listening = preflight.take_port(config)
     if config.clean:
         run_dir.clean()
     if config.resume:
@@ -57,7 +58,7 @@ def launch(config: RLConfig) -> None:
     view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)
     started = time.monotonic()
     try:
-        Supervisor(plans).run(view.tick)
+        Supervisor(plans, listening).run(view.tick)
     except RunFailed as error:
         view.close()
         print(f"rl: {error}", file=sys.stderr)

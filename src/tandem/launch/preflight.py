@@ -1,8 +1,11 @@
 """Everything that can be refused before a process is started. No torch."""
 
 import asyncio
+import json
+import socket
 import urllib.request
 
+from tandem.config.inference import ServerConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
@@ -14,7 +17,7 @@ from tandem.orchestrator.tasks import check_prompts
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.errors import UserError
 from tandem.utils.metrics import refuse_missing_trackers
-from tandem.utils.ports import nearest_free_port, port_is_free
+from tandem.utils.ports import listen_or_refuse
 from tandem.utils.run_dir import RunDir
 
 
@@ -51,21 +54,40 @@ def _starting_step(config: RLConfig, run_dir: RunDir) -> int:
 def _check_server(config: RLConfig) -> None:
     config.orchestrator.client.resolve_api_key()
     if config.inference is not None:
-        server = config.inference.server
-        server.resolve_api_key()
-        if not port_is_free(server.host, server.port):
-            free = nearest_free_port(server.host, server.port)
-            raise UserError(f"inference.server.port = {server.port} is in use; the nearest free port is {free}")
+        config.inference.server.resolve_api_key()
+        _listen(config.inference.server).close()
         if config.inference.engine == "vllm":
             check_vllm(config.inference)
         else:
             check_model_dir(config.model.name)
         return
-    url = config.orchestrator.client.base_url
+    _check_address(config.orchestrator.client.base_url)
+
+
+def _check_address(url: str) -> None:
+    """An inference server must be there; it may still be loading its model, and answer later."""
     try:
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            health = json.load(response)
+    except TimeoutError:
+        print(f"the server at {url} does not answer yet; the orchestrator will wait for it")
+        return
     except (OSError, ValueError) as error:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
             "`inference @ …`, or give `rl` an inference section so that it starts its own"
         ) from error
+    if not isinstance(health, dict) or "instance" not in health:
+        raise UserError(
+            f"orchestrator.client.base_url = {url!r}: what answers there does not say which server it is; give the "
+            "address of an inference server of ours, started with `inference @ …`"
+        )
+
+
+def take_port(config: RLConfig) -> socket.socket | None:
+    """Listen for the server that would be started: whoever starts another run on its port a moment later is refused."""
+    return None if config.inference is None else _listen(config.inference.server)
+
+
+def _listen(server: ServerConfig) -> socket.socket:
+    return listen_or_refuse(server.host, server.port, "inference.server.port")

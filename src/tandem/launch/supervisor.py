@@ -7,12 +7,14 @@ the orchestrator by finishing, anyone by failing, the user by a signal.
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tandem.launch.plan import ProcessPlan
+from tandem.utils.ports import handed_over
 from tandem.utils.processes import SUPERVISOR_PID
 
 POLL_S = 0.05
@@ -36,8 +38,11 @@ class Interrupted(Exception):
 
 
 class Supervisor:
-    def __init__(self, plans: list[ProcessPlan]) -> None:
+    """`listening`: what the inference server listens on, where the run has one."""
+
+    def __init__(self, plans: list[ProcessPlan], listening: socket.socket | None = None) -> None:
         self.plans = {plan.name: plan for plan in plans}
+        self.listening = listening
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self, on_tick: Callable[[], None]) -> None:
@@ -71,6 +76,9 @@ class Supervisor:
     def _start(self, plan: ProcessPlan) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
+        handed = self.listening if plan.name == "inference" else None
+        if handed is not None:
+            environment |= handed_over(handed)
         with plan.log.open("ab") as log:
             self.processes[plan.name] = subprocess.Popen(
                 plan.command,
@@ -79,6 +87,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
+                pass_fds=() if handed is None else (handed.fileno(),),
             )
 
     def _is_finished(self) -> bool:

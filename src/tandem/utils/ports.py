@@ -1,13 +1,24 @@
-"""Whether a port can be had, and the nearest one that can."""
+"""Whether a port can be had, the nearest one that can, and holding one from the first moment on.
 
+A server listens before it loads its model. Between bind and listen, Linux lets others bind the same port
+(SO_REUSEADDR), and only their listen fails: who has not listened has no port. Clients that come before the model is
+loaded are kept in the socket's queue and answered once it is.
+
+The socket can be handed to another process: `rl` takes the port before it starts anything, `inference` becomes vLLM.
+"""
+
+import os
 import socket
 
 from tandem.utils.errors import UserError
 
+LISTENING_FD = "TANDEM_LISTENING_FD"  # names the socket that a process was started with
+BACKLOG = 2048
+
 
 def port_is_free(host: str, port: int) -> bool:
     try:
-        bind(host, port).close()
+        listen(host, port).close()
     except OSError:
         return False
     return True
@@ -18,25 +29,45 @@ def nearest_free_port(host: str, port: int) -> int | None:
     return next((p for p in range(port + 1, min(port + 200, 65535) + 1) if port_is_free(host, p)), None)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; it does not listen yet."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address: from here on nobody else can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         # A port whose last owner has just ended is free; one that somebody listens on is not.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
     except OSError:
-        bound.close()
+        listening.close()
         raise
-    return bound
+    return listening
 
 
-def bind_or_refuse(host: str, port: int, option: str) -> socket.socket:
-    """Bind, or raise UserError with the option's name and a port that would do."""
+def listen_or_refuse(host: str, port: int, option: str) -> socket.socket:
+    """The socket this process was started with, or a new one that listens on the address. Raises UserError with the
+    option's name and a port that would do."""
+    inherited = inherited_socket()
+    if inherited is not None:
+        return inherited
     try:
-        return bind(host, port)
+        return listen(host, port)
     except OSError as error:
         free = nearest_free_port(host, port)
         hint = f"; port {free} is free" if free else ""
         raise UserError(f"{option} = {port} cannot be bound on {host}: {error.strerror}{hint}") from error
+
+
+def inherited_socket() -> socket.socket | None:
+    """What `handed_over` of another process left us; it can be taken once."""
+    number = os.environ.pop(LISTENING_FD, None)
+    if number is None:
+        return None
+    inherited = socket.socket(fileno=int(number))
+    inherited.set_inheritable(False)
+    return inherited
+
+
+def handed_over(listening: socket.socket) -> dict[str, str]:
+    """The environment by which a process that inherits the socket finds it."""
+    return {LISTENING_FD: str(listening.fileno())}

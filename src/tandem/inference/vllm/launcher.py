@@ -1,13 +1,19 @@
 """The command `vllm`, run inside vLLM's environment: `python -m tandem.inference.vllm.launcher serve …`.
 
+It serves on the socket that `inference` has listened on since it was started: vLLM's own would be bound many seconds
+later, and listen only when the model is loaded.
+
 Processes that vLLM spawns import this module again, and forked ones keep what it did: all of them know the CPU
 build by its other name, and none outlives the process that started it.
 """
 
 import importlib.metadata
+import inspect
 import os
+import socket
 import sys
 
+from tandem.utils.ports import inherited_socket
 from tandem.utils.processes import die_with_parent
 
 
@@ -33,6 +39,18 @@ def leave_no_orphans() -> None:
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
 
 
+def serve_on(listening: socket.socket) -> None:
+    from vllm.entrypoints.cli.serve import setup_server  # pyright: ignore[reportMissingImports]
+
+    # In which module the function lies that vLLM makes its socket with differs between versions.
+    surroundings = inspect.unwrap(setup_server).__globals__
+    if "create_server_socket" not in surroundings:
+        print("this version of vLLM makes its socket in a way we do not know: leaving it to vLLM", file=sys.stderr)
+        listening.close()
+        return
+    surroundings["create_server_socket"] = lambda address, *, reuse_port: listening
+
+
 accept_cpu_build()
 leave_no_orphans()
 
@@ -40,6 +58,9 @@ leave_no_orphans()
 def main() -> None:
     from vllm.entrypoints.cli.main import main as vllm_main  # pyright: ignore[reportMissingImports]
 
+    listening = inherited_socket()
+    if listening is not None:  # another node's part of a server has none
+        serve_on(listening)
     sys.argv[0] = "vllm"
     vllm_main()
 

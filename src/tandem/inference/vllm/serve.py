@@ -13,7 +13,7 @@ from tandem.inference.vllm.installation import Installation, find_vllm
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 from tandem.utils.memory import free_memory_bytes
-from tandem.utils.ports import bind_or_refuse
+from tandem.utils.ports import handed_over, listen_or_refuse
 
 
 def become_server(config: InferenceConfig) -> NoReturn:
@@ -21,10 +21,13 @@ def become_server(config: InferenceConfig) -> NoReturn:
     api_key = config.server.resolve_api_key()
     vllm = check_vllm(config)
     model_config = check_model_files(config.model.name)
-    if not is_headless(config):
-        bind_or_refuse(config.server.host, config.server.port, "server.port").close()
     command = build_command(config, vllm, model_config, free_memory_bytes())
     environment = build_environment(config, api_key, import_path(vllm), dict(os.environ))
+    if not is_headless(config):
+        # Held through vLLM's imports, which take many seconds.
+        listening = listen_or_refuse(config.server.host, config.server.port, "server.port")
+        listening.set_inheritable(True)
+        environment |= handed_over(listening)
     sys.stdout.flush()
     os.execve(command[0], command, environment)
 
