@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tandem.types.identity import RunName
+
 MAX_SAMPLES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -171,6 +173,9 @@ class UpdateWeightsRequest(ApiModel):
     mode: Literal["keep", "wait", "abort"] = "keep"
     """Running requests go on under the new weights, end first, or end at once with what they have."""
 
+    run: RunName | None = None
+    """The run whose weights these are; answers name it. A run whose weights were replaced by another's is refused."""
+
 
 class PauseRequest(ApiModel):
     mode: Literal["keep", "wait", "abort"] = "keep"
@@ -194,6 +199,9 @@ class LoadAdapterRequest(ApiModel):
     mode: Literal["keep", "wait"] = "keep"
     """What running requests do. keep: they go on, those of a replaced adapter under the new one where the engine can
     do that. wait: they end first, while nothing new begins."""
+
+    run: RunName | None = None
+    """The run whose adapter this is, as for /update_weights."""
 
 
 class UnloadAdapterRequest(ApiModel):

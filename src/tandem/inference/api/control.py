@@ -56,7 +56,8 @@ def control_routes(served: Served) -> APIRouter:
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeightsRequest) -> Response:
         """Serve other weights of the same shape."""
-        await call(engine.update_weights, Path(body.path), body.version, body.mode)
+        async with served.identity.change(body.run):
+            await call(engine.update_weights, Path(body.path), body.version, body.mode)
         return Answer({"version": body.version})
 
     @routes.post("/reset_prefix_cache")
@@ -76,7 +77,8 @@ def control_routes(served: Served) -> APIRouter:
             message = f"the adapter {name!r} is loaded already; set load_inplace to replace it"
             raise BadRequest(message, "lora_name")
         options = {"replace": body.load_inplace, "mode": body.mode}
-        await call(engine.load_adapter, name, Path(body.lora_path), body.version, **options)
+        async with served.identity.change(body.run, adapter=name):
+            await call(engine.load_adapter, name, Path(body.lora_path), body.version, **options)
         return Answer({"lora_name": name, "lora_path": body.lora_path})
 
     @routes.post("/v1/unload_lora_adapter")

@@ -42,7 +42,7 @@ def information_routes(served: Served) -> APIRouter:
     @routes.get("/health")
     async def health() -> Response:
         """Whether the engine works; open to everybody."""
-        status = {"version": engine.version, "model": served.model, "paused": engine.paused}
+        status = {**served.identity.status, "paused": engine.paused}
         if engine.failure is not None:
             return Answer({"status": "failed", "reason": engine.failure, **status}, 503)
         return Answer({"status": "ok", **status})

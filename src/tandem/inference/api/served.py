@@ -10,6 +10,7 @@ from tandem.inference.api.prompts import PromptReader
 from tandem.inference.api.submission import Admission
 from tandem.inference.api.text import TokenTexts
 from tandem.inference.engine import Engine
+from tandem.inference.identity import Identity
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Served:
         self.tokenizer = tokenizer
         self.model = str(model_dir)
         self.names = {self.model, model_dir.name}
+        self.identity = Identity(self.model, lambda: engine.version)
         self.options = options
         self.texts = TokenTexts(tokenizer)
         self.prompts = PromptReader(tokenizer, options.vocab_size, options.seq_len)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,14 +22,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.checkpoint import Served
-from tandem.inference.engine import AdapterRefused, EngineError, WeightUpdateRefused
+from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, WeightUpdateRefused
+from tandem.inference.identity import Identify, Identity
 from tandem.inference.responses import Answer, error_answer
 from tandem.inference.vllm.adapters import Adapters, NoSuchAdapter
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
 from tandem.inference.vllm.settings import Settings
-from tandem.inference.vllm.updates import PAUSE_MODES, PauseMode, WeightUpdater
+from tandem.inference.vllm.updates import PAUSE_MODES, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
-from tandem.types.openai import LoadAdapterRequest, UnloadAdapterRequest
+from tandem.types.openai import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +40,17 @@ UNLOAD_PATHS = ("/unload_lora_adapter", "/v1/unload_lora_adapter")
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights", *LOAD_PATHS, *UNLOAD_PATHS)
 
 
-class UpdateRequest(BaseModel):
-    """The body of /update_weights."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    path: str
-    version: int = Field(ge=0)
-    mode: PauseMode = "keep"
-    """What becomes of running requests. keep: they go on under the new weights. wait: they end first. abort: now."""
-
-
 class TandemMiddleware:
     """Given to vLLM by name; made once, with the app it serves."""
 
     def __init__(self, app: ASGIApp) -> None:
         settings = Settings.from_environment()
-        self._guarded = RequireApiKey(LimitBody(Routes(app, settings), settings.max_body_bytes), settings.api_key)
+        routes = Routes(app, settings)
+        guarded = RequireApiKey(LimitBody(routes, settings.max_body_bytes), settings.api_key)
+        self._identified = Identify(guarded, routes.identity)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._guarded(scope, receive, send)
+        await self._identified(scope, receive, send)
 
 
 class Routes:
@@ -66,6 +58,7 @@ class Routes:
         self.app = app
         self.settings = settings
         self.ledger = VersionLedger()
+        self.identity = Identity(settings.model_name, lambda: self.ledger.version)
         self._served = Served(settings.model_dir)
         self._updater: WeightUpdater | None = None
         self._adapters: Adapters | None = None
@@ -117,7 +110,7 @@ class Routes:
         return self._adapters
 
     async def _health(self, updater: WeightUpdater) -> Response:
-        status = {"version": self.ledger.version, "model": self.settings.model_name, "paused": updater.paused}
+        status = {**self.identity.status, "paused": updater.paused}
         reason = updater.failure
         try:
             await updater.engine.check_health()
@@ -138,18 +131,22 @@ class Routes:
             return error_answer(404, str(error), param="lora_name")
         except AdapterRefused as error:
             return error_answer(400, str(error), param="lora_path", code="adapter_refused")
+        except EngineBusy as error:
+            return error_answer(409, str(error), code="engine_busy")
         except (EngineError, TimeoutError) as error:
             return error_answer(503, str(error) or "vLLM's engine did not answer in time", code="engine_failed")
 
     async def _change(self, updater: WeightUpdater, request: Request) -> Response:
         path = request.url.path
         if path == "/update_weights":
-            body = UpdateRequest.model_validate_json(await request.body())
-            await updater.update(Path(body.path), body.version, body.mode)
+            body = UpdateWeightsRequest.model_validate_json(await request.body())
+            async with self.identity.change(body.run):
+                await updater.update(Path(body.path), body.version, body.mode)
             return Answer({"version": body.version})
         if path in LOAD_PATHS:
             asked = LoadAdapterRequest.model_validate_json(await request.body())
-            await self._adapters_of(updater, request).load(asked)
+            async with self.identity.change(asked.run, adapter=asked.lora_name):
+                await self._adapters_of(updater, request).load(asked)
             return Answer({"lora_name": asked.lora_name, "lora_path": asked.lora_path})
         if path in UNLOAD_PATHS:
             name = UnloadAdapterRequest.model_validate_json(await request.body()).lora_name

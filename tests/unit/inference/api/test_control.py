@@ -8,6 +8,7 @@ from tests.unit.inference.api.fake_engine import FakeEngine
 from tests.unit.inference.api.test_chat import WEATHER
 
 from tandem.inference.engine import EngineBusy, EngineStats
+from tandem.types.identity import ServerIdentity
 
 
 def test_pause_in_all_its_modes(client: TestClient, engine: FakeEngine) -> None:
@@ -114,3 +115,36 @@ def test_health_tells_of_a_failure(client: TestClient, engine: FakeEngine) -> No
     engine.failure = "out of luck"
     assert client.get("/health").status_code == 503 and client.get("/health").json()["reason"] == "out of luck"
     assert client.get("/version").json()["version"]
+
+
+def test_every_answer_says_who_gave_it(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:
+    answers = [
+        client.get("/health"),
+        client.get("/nowhere"),
+        client.post("/v1/completions", json={"prompt": "abc"}),
+        client.post("/v1/completions", json={"prompt": "abc", "stream": True}),
+        client.post("/v1/completions", json={"prompt": 3}),
+        client.post("/update_weights", json={"path": str(tmp_path / "none"), "version": 5, "run": "one"}),
+    ]
+    engine.submit = None  # type: ignore[assignment]  # a fault of ours
+    answers.append(client.post("/v1/completions", json={"prompt": "abc"}))
+    assert [answer.status_code for answer in answers] == [200, 404, 200, 200, 400, 400, 500]
+    health = client.get("/health").json()
+    expected = ServerIdentity(health["instance"], "/models/little", 3, ("-",))
+    assert [ServerIdentity.from_headers(answer.headers) for answer in answers] == [expected] * 7
+    assert health["run"] is None
+
+
+def test_runs_name_themselves_and_are_named(client: TestClient, tmp_path: Path) -> None:
+    body = {"path": str(tmp_path), "version": 4}
+    assert client.post("/update_weights", json=body | {"run": "one"}).headers["x-tandem-run"] == "-, one"
+    assert client.post("/v1/completions", json={"prompt": "abc"}).headers["x-tandem-run"] == "one"
+    adapter = {"lora_name": "brave", "lora_path": str(tmp_path)}
+    assert client.post("/load_lora_adapter", json=adapter).headers["x-tandem-run"] == "one"  # nobody's tokens change
+    assert client.post("/load_lora_adapter", json=adapter | {"lora_name": "b", "run": "two"}).status_code == 200
+    assert client.get("/health").json()["run"] == "two"
+    displaced = client.post("/update_weights", json=body | {"run": "one"})
+    assert displaced.status_code == 409 and "replaced by run 'two'" in displaced.json()["error"]["message"]
+    for wrong in ("", "-", "a, b", "a\nb"):
+        refused = client.post("/update_weights", json=body | {"run": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "run"

@@ -1,0 +1,102 @@
+"""What every answer says of the server: which process it comes from, its model, its weights, and whose they are.
+
+A run names itself when it loads weights or an adapter. Two runs at one server would train on each other's tokens, so
+an answer names every run whose weights served while it was made, and a run that was displaced cannot come back: its
+next update is refused.
+
+Used by the API of the native and SGLang engines and by vllm/middleware.py, in vLLM's environment.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.inference.engine import EngineBusy
+from tandem.types.identity import NOBODY, ServerIdentity, describe_run
+
+
+class Identity:
+    """Lives in the event loop; made once for every start of the server."""
+
+    def __init__(self, model: str, version: Callable[[], int]) -> None:
+        self.instance = uuid.uuid4().hex
+        self.model = model
+        self._version = version
+        self._runs = [NOBODY]  # whose weights have served, one after another
+        self._adapters: set[str] = set()  # names under which adapters have served
+        self._one_change = asyncio.Lock()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def run(self) -> str | None:
+        """Whose weights serve."""
+        return None if self._runs[-1] == NOBODY else self._runs[-1]
+
+    @property
+    def status(self) -> dict[str, str | int | None]:
+        """As /health tells it."""
+        return {"version": self._version(), "model": self.model, "instance": self.instance, "run": self.run}
+
+    def now(self) -> int:
+        return len(self._runs) - 1
+
+    def since(self, start: int) -> ServerIdentity:
+        """As an answer tells it whose request came at `start`."""
+        return ServerIdentity(self.instance, self.model, self._version(), tuple(dict.fromkeys(self._runs[start:])))
+
+    async def settled(self) -> None:
+        """Returns while nobody's weights are taking the place of another's: whose tokens are drawn is known then."""
+        await self._settled.wait()
+
+    @asynccontextmanager
+    async def change(self, run: str | None, adapter: str | None = None) -> AsyncIterator[None]:
+        """Around a change of the weights, or of the adapter of that name. Raises EngineBusy for a displaced run."""
+        async with self._one_change:
+            # An adapter that nobody has asked for so far changes nobody's tokens.
+            keeps_owner = run is None and adapter is not None and adapter not in self._adapters
+            owner = self._runs[-1] if keeps_owner else run or NOBODY
+            if owner != self._runs[-1]:
+                self._refuse_displaced(owner)
+                self._settled.clear()
+            try:
+                yield
+                if owner != self._runs[-1]:
+                    self._runs.append(owner)
+                if adapter is not None:
+                    self._adapters.add(adapter)
+            finally:
+                self._settled.set()
+
+    def _refuse_displaced(self, run: str) -> None:
+        if run != NOBODY and run in self._runs:
+            now = describe_run(self._runs[-1])
+            raise EngineBusy(f"the weights that run {run!r} loaded here have been replaced by {now}")
+
+
+class Identify:
+    """Middleware, outside all others."""
+
+    def __init__(self, app: ASGIApp, identity: Identity) -> None:
+        self.app = app
+        self.identity = identity
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start = self.identity.now()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if scope["method"] == "POST":
+                    await self.identity.settled()
+                own = self.identity.since(start).to_headers()
+                encoded = [(name.encode(), value.encode()) for name, value in own.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *encoded]}
+            await send(message)
+
+        await self.app(scope, receive, named)
