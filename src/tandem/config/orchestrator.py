@@ -35,7 +35,11 @@ class ClientConfig(Config):
     wait: end first, while nothing new begins; better for short completions."""
 
     retries: int = Field(default=3, ge=0)
-    """How often a request that failed on its way is sent again."""
+    """How often a request that failed on its way is sent again to a server that is well."""
+
+    outage_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a server that went away may take to come back. Meanwhile nothing is lost: it is given its weights again,
+    and requests that were under way are sent again."""
 
     @model_validator(mode="after")
     def _has_one_key(self) -> "ClientConfig":

@@ -17,13 +17,14 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.envs.process import open_environment
     from tandem.envs.trial import try_environment
-    from tandem.orchestrator.client import InferenceClient
+    from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
     from tandem.orchestrator.state import OrchestratorState
     from tandem.orchestrator.tasks import check_prompts
     from tandem.transport.checkpoints import start_step
     from tandem.transport.rollouts.filesystem import MARKER
+    from tandem.types.identity import new_run_name
     from tandem.utils.log import setup_logging
     from tandem.utils.metrics import open_forwarder, refuse_missing_trackers
     from tandem.utils.run_dir import RunDir
@@ -41,7 +42,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
             resumed_from = OrchestratorState.load(run_dir, step) if step else None
             run_dir.create()
             forwarder = open_forwarder(run_dir, **config.metrics.model_dump())
-            client = InferenceClient(config.client)
+            client = InferenceClient(config.client, new_run_name(run_dir.root))
             try:
                 await Orchestrator(config, environment, tokenizer, client, forwarder, resumed_from).run()
             finally:
@@ -50,7 +51,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
 
     try:
         asyncio.run(run())
-    except TooManyFailures as error:
+    except (ServerLost, TooManyFailures) as error:
         print(f"orchestrator: {error}", file=sys.stderr)
         raise SystemExit(1) from None
 

@@ -1,11 +1,17 @@
 """Client of the inference server: token ids in, tokens with log-probs and versions out.
 
-Requests that fail on their way are sent again; what the server refuses is raised with its reason.
+Requests that fail on their way are sent again, once the server is well; what the server refuses is raised with its
+reason. Every answer says who gave it (types/identity): one of another process than the run's weights were given to is
+never used, and neither is one that another run's weights had a part in.
+
+    answer ─► another instance            InstanceChanged: policy.py loads the weights again
+          └─► weights of another run      ServerLost: the run ends
 """
 
 import asyncio
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +19,46 @@ import aiohttp
 import orjson
 
 from tandem.config.orchestrator import ClientConfig
+from tandem.types.identity import ServerIdentity, describe_run
 from tandem.types.rollout import Completion, require_logprobs
 from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
-RETRY_STATUS = (429, 502, 503, 504)
+BUSY = 429
+RETRY_STATUS = (BUSY, 502, 503, 504)
 ADAPTER = "tandem-policy"  # what the server calls the adapter that is trained
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
+POLL_S = 0.05
 
 
 class InferenceError(RuntimeError):
-    """The server refused a request, or could not be reached."""
+    """The server refused a request, or could not answer it."""
+
+
+class InstanceChanged(Exception):
+    """The server was started again: what answers has not been given the weights of this run."""
+
+
+class ServerLost(RuntimeError):
+    """The run cannot go on with its server: it stays away, or another run has taken it."""
 
 
 class InferenceClient:
-    """Made inside a running event loop, closed by whoever made it."""
+    """Made inside a running event loop, closed by whoever made it. `run` names the run to the server.
 
-    def __init__(self, config: ClientConfig) -> None:
+    A server is met, given weights and then adopted: only an adopted one is asked for completions."""
+
+    def __init__(self, config: ClientConfig, run: str) -> None:
         self.config = config
+        self.run = run
         self.base_url = config.base_url.rstrip("/")
         self.model: dict[str, str] = {}  # what requests ask for; nothing: the model that is served
+        self.instance: str | None = None  # that serves the weights of this run
+        self._met: str | None = None  # that is given weights
+        self._owns = False  # whether the one that was met has weights of this run
+        self._versions: set[int] = set()  # that it has been given
+        self._one_looks = asyncio.Lock()
+        self._seen: tuple[float, str] = (0.0, "")  # when a server was last well, and which
         key = config.resolve_api_key()
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -48,16 +75,17 @@ class InferenceClient:
             timeout_s=self.config.startup_timeout_s,
             hint="is it running, and is client.base_url right? see logs/inference.log",
         )
-        while not await self._is_healthy():
-            deadline.check()
-            await asyncio.sleep(0.05)
+        await self._look_until_well(deadline)
 
-    async def _is_healthy(self) -> bool:
-        try:
-            async with self._http.get(f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+    async def meet(self) -> None:
+        """Turn to the server that answers now, whichever it is. Whose weights it has is of no concern yet."""
+        self._met = await self._until_well("it was started again and is not well")
+        self._owns = False
+        self._versions.clear()
+
+    def adopt(self) -> None:
+        """The server that was met has all it needs: completions come from it."""
+        self.instance = self._met
 
     async def generate(
         self, prompt_ids: list[int], *, n: int, max_tokens: int, temperature: float, seed: int
@@ -72,12 +100,15 @@ class InferenceClient:
             "logprobs": 0,
             "return_token_ids": True,
         } | self.model
-        answer = await self._post("/v1/completions", body)
-        return [_completion(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+        answer = await self._post("/v1/completions", body, self.instance)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        completions = [_completion(choice) for choice in choices]
+        self._check_versions(completions)
+        return completions
 
     async def update_weights(self, path: Path, version: int) -> None:
         body = {"path": str(path.resolve()), "version": version, "mode": self.config.update_mode}
-        await self._post("/update_weights", body)
+        await self._load("/update_weights", body)
         self.model = {}
 
     async def load_adapter(self, path: Path, version: int) -> None:
@@ -89,25 +120,107 @@ class InferenceClient:
             "version": version,
             "mode": self.config.update_mode,
         }
-        await self._post("/load_lora_adapter", body)
+        await self._load("/load_lora_adapter", body)
         self.model = {"model": ADAPTER}
 
-    async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _load(self, route: str, body: dict[str, Any]) -> None:
+        self._versions.add(body["version"])  # before: tokens of it may arrive before the answer does
+        await self._post(route, body | {"run": self.run}, self._met)
+        self._owns = True
+
+    async def _post(self, route: str, body: dict[str, Any], instance: str | None) -> dict[str, Any]:
+        """The answer of `instance`. Sent again after what was no fault of the request."""
         problem = ""
         for attempt in range(self.config.retries + 1):
             if attempt:
                 await asyncio.sleep(min(0.25 * 2**attempt, 5))
             try:
                 async with self._http.post(f"{self.base_url}{route}", json=body) as response:
-                    if response.status == 200:
-                        return orjson.loads(await response.read())
-                    problem = f"{response.status}: {_reason(await response.text())}"
-                    if response.status not in RETRY_STATUS:
-                        break
+                    status, text = response.status, await response.read()
+                    identity = ServerIdentity.from_headers(response.headers)
             except (aiohttp.ClientError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
-                logger.warning("%s%s: %s (attempt %d)", self.base_url, route, problem, attempt + 1)
+            else:
+                self._check(identity, status, instance)
+                if status == 200:
+                    return orjson.loads(text)
+                problem = f"{status}: {_reason(text)}"
+                if status == BUSY:
+                    continue
+                if status not in RETRY_STATUS and (identity is not None or status < 500):
+                    break
+            if not self._one_looks.locked():
+                logger.warning("%s%s: %s", self.base_url, route, problem)
+            if await self._until_well(problem) != instance:
+                raise self._changed(instance)
         raise InferenceError(f"{self.base_url}{route} failed: {problem}")
+
+    def _check(self, identity: ServerIdentity | None, status: int, instance: str | None) -> None:
+        """Whether an answer is from whom the request was meant for, and only from weights of this run."""
+        if identity is None:
+            if status == 200:
+                raise self._nameless()
+            return  # something on the way has answered in its place
+        if identity.instance != instance:
+            raise self._changed(instance)
+        others = [run for run in identity.runs if run != self.run]
+        if others and self._owns:
+            raise ServerLost(
+                f"the weights of this run ({self.run}) at {self.base_url} have been replaced by "
+                f"{describe_run(others[-1])}; give every run a server of its own (client.base_url), then go on with "
+                "--resume"
+            )
+
+    def _changed(self, instance: str | None) -> InstanceChanged:
+        if self.instance == instance:
+            self.instance = None
+        return InstanceChanged(f"another server than {instance} answers at {self.base_url}")
+
+    def _check_versions(self, completions: list[Completion]) -> None:
+        unknown = {version for completion in completions for version in completion.versions} - self._versions
+        if unknown:
+            raise ServerLost(
+                f"{self.base_url} answers with tokens of version {min(unknown)}, which this run ({self.run}) has not "
+                "loaded there"
+            )
+
+    def _nameless(self) -> ServerLost:
+        return ServerLost(f"what answers at {self.base_url} does not say which server it is: is it one of ours?")
+
+    async def _until_well(self, problem: str) -> str:
+        """The instance that is well now. Of many requests that have met a problem at once, one looks."""
+        since = time.monotonic()
+        deadline = Deadline(
+            what=f"the inference server at {self.base_url}",
+            timeout_s=self.config.outage_timeout_s,
+            hint=f"it was lost with: {problem}; start it again, then go on with --resume",
+        )
+        async with self._one_looks:
+            if self._seen[0] < since:
+                try:
+                    await self._look_until_well(deadline)
+                except TimeoutError as error:
+                    raise ServerLost(str(error)) from error
+            return self._seen[1]
+
+    async def _look_until_well(self, deadline: Deadline) -> None:
+        while (instance := await self._look()) is None:
+            deadline.check()
+            await asyncio.sleep(POLL_S)
+        self._seen = (time.monotonic(), instance)
+
+    async def _look(self) -> str | None:
+        """The instance that answers, if it is well."""
+        try:
+            async with self._http.get(f"{self.base_url}/health", timeout=HEALTH_TIMEOUT) as response:
+                if response.status != 200:
+                    return None
+                identity = ServerIdentity.from_headers(response.headers)
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        if identity is None:
+            raise self._nameless()
+        return identity.instance
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
@@ -124,8 +237,8 @@ def _completion(choice: dict[str, Any]) -> Completion:
     )
 
 
-def _reason(body: str) -> str:
+def _reason(body: bytes) -> str:
     try:
         return json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return body[:200]
+        return body.decode(errors="replace")[:200]

@@ -5,6 +5,8 @@ Two tasks run side by side:
     batches   dispatcher ─► groups ─► advantages ─► rollouts/step_n ─► metrics, samples
     policy    weights/step_n ─► /update_weights or /load_lora_adapter ─► evaluation where due
 
+A third ends the run as soon as it has lost its server.
+
 The trainer is met only through the run directory, the inference server only through its client.
 """
 
@@ -18,7 +20,7 @@ from tandem.envs.protocol import Environment
 from tandem.orchestrator.advantages import make_advantage_function
 from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.buffer import GroupBuffer
-from tandem.orchestrator.client import InferenceClient
+from tandem.orchestrator.client import InferenceClient, ServerLost
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
@@ -60,10 +62,11 @@ class Orchestrator:
         self.ledger = FailureLedger(self.run_dir, config.max_failed_share)
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
+        self.policy = Policy(client, config.model.name, self.run_dir.weights, self.start.step, self.run_log)
         tries, record = config.env.tries, self.ledger.training_attempt
-        self.maker = RolloutMaker(client, environment, tokenizer, tries=tries, record=record)
+        self.maker = RolloutMaker(self.policy, environment, tokenizer, tries=tries, record=record)
         self.evaluator = Evaluator(
-            RolloutMaker(client, environment, tokenizer, tries=1, record=self.ledger.evaluation_attempt),
+            RolloutMaker(self.policy, environment, tokenizer, tries=1, record=self.ledger.evaluation_attempt),
             config.eval,
             list(environment.eval_tasks),
             config.sampling.max_tokens,
@@ -73,39 +76,37 @@ class Orchestrator:
 
     async def run(self) -> None:
         try:
-            await self._run()
-        except ExceptionGroup as group:
-            # The reason for the end, without the wrapping of those tasks that ended with it.
-            if (failed := group.subgroup(TooManyFailures)) is not None:
-                raise failed.exceptions[0] from None
-            raise
+            async with asyncio.TaskGroup() as tasks:
+                await self._run(tasks)
+        except BaseExceptionGroup as errors:
+            raise cause_of(errors) from None
+        self.run_log.event("finished", version=self.policy.version)
 
-    async def _run(self) -> None:
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
+        policy = self.policy
         await self.client.wait_until_ready()
-        policy = await self._serve_first_version()
-        self.run_log.event("started", version=policy.version)
+        watching = tasks.create_task(policy.watch())
+        await self._serve_first_version()
+        self.run_log.event("started", version=policy.version, run=self.client.run)
         if self.start.step == 0:
             await self.evaluator.run(0, self.run_dir)
-        async with asyncio.TaskGroup() as tasks:
-            forwarding = tasks.create_task(self._forward_metrics())
-            following = tasks.create_task(policy.follow(self.config.max_steps, self._on_version))
-            await self._write_batches(policy)
-            await self._wait_for_last_version(following)
-            forwarding.cancel()
-        self.run_log.event("finished", version=policy.version)
+        forwarding = tasks.create_task(self._forward_metrics())
+        following = tasks.create_task(policy.follow(self.config.max_steps, self._on_version))
+        await self._write_batches(policy)
+        await self._wait_for_last_version(following)
+        forwarding.cancel()
+        watching.cancel()
 
-    async def _serve_first_version(self) -> Policy:
+    async def _serve_first_version(self) -> None:
         """Whatever the server served before, it now serves the weights this run starts from."""
         version = self.start.step
         path = self.config.model.name if version == 0 else self.run_dir.weights / step_name(version)
-        policy = Policy(self.client, self.config.model.name, self.run_dir.weights, version)
         if version > 0:
             deadline = self._weights_deadline(version)
             while not (path / MANIFEST).exists():
                 deadline.check()
                 await asyncio.sleep(0.02)
-        await policy.load(path, version)
-        return policy
+        await self.policy.load(path, version)
 
     async def _write_batches(self, policy: Policy) -> None:
         config, step_size = self.config, self.config.prompts_per_step
@@ -206,3 +207,11 @@ class Orchestrator:
             timeout_s=self.config.weights_timeout_s,
             hint="is the trainer running? see logs/trainer.log",
         )
+
+
+def cause_of(errors: BaseExceptionGroup) -> BaseException:
+    """The reason for the end, without the wrapping of those tasks that ended with it."""
+    for reason in (ServerLost, TooManyFailures):
+        if (found := errors.subgroup(reason)) is not None:
+            return found.exceptions[0]
+    return errors.exceptions[0] if len(errors.exceptions) == 1 else errors

@@ -1,42 +1,109 @@
-"""The policy as the inference server serves it: follows the weights the trainer publishes."""
+"""The policy as the inference server serves it: follows the weights the trainer publishes, and samples from them.
+
+A server that was started again knows nothing of the run. Nobody asks it for a completion before it has been given the
+version it should serve; what was under way when it went is asked again.
+"""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tandem.orchestrator.client import InferenceClient, InferenceError
+from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
 from tandem.transport.weights.manifest import is_adapter, newest_version
+from tandem.types.rollout import Completion
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import step_name
 
 POLL_S = 0.002
+logger = logging.getLogger(__name__)
 
 VersionListener = Callable[[int, int], Awaitable[None]]
 
 
 class Policy:
-    """Knows the version being served. One task runs `follow`; others wait on `next_update`, a future that
+    """Knows the version being served. One task runs `follow`, one `watch`; others wait on `next_update`, a future that
     is done when another version is served, and then replaced by a new one.
 
     A version is a whole model, or a LoRA adapter of `model_dir`, which then has to be served below it."""
 
-    def __init__(self, client: InferenceClient, model_dir: Path, weights_folder: Path, version: int) -> None:
+    def __init__(
+        self, client: InferenceClient, model_dir: Path, weights_folder: Path, version: int, run_log: RunLog
+    ) -> None:
         self.client = client
         self.model_dir = model_dir
         self.weights_folder = weights_folder
         self.version = version
+        self.run_log = run_log
+        loop = asyncio.get_running_loop()
+        self.next_update: asyncio.Future[int] = loop.create_future()
+        self._path = model_dir  # of the version being served
         self._serves_base = False
-        self.next_update: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._one_loads = asyncio.Lock()
+        self._lost: asyncio.Future[None] = loop.create_future()
+
+    async def generate(
+        self, prompt_ids: list[int], *, n: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[Completion]:
+        """`n` completions of one prompt. A server that has gone away is waited for."""
+        try:
+            while True:
+                if self.client.instance is None:
+                    await self._restore()
+                try:
+                    return await self.client.generate(
+                        prompt_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed
+                    )
+                except InstanceChanged:
+                    continue
+        except ServerLost as error:
+            if not self._lost.done():
+                self._lost.set_exception(error)
+            # It is no failure of one group: the run ends, and this with it.
+            return await asyncio.get_running_loop().create_future()
+
+    async def watch(self) -> None:
+        """Raises ServerLost as soon as anybody who generates has met it. Somebody has to run this."""
+        await asyncio.shield(self._lost)
 
     async def load(self, path: Path, version: int) -> None:
+        async with self._one_loads:
+            await self._load(path, version)
+        self.version, self._path = version, path
+        self.next_update.set_result(version)
+        self.next_update = asyncio.get_running_loop().create_future()
+
+    async def _restore(self) -> None:
+        """After the server was started again: have it serve what it served before."""
+        async with self._one_loads:
+            if self.client.instance is not None:
+                return  # somebody else has done it
+            try:
+                await self._load(self._path, self.version)
+            except InferenceError as error:
+                raise ServerLost(f"the server that was started again cannot serve this run: {error}") from error
+            logger.info("the server was started again; it serves version %d", self.version)
+            self.run_log.event("server_restored", version=self.version, instance=self.client.instance)
+
+    async def _load(self, path: Path, version: int) -> None:
+        while True:
+            try:
+                if self.client.instance is None:
+                    await self.client.meet()
+                    self._serves_base = False
+                await self._give(path, version)
+            except InstanceChanged:
+                continue
+            self.client.adopt()
+            return
+
+    async def _give(self, path: Path, version: int) -> None:
         if is_adapter(path):
             if not self._serves_base:
                 await self._serve(self.model_dir, 0)
             await self.client.load_adapter(path, version)
         else:
             await self._serve(path, version)
-        self.version = version
-        self.next_update.set_result(version)
-        self.next_update = asyncio.get_running_loop().create_future()
 
     async def _serve(self, path: Path, version: int) -> None:
         await self.client.update_weights(path, version)

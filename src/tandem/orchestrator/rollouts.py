@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
-from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
+from tandem.orchestrator.policy import Policy
 from tandem.orchestrator.tasks import request_seed
 from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import Completion, Group, Rollout, Task
@@ -25,7 +25,7 @@ class RolloutMaker:
 
     def __init__(
         self,
-        client: InferenceClient,
+        policy: Policy,
         environment: Environment,
         tokenizer: Tokenizer,
         *,
@@ -33,7 +33,7 @@ class RolloutMaker:
         record: Callable[[Attempt], None],
         delays_s: Sequence[float] = RETRY_DELAYS_S,
     ) -> None:
-        self.client = client
+        self.policy = policy
         self.environment = environment
         self.tokenizer = tokenizer
         self.tries = tries
@@ -50,7 +50,7 @@ class RolloutMaker:
         for attempt in range(self.tries):
             if attempt:
                 await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
-            completions = await self.client.generate(
+            completions = await self.policy.generate(
                 prompt_ids,
                 n=n - len(rollouts),
                 max_tokens=max_tokens,

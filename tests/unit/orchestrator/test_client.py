@@ -1,4 +1,4 @@
-"""The client against a real server on loopback that misbehaves on request."""
+"""The client against a real server on loopback that misbehaves on request, dies, comes back or is another's."""
 
 import asyncio
 import json
@@ -14,16 +14,24 @@ import pytest
 
 from tandem.config.orchestrator import ClientConfig
 from tandem.orchestrator import client as client_module
-from tandem.orchestrator.client import InferenceClient, InferenceError, _completion
+from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
+from tandem.types.identity import ServerIdentity
 
 DROP = 0  # instead of a status: close the connection without an answer
+RUN = "mine-1"
 
 
 class FakeServer:
-    """Answers requests with the planned (status, body) one after the other; the last one again and again."""
+    """Answers requests with the planned (status, body) one after the other, the last one again and again; looks at
+    its health likewise."""
 
     def __init__(self) -> None:
         self.plan: list[tuple[int, Any]] = [(200, {})]
+        self.health: list[tuple[int, Any]] = [(200, {})]
+        self.identity: ServerIdentity | None = ServerIdentity("first", "models/little", 7, (RUN,))
+        self.on_request: Callable[[], None] = lambda: None  # before a request is answered
+        self.on_look: Callable[[], None] = lambda: None
+        self.num_looks = 0
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
@@ -42,18 +50,28 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
                 server.requests.append((self.path, dict(self.headers), body))
-                status, answer = server.plan.pop(0) if len(server.plan) > 1 else server.plan[0]
+                server.on_request()
+                self.answer(server.plan)
+
+            def do_GET(self) -> None:
+                assert self.path == "/health"
+                server.num_looks += 1
+                server.on_look()
+                self.answer(server.health)
+
+            def answer(self, plan: list[tuple[int, Any]]) -> None:
+                status, answer = plan.pop(0) if len(plan) > 1 else plan[0]
                 if status == DROP:
                     self.close_connection = True
                     return
                 text = answer if isinstance(answer, str) else json.dumps(answer)
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
+                for name, value in (server.identity.to_headers() if server.identity else {}).items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text.encode())
-
-            do_GET = do_POST
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Not on standard error."""
@@ -82,11 +100,17 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-def with_client(server: FakeServer | str, body: Callable[[InferenceClient], Any], **options: Any) -> Any:
+def with_client(
+    server: FakeServer | str, body: Callable[[InferenceClient], Any], *, adopted: bool = True, **options: Any
+) -> Any:
+    """`adopted`: the server has been given version 7, and serves it."""
     url = server if isinstance(server, str) else server.url
 
     async def run() -> Any:
-        client = InferenceClient(ClientConfig(base_url=url, **options))
+        client = InferenceClient(ClientConfig(base_url=url, **options), RUN)
+        if adopted:
+            client._met, client._owns, client._versions = "first", True, {7}
+            client.adopt()
         try:
             return await body(client)
         finally:
@@ -155,6 +179,7 @@ def test_what_fails_on_its_way_is_sent_again(server: FakeServer, trouble: tuple[
     assert len(with_client(server, generate)) == 2
     assert len(server.requests) == 3
     assert [pause for pause in no_pauses if pause > 0] == [0.5, 1.0]
+    assert server.num_looks == (0 if trouble[0] == 429 else 2)  # a server that is only busy is well
 
 
 def test_a_server_that_stays_down_is_given_up(server: FakeServer) -> None:
@@ -164,11 +189,25 @@ def test_a_server_that_stays_down_is_given_up(server: FakeServer) -> None:
     assert len(server.requests) == 3
 
 
-def test_nobody_listening_is_an_error_after_the_retries() -> None:
+def test_a_server_that_stays_away_is_waited_for_and_then_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(InferenceError, match=r"failed: \w*Connect\w*Error"):
-        with_client(address, generate, retries=1)
+    with pytest.raises(
+        ServerLost, match=rf"waited 0\.05 s for the inference server at {address}; it was lost with: \w*Conn"
+    ):
+        with_client(address, generate, retries=0, outage_timeout_s=0.05)
+
+
+def test_an_outage_costs_no_retries_and_one_look_serves_all(server: FakeServer) -> None:
+    server.plan = [(DROP, None)] * 4 + [(200, ANSWER)]
+    server.health = [(503, ""), (DROP, None), (503, ""), (200, {})]
+
+    async def run(client: InferenceClient) -> list[Any]:
+        return await asyncio.gather(*(generate(client) for _ in range(4)))
+
+    assert [len(completions) for completions in with_client(server, run, retries=1)] == [2] * 4
+    assert len(server.requests) == 8
+    assert server.num_looks < 16  # four in vain, and at most one of each request
 
 
 def test_what_the_server_refuses_is_not_sent_again(server: FakeServer) -> None:
@@ -187,7 +226,8 @@ def test_a_refusal_in_another_shape_is_shown_as_it_is(server: FakeServer) -> Non
 def test_update_weights_names_path_and_version(server: FakeServer, tmp_path: Path) -> None:
     with_client(server, lambda client: client.update_weights(tmp_path / "step_000004", 4))
     path, _, body = server.requests[0]
-    assert (path, body) == ("/update_weights", {"path": str(tmp_path / "step_000004"), "version": 4, "mode": "keep"})
+    expected = {"path": str(tmp_path / "step_000004"), "version": 4, "mode": "keep", "run": RUN}
+    assert (path, body) == ("/update_weights", expected)
 
 
 def test_an_adapter_is_loaded_in_place_and_asked_for_until_whole_weights_come(
@@ -210,17 +250,119 @@ def test_an_adapter_is_loaded_in_place_and_asked_for_until_whole_weights_come(
         "load_inplace": True,
         "version": 4,
         "mode": "wait",
+        "run": RUN,
     }
     assert asked["model"] == "tandem-policy" and "model" not in asked_later
 
 
 def test_waiting_for_a_server_that_is_starting(server: FakeServer) -> None:
-    server.plan = [(503, ""), (DROP, None), (200, {})]
-    with_client(server, lambda client: client.wait_until_ready())
-    assert [path for path, _, _ in server.requests] == ["/health"] * 3
+    server.health = [(503, ""), (DROP, None), (200, {})]
+    with_client(server, lambda client: client.wait_until_ready(), adopted=False)
+    assert server.num_looks == 3
 
 
 def test_waiting_has_a_deadline_that_names_the_server(server: FakeServer) -> None:
-    server.plan = [(503, "")]
+    server.health = [(503, "")]
     with pytest.raises(TimeoutError, match=rf"waited 0\.05 s for the inference server at {server.url}; is it running"):
         with_client(server, lambda client: client.wait_until_ready(), startup_timeout_s=0.05)
+
+
+def restarted(server: FakeServer) -> Callable[[], None]:
+    """The server dies and is started again: another process, which knows no run."""
+
+    def restart() -> None:
+        server.identity = ServerIdentity("second", "models/little", 0, ("-",))
+
+    return restart
+
+
+@pytest.mark.parametrize("answer", [(200, ANSWER), (404, {"error": {"message": "no such adapter"}}), (DROP, None)])
+def test_another_instance_is_noticed_whatever_it_answers(server: FakeServer, answer: tuple[int, Any]) -> None:
+    server.plan = [answer]
+    server.on_request = restarted(server)
+
+    async def run(client: InferenceClient) -> None:
+        with pytest.raises(InstanceChanged):
+            await generate(client)
+        assert client.instance is None
+
+    with_client(server, run)
+    assert len(server.requests) == 1
+
+
+def test_a_server_is_met_given_weights_and_adopted(server: FakeServer, tmp_path: Path) -> None:
+    """Whatever run it served before."""
+    server.identity = ServerIdentity("second", "models/little", 5, ("theirs-1",))
+    server.plan = [(200, {}), (200, ANSWER)]
+
+    def loaded() -> None:
+        server.identity = ServerIdentity("second", "models/little", 7, ("theirs-1", RUN))
+        server.on_request = lambda: setattr(server, "identity", ServerIdentity("second", "m", 7, (RUN,)))
+
+    server.on_request = loaded
+
+    async def run(client: InferenceClient) -> None:
+        await client.meet()
+        await client.update_weights(tmp_path, 7)
+        assert client.instance is None
+        client.adopt()
+        assert client.instance == "second" and len(await generate(client)) == 2
+
+    with_client(server, run, adopted=False)
+
+
+def test_what_was_under_way_before_a_restart_stays_meant_for_the_old_instance(server: FakeServer) -> None:
+    """By the time its answer comes, somebody else may have given the new one its weights."""
+    server.plan = [(200, ANSWER)]
+
+    async def run(client: InferenceClient) -> None:
+        def restart() -> None:
+            server.identity = ServerIdentity("second", "models/little", 7, ("-", RUN))
+            client.instance = "second"
+
+        server.on_request = restart
+        with pytest.raises(InstanceChanged):
+            await generate(client)
+        assert client.instance == "second"  # the new one is not forgotten for it
+
+    with_client(server, run)
+
+
+@pytest.mark.parametrize(
+    ("runs", "who"),
+    [
+        (("theirs-1",), "run 'theirs-1'"),
+        ((RUN, "theirs-1", RUN), "run 'theirs-1'"),
+        ((RUN, "-"), "somebody who named no run"),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 409])
+def test_weights_of_another_run_end_this_one(server: FakeServer, runs: tuple[str, ...], who: str, status: int) -> None:
+    server.plan = [(status, ANSWER)]
+    server.identity = ServerIdentity("first", "models/little", 7, runs)
+    with pytest.raises(ServerLost, match=rf"weights of this run \({RUN}\) at {server.url} have been replaced by {who}"):
+        with_client(server, generate)
+
+
+def test_a_version_that_was_never_loaded_ends_the_run(server: FakeServer) -> None:
+    server.plan = [(200, {"choices": [choice(0, 50) | {"weight_versions": [7, 8]}]})]
+    with pytest.raises(ServerLost, match=r"tokens of version 8, which this run \(mine-1\) has not loaded there"):
+        with_client(server, generate)
+
+
+def test_something_else_at_the_address_is_not_trained_on(server: FakeServer) -> None:
+    server.plan = [(200, ANSWER)]
+    server.identity = None
+    with pytest.raises(ServerLost, match=rf"what answers at {server.url} does not say which server it is"):
+        with_client(server, generate)
+    with pytest.raises(ServerLost, match="does not say which server it is"):
+        with_client(server, lambda client: client.wait_until_ready(), adopted=False)
+
+
+def test_an_error_of_something_on_the_way_is_no_answer_of_the_server(server: FakeServer) -> None:
+    """A plain 500: the server itself would have said who it is."""
+    server.plan = [(500, "Internal Server Error"), (200, ANSWER)]
+    server.identity, identity = None, server.identity
+    server.on_look = lambda: setattr(server, "identity", identity)
+    assert len(with_client(server, generate)) == 2
+    assert len(server.requests) == 2
