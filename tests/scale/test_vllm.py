@@ -4,7 +4,10 @@ One server serves nearly all tests; each that needs certain weights loads them f
 """
 
 import json
+import os
 import shutil
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.integration.processes import wait_until
 from tests.scale.vllm_models import FIRST_TOKEN, publish_counting, publish_random
 from tests.scale.vllm_server import (
     KEY,
@@ -27,6 +31,7 @@ from tests.scale.vllm_server import (
 )
 
 from tandem.transport.weights.manifest import write_manifest
+from tandem.types.identity import ServerIdentity
 from tandem.utils.files import read_json, write_json
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
@@ -76,12 +81,55 @@ def seen_versions(choice: dict[str, Any]) -> list[int]:
 
 def test_health_is_what_every_engine_answers(server: VllmServer, tiny_model: Path) -> None:
     with httpx.Client(base_url=server.http.base_url, trust_env=False) as bare:
-        assert bare.get("/health").json() == {
-            "status": "ok",
-            "version": 0,
-            "model": str(tiny_model),
-            "paused": False,
-        }
+        health = bare.get("/health").json()
+    assert len(health.pop("instance")) == 32
+    assert health == {"status": "ok", "version": 0, "model": str(tiny_model), "paused": False, "run": None}
+
+
+def test_every_answer_says_who_gave_it_and_whose_weights(server: VllmServer, counting: dict[int, Path]) -> None:
+    instance = server.health()["instance"]
+    update = {"path": str(counting[1]), "version": 1}
+    body = {"prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
+    taken = server.http.post("/update_weights", json=update | {"run": "one"})
+    answers = [
+        server.http.post("/v1/completions", json=body),
+        server.http.post("/v1/completions", json=body | {"stream": True}),
+        server.http.post("/v1/completions", json={"prompt": -1}),
+        server.http.get("/nowhere"),
+        server.http.get("/v1/models", headers={"Authorization": "Bearer wrong"}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 404, 401]
+    for answer in answers:
+        identity = ServerIdentity.from_headers(answer.headers)
+        assert identity is not None
+        assert (identity.instance, identity.version, identity.runs) == (instance, 1, ("one",))
+    assert taken.headers["x-tandem-run"] == "-, one"
+    assert server.http.post("/update_weights", json=update | {"run": "two"}).headers["x-tandem-run"] == "one, two"
+    displaced = server.http.post("/update_weights", json=update | {"run": "one"})
+    assert displaced.status_code == 409 and "replaced by run 'two'" in displaced.json()["error"]["message"]
+    server.update(counting[1], 1)
+    assert server.health()["run"] is None
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_second_server_on_the_port_is_refused_while_the_first_loads(
+    vllm_python: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    first = launch(vllm_python, tiny_model, tmp_path / "first.log", "--port", str(port))
+    try:
+        wait_until(lambda: first.poll() is not None or can_connect(port), 120, "the first to listen")
+        second = launch(vllm_python, tiny_model, tmp_path / "second.log", "--port", str(port))
+        assert second.wait(120) == 2
+        assert first.poll() is None
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    assert f"server.port = {port} cannot be bound" in (tmp_path / "second.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def until_healthy(port: int, process: "subprocess.Popen[str]") -> dict[str, Any]
     while time.monotonic() < deadline and process.poll() is None:
         try:
             return call(port, "/health")[1]
-        except urllib.error.URLError:
+        except (urllib.error.URLError, TimeoutError):
             time.sleep(0.1)
     raise AssertionError(f"the server did not come up: exit code {process.poll()}")
 

@@ -1,0 +1,226 @@
+"""Servers that die and return, and runs that meet where they should not: nobody trains on another's tokens."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.integration.processes import Starter, wait_until
+from tests.integration.servers import wait_until_healthy
+
+from tandem.utils.files import read_json_lines
+from tandem.utils.run_dir import RunDir, step_name
+
+STEPS = 8
+PROMPTS = 4
+GROUP = 8
+SMALL = ["--orchestrator.prompts-per-step", str(PROMPTS), "--orchestrator.eval.num-prompts", "4"]
+ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic"]
+LORA = ["--trainer.lora.rank", "8", "--trainer.lora.alpha", "16", "--trainer.optimizer.lr", "4e-3"]
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def url(free_port: int) -> str:
+    return f"http://127.0.0.1:{free_port}"
+
+
+@pytest.fixture
+def serve(starter: Starter, warm_model: Path, free_port: int, url: str) -> Callable[[], subprocess.Popen[str]]:
+    """Starts an inference server by hand, always on the same port."""
+
+    def start() -> subprocess.Popen[str]:
+        process = starter.start(
+            "inference",
+            *("--model.name", str(warm_model), "--server.port", str(free_port), "--seq-len", "64", "--threads", "1"),
+            *("--max-sequences", "128", "--deterministic"),
+        )
+        wait_until_healthy(process, url)
+        return process
+
+    return start
+
+
+@pytest.fixture
+def arguments(warm_model: Path, url: str, tmp_path: Path) -> Run:
+    """Of `rl` without a server of its own: it uses the one at `url`."""
+    shared = tmp_path / "no_inference.toml"
+    shared.write_text(Path("examples/reverse_text/rl.toml").read_text().split("[inference]")[0])
+
+    def make(name: str, *options: str) -> list[str]:
+        return [
+            *("@", str(shared), "--model.name", str(warm_model), "--output-dir", str(tmp_path / name)),
+            *("--orchestrator.client.base-url", url, *SMALL, *options),
+        ]
+
+    return make
+
+
+def metrics(run: Path, process: str, key: str = "step") -> list[float]:
+    return [line[key] for line in read_json_lines(RunDir(run).metrics) if line["process"] == process and key in line]
+
+
+def batches(run: Path) -> list[int]:
+    """The steps whose batches the orchestrator has written."""
+    return [line["step"] for line in read_json_lines(RunDir(run).metrics) if "reward/mean" in line]
+
+
+def wait_for_batch(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    def is_there() -> bool:
+        return process.poll() is not None or (RunDir(run).metrics.exists() and step in batches(run))
+
+    wait_until(is_there, 300, f"the batch of step {step}")
+    assert process.poll() is None, process.communicate()[0]
+
+
+def trained_tasks(run: Path) -> list[int]:
+    """The task of every group that was trained on."""
+    rows = [read_json_lines(RunDir(run).samples(step)) for step in range(1, STEPS + 1)]
+    assert all(len(lines) == PROMPTS * GROUP for lines in rows)
+    return [line["task"] for lines in rows for line in lines[::GROUP]]
+
+
+def kill_amid_requests(server: subprocess.Popen[str]) -> None:
+    """Frozen first: whatever the run asks for next is under way when the server dies."""
+    server.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 3  # where everything the run asks for was read before, nothing more will come
+    while unread_bytes(server.pid) == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    server.kill()
+    server.wait()
+
+
+def unread_bytes(pid: int) -> int:
+    """What clients have sent and the process has not read."""
+    sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(fields[4].split(":")[1], 16) for fields in lines if f"socket:[{fields[9]}]" in sockets)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
+def test_a_server_that_is_killed_and_started_again_changes_no_bit(
+    starter: Starter, serve, arguments: Run, tmp_path: Path, adapter: bool
+) -> None:
+    options = [*ON_POLICY, *(LORA if adapter else []), "--max-steps", str(STEPS)]
+    server = serve()
+    undisturbed = starter.run("rl", *arguments("undisturbed", *options))
+    assert undisturbed.returncode == 0, undisturbed.stdout
+    process = starter.start("rl", *arguments("disturbed", *options))
+    run = tmp_path / "disturbed"
+    for step in (2, 5):
+        wait_for_batch(run, step, process)
+        kill_amid_requests(server)
+        server = serve()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+    assert batches(run) == metrics(run, "trainer") == list(range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        one, two = (RunDir(tmp_path / name).samples(step).read_text() for name in ("undisturbed", "disturbed"))
+        assert one == two
+        assert {line["oldest_version"] for line in read_json_lines(RunDir(run).samples(step))} == {step - 1}
+    file = "adapter_model.safetensors" if adapter else "model.safetensors"
+    one, two = (tmp_path / name / "weights" / step_name(STEPS) / file for name in ("undisturbed", "disturbed"))
+    assert one.read_bytes() == two.read_bytes()
+    before = tmp_path / "disturbed" / "weights" / step_name(STEPS - 1) / file
+    assert before.read_bytes() != two.read_bytes()
+    assert len(set(trained_tasks(run))) == STEPS * PROMPTS
+    assert "group_failed" not in {event["event"] for event in read_json_lines(RunDir(run).events)}
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
+def test_no_task_is_lost_or_trained_twice_when_generation_and_training_overlap(
+    starter: Starter, serve, arguments: Run, tmp_path: Path, adapter: bool
+) -> None:
+    server = serve()
+    options = [*(LORA if adapter else []), "--max-steps", str(STEPS), "--orchestrator.eval.every", "2"]
+    process = starter.start("rl", *arguments("run", *options))
+    run = tmp_path / "run"
+    for step in (2, 5):
+        wait_for_batch(run, step, process)
+        kill_amid_requests(server)
+        server = serve()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert batches(run) == metrics(run, "trainer") == list(range(1, STEPS + 1))
+    tasks = trained_tasks(run)
+    assert len(tasks) == len(set(tasks)) == STEPS * PROMPTS
+    assert max(metrics(run, "orchestrator", "staleness/max")) <= 1
+    assert max(metrics(run, "trainer", "mismatch_kl")) < 0.05
+    assert set(metrics(run, "orchestrator", "eval/num_failed")) == {0}
+    events = read_json_lines(RunDir(run).events)
+    assert "group_failed" not in {event["event"] for event in events}
+    instances = [event["instance"] for event in events if event["event"] == "server_restored"]
+    assert len(set(instances)) == len(instances) <= 2
+
+
+def test_a_server_that_stays_away_ends_the_run_with_its_name(
+    starter: Starter, serve, arguments: Run, url: str, tmp_path
+):
+    server = serve()
+    options = ["--max-steps", "100000", "--orchestrator.client.outage-timeout-s", "1"]
+    process = starter.start("rl", *arguments("run", *options))
+    wait_for_batch(tmp_path / "run", 2, process)
+    server.kill()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"orchestrator: waited 1 s for the inference server at {url}; it was lost with:" in output
+    assert "Traceback" not in output
+
+
+def test_of_two_servers_on_one_port_the_second_is_refused(starter: Starter, warm_model: Path, free_port: int, url: str):
+    options = ("--model.name", str(warm_model), "--server.port", str(free_port), "--seq-len", "64")
+    servers = [starter.start("inference", *options) for _ in range(2)]
+    wait_until(lambda: any(server.poll() is not None for server in servers), 120, "one of them to give up")
+    refused, serving = sorted(servers, key=lambda server: server.poll() is None)
+    output, _ = refused.communicate()
+    assert refused.returncode == 2 and "Traceback" not in output
+    assert f"inference: server.port = {free_port} cannot be bound on 127.0.0.1" in output and "is free" in output
+    wait_until_healthy(serving, url)
+    assert len({httpx.get(f"{url}/health", trust_env=False).json()["instance"] for _ in range(5)}) == 1
+
+
+def test_of_two_runs_on_one_port_the_second_is_refused(starter: Starter, rl_arguments: list[str], tmp_path: Path):
+    common = [*rl_arguments, *SMALL, "--orchestrator.max-staleness", "0", "--max-steps", "4"]
+    processes = {
+        name: starter.start("rl", *common, "--output-dir", str(tmp_path / name), "--trainer.optimizer.lr", rate)
+        for name, rate in (("one", "1e-3"), ("two", "2e-3"))
+    }
+    outputs = {name: process.communicate(timeout=300)[0] for name, process in processes.items()}
+    codes = {process.returncode: name for name, process in processes.items()}
+    assert sorted(codes) == [0, 2], outputs
+    refused = codes[2]
+    assert "inference.server.port" in outputs[refused] and "cannot be bound" in outputs[refused]
+    assert not (tmp_path / refused).exists()  # nothing was started
+    # On-policy: were a token another model's, the trainer would not agree on its log-prob.
+    assert max(metrics(tmp_path / codes[0], "trainer", "mismatch_kl")) < 1e-6
+    assert metrics(tmp_path / codes[0], "trainer") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
+def test_a_run_whose_server_is_taken_by_another_ends_and_names_it(
+    starter: Starter, serve, arguments: Run, tmp_path: Path, adapter: bool
+) -> None:
+    """Two runs are given one server by mistake: the one trains what is its own, the other ends."""
+    serve()
+    on_policy = [*(LORA if adapter else []), "--orchestrator.max-staleness", "0"]
+    first = starter.start("rl", *arguments("first", *on_policy, "--max-steps", "100000"))
+    wait_for_batch(tmp_path / "first", 2, first)
+    second = starter.run("rl", *arguments("second", *on_policy, "--max-steps", "6", "--seed", "7"))
+    assert second.returncode == 0, second.stdout
+    output, _ = first.communicate(timeout=120)
+    assert first.returncode == 1
+    (started,) = [
+        event
+        for event in read_json_lines(RunDir(tmp_path / "second").events)
+        if event["event"] == "started" and "run" in event
+    ]
+    assert f"have been replaced by run '{started['run']}'" in output
+    assert started["run"].startswith("second-") and "Traceback" not in output
+    for name in ("first", "second"):
+        assert max(metrics(tmp_path / name, "trainer", "mismatch_kl")) < 1e-6
+    assert metrics(tmp_path / "second", "trainer") == list(range(1, 7))
