@@ -20,6 +20,8 @@ from tandem.utils.metrics import refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.run_dir import RunDir
 
+HEALTH_TIMEOUT_S = 5
+
 
 def check(config: RLConfig) -> int:
     """Refuse what cannot work; returns the step the run starts after."""
@@ -67,7 +69,7 @@ def _check_server(config: RLConfig) -> None:
 def _check_address(url: str) -> None:
     """An inference server must be there; it may still be loading its model, and answer later."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as response:
             health = json.load(response)
     except TimeoutError:
         print(f"the server at {url} does not answer yet; the orchestrator will wait for it")

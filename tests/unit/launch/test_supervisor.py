@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -171,3 +172,19 @@ def test_last_lines_of_no_log_and_of_an_empty_one(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none") == "  (nothing was logged)"
     (tmp_path / "empty").touch()
     assert last_lines(tmp_path / "empty") == "  (nothing was logged)"
+
+
+def test_the_server_is_given_the_socket_and_nobody_else(make_process, tmp_path: Path) -> None:
+    """Started with it, it need not bind: the port was never free in between."""
+    serve = (
+        "import time; from tandem.utils.ports import inherited_socket; taken = inherited_socket()\n"
+        f"open({str(tmp_path / 'port')!r}, 'w').write(str(taken.getsockname()[1])); time.sleep(60)"
+    )
+    work = (
+        "import os, pathlib, time; assert 'TANDEM_LISTENING_FD' not in os.environ\n"
+        f"while not pathlib.Path({str(tmp_path / 'port')!r}).exists(): time.sleep(0.05)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        plans = [make_process("inference", serve), make_process("orchestrator", work), make_process("trainer", work)]
+        Supervisor(plans, listening).run(nothing)
+        assert (tmp_path / "port").read_text() == str(listening.getsockname()[1])

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
+from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.state import OrchestratorState
@@ -28,14 +29,23 @@ class FakeServer:
     """Completion number i of a group has i + 1 tokens, of the version that was loaded last."""
 
     base_url = "http://127.0.0.1:1"
+    run = "wired-1"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.loaded: list[tuple[str, int]] = []
         self.requests: list[dict[str, Any]] = []
+        self.instance: str | None = None
+        self.lost_after: int | None = None  # requests
 
     async def wait_until_ready(self) -> None:
         pass
+
+    async def meet(self) -> None:
+        pass
+
+    def adopt(self) -> None:
+        self.instance = "only"
 
     async def update_weights(self, path: Path, version: int) -> None:
         self.loaded.append((path.name, version))
@@ -43,6 +53,8 @@ class FakeServer:
     async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
         self.requests.append({"prompt": self.tokenizer.decode(prompt_ids)} | options)
         await asyncio.sleep(0)
+        if self.lost_after is not None and len(self.requests) > self.lost_after:
+            raise ServerLost("run 'theirs-1' has taken it")
         version = self.loaded[-1][1]
         return [
             Completion(self.tokenizer.encode("x" * length), [-0.25] * length, [version] * length, "stop")
@@ -216,6 +228,7 @@ def test_each_version_is_loaded_once(make_run) -> None:
     assert [event["version"] for event in run.events("version_served")] == [1, 2, 3, 4]
     assert [line["version"] for line in run.metrics("version")] == [0, 1, 2, 3]
     assert (run.events("started")[0]["version"], run.events("finished")[0]["version"]) == (0, 4)
+    assert run.events("started")[0]["run"] == "wired-1"
 
 
 def test_the_state_is_saved_when_a_checkpoint_is_due(make_run) -> None:
@@ -322,6 +335,17 @@ def test_too_many_failures_end_the_run_without_wrapping(make_run) -> None:
     run.environment.score = fails
     with pytest.raises(TooManyFailures, match=r"3 of the 3 rollouts .*\(max_failed_share = 0 .*\): 3 × KeyError"):
         run.start()
+
+
+@pytest.mark.parametrize("lost_after", [1, 3])
+def test_a_lost_server_ends_the_run_and_no_task_is_blamed(make_run, lost_after: int) -> None:
+    """In the first evaluation, or while groups are made."""
+    run = make_run(max_failed_share=0.0)
+    run.server.lost_after = lost_after
+    with pytest.raises(ServerLost, match="run 'theirs-1' has taken it"):
+        run.start()
+    assert {event["event"] for event in read_json_lines(run.dir.events)} == {"started"}
+    assert not run.dir.failures.exists()
 
 
 def test_evaluation_failures_are_recorded_as_such(make_run) -> None:

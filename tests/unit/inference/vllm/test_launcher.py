@@ -1,0 +1,84 @@
+"""vLLM serves on the socket that `inference` has listened on; it runs in another process, which exec has become."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.inference import InferenceConfig
+from tandem.inference.vllm import serve
+from tandem.inference.vllm.installation import Installation
+from tandem.utils.errors import UserError
+from tandem.utils.ports import LISTENING_FD, listen, listen_or_refuse, nearest_free_port
+
+# As in vLLM: the function that makes the socket lies beside `setup_server`, which is wrapped and used elsewhere.
+FAKE_VLLM = {
+    "vllm/entrypoints/cli/main.py": "from vllm.entrypoints.cli.serve import setup_server\n"
+    "def main():\n    print(setup_server().getsockname()[1])",
+    "vllm/entrypoints/cli/serve.py": "from vllm.sockets import setup_server",
+    "vllm/sockets.py": "import functools, socket\n"
+    "def create_server_socket(address, *, reuse_port):\n    return socket.create_server(('127.0.0.1', 0))\n"
+    "def instrument(function):\n    return functools.wraps(function)(lambda: function())\n"
+    "@instrument\ndef setup_server():\n    return create_server_socket(('127.0.0.1', 1), reuse_port=False)",
+}
+
+
+@pytest.fixture
+def port() -> int:
+    free = nearest_free_port("127.0.0.1", 23000 + os.getpid() % 20000)
+    assert free is not None
+    return free
+
+
+def launch(folder: Path, environment: dict[str, str], descriptors: list[int]) -> str:
+    for name, text in FAKE_VLLM.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-m", "tandem.inference.vllm.launcher"],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        pass_fds=descriptors,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+
+def test_vllm_serves_on_the_socket_it_is_given(tmp_path: Path, port: int) -> None:
+    with listen("127.0.0.1", port) as listening:
+        number = listening.fileno()
+        assert launch(tmp_path, {LISTENING_FD: str(number)}, [number]) == str(port)
+    assert launch(tmp_path, {}, []) != str(port)
+
+
+def test_the_port_is_held_while_vllm_is_started(
+    tmp_path: Path, tiny_model: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = InferenceConfig.model_validate(
+        {"engine": "vllm", "model": {"name": tiny_model}, "server": {"port": port}, "seq_len": 64}
+    )
+    monkeypatch.setattr(serve, "check_vllm", lambda config: Installation(Path(sys.executable), "0.32.0", True))
+    started: list[str] = []
+    held: list[socket.socket] = []
+
+    def hold(*address: Any) -> socket.socket:
+        held.append(listen_or_refuse(*address))
+        return held[-1]
+
+    def become(path: str, command: list[str], environment: dict[str, str]) -> None:
+        descriptor = int(environment[LISTENING_FD])
+        assert os.get_inheritable(descriptor)
+        started.append(launch(tmp_path, {LISTENING_FD: str(descriptor)}, [descriptor]))
+        with pytest.raises(UserError, match=rf"server\.port = {port} cannot be bound"):
+            serve.become_server(config)
+
+    monkeypatch.setattr(serve, "listen_or_refuse", hold)
+    monkeypatch.setattr(os, "execve", become)
+    serve.become_server(config)
+    held[0].close()
+    assert started == [str(port)]
