@@ -75,6 +75,7 @@ def start_server(
 ) -> tuple[subprocess.Popen[str], httpx.Client]:
     port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
     where = ["--model.name", str(model_dir), "--server.port", str(port), "--seq-len", str(SEQ_LEN)]
+    where += ["--server.weight-roots", str(model_dir.parents[1])]
     environment = os.environ | {"TANDEM_TEST_KEY": KEY}
     process = subprocess.Popen(
         [*command, *where, "--threads", "1", "--server.api-key-var", "TANDEM_TEST_KEY", *options],

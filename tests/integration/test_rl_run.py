@@ -107,6 +107,8 @@ def test_a_server_kept_alive_serves_run_after_run(starter, rl_arguments, warm_mo
         "64",
         "--threads",
         "1",
+        "--server.weight-roots",
+        str(tmp_path),
     )
     shared = tmp_path / "no_inference.toml"
     lines = Path("examples/reverse_text/rl.toml").read_text().split("[inference]")[0]

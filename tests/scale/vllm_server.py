@@ -82,6 +82,7 @@ def launch(
         *(sys.executable, "-m", "tandem.entrypoints.inference", "--engine", "vllm", "--vllm.python", str(python)),
         *("--model.name", str(model_dir), "--server.api-key-var", "TANDEM_TEST_KEY", "--seq-len", str(SEQ_LEN)),
         *("--max-sequences", "32", "--tokens-per-step", "1024", "--threads", "1", *options),
+        *("--server.weight-roots", str(model_dir.parents[1])),
         *(["--enforce-eager"] if eager else []),
     ]
     # Without the warm-up for compiled shapes, which eager mode has no use for.

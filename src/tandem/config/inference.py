@@ -1,6 +1,7 @@
 """Options of the inference server."""
 
 import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -46,6 +47,12 @@ class ServerConfig(Config):
     max_body_mb: int = Field(default=64, ge=1)
     """Largest body of a request, in MiB."""
 
+    receive_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a client may take to send the headers of a request, and then its body."""
+
+    allowed_hosts: list[str] = []
+    """Names clients may reach a server without a key by, besides IP addresses, loopback names and its own name."""
+
     @model_validator(mode="after")
     def _has_a_key_when_reachable(self) -> "ServerConfig":
         if self.api_key and self.api_key_var:
@@ -65,6 +72,14 @@ class ServerConfig(Config):
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{host}:{self.port}"
+
+
+class InferenceServerConfig(ServerConfig):
+    """Address, access, and where weights may come from."""
+
+    weight_roots: list[Path] = []
+    """Directories below which weights and adapters may be loaded, besides the model's own parent, ./outputs, and
+    under `rl` its output_dir."""
 
 
 def resolve_api_key(key: str | None, variable: str | None, option: str) -> str | None:
@@ -88,7 +103,7 @@ class InferenceConfig(Config):
 
     sglang: SGLangConfig = SGLangConfig()
 
-    server: ServerConfig = ServerConfig()
+    server: InferenceServerConfig = InferenceServerConfig()
 
     seq_len: int = Field(default=2048, ge=2)
     """Longest prompt + completion, in tokens."""

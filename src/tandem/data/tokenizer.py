@@ -13,9 +13,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tandem.data.template import ChatTemplate, Span
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+from tandem.utils.files import read_table
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Texts above this are encoded without holding the interpreter's lock, which costs short ones more than it saves.
+LONG_TEXT = 4096
 
 
 class Tokenizer:
@@ -23,12 +25,15 @@ class Tokenizer:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
-        self._tokenizer = FastTokenizer.from_file(str(path))
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"{path} is no tokenizer that can be read: {error}") from error
         # A tokenizer file may carry the length of what its author once encoded; nothing is cut silently here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config_path = model_dir / "tokenizer_config.json"
-        self._config: dict[str, Any] = read_json(config_path) if config_path.exists() else {}
+        self._config = read_table(config_path) if config_path.exists() else {}
         self.template_text = self._read_template(model_dir)
         self._template = ChatTemplate(self.template_text) if self.template_text else None
         self.eos_token_ids = self._read_eos(model_dir)
@@ -36,6 +41,23 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more text than this."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether a text is changed before it is cut into tokens."""
+        return self._tokenizer.normalizer is not None
+
+    def tokens_from(self, first: int) -> dict[int, str]:
+        """The tokens whose id is `first` or above."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return {
+            number: token for token, number in sorted(vocabulary.items(), key=lambda entry: entry[1]) if number >= first
+        }
 
     @cached_property
     def _numbers(self) -> list[int]:
@@ -69,6 +91,8 @@ class Tokenizer:
         return self._config | special | {"chat_template": self.template_text}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if len(text) > LONG_TEXT:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
@@ -88,6 +112,9 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    def token_text(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
 
     def render(
         self,
@@ -146,10 +173,13 @@ class Tokenizer:
             found[token_id] = None
         for name in ("generation_config.json", "config.json"):
             path = model_dir / name
-            value = read_json(path).get("eos_token_id") if path.exists() else None
+            value = read_table(path).get("eos_token_id") if path.exists() else None
             for token_id in value if isinstance(value, list) else [value]:
-                if token_id is not None:
-                    found[token_id] = None
+                if token_id is None:
+                    continue
+                if type(token_id) is not int or token_id < 0:
+                    raise UserError(f"{path}: eos_token_id = {value!r} is no token id, nor a list of them")
+                found[token_id] = None
         return list(found)
 
 

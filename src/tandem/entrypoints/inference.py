@@ -11,7 +11,8 @@ from tandem.config.base import parse
 from tandem.config.inference import InferenceConfig, resolve_api_key
 from tandem.config.short_names import INFERENCE, spell_out
 from tandem.config.vllm import take_vllm_flags
-from tandem.models.files import check_model_dir
+from tandem.models.files import check_model_dir, within_positions
+from tandem.models.spec import ModelSpec
 from tandem.utils.log import setup_logging
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
@@ -63,19 +64,23 @@ def serve(config: InferenceConfig) -> None:
     """Serve until told to stop; exits with 1 if the engine fails."""
     api_key = config.server.resolve_api_key()
     check_model_dir(config.model.name)
+    spec = ModelSpec.load(config.model.name)
+    config = within_positions(config, config.model.name)
     # Before the model is loaded: a port that is taken is told about at once, and nobody else can take this one.
     socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
-    import uvicorn
-
     from tandem.data.tokenizer import Tokenizer
     from tandem.inference.api.app import create_app
     from tandem.inference.api.served import ApiOptions
-    from tandem.models.spec import ModelSpec
+    from tandem.inference.browsers import names_of
+    from tandem.inference.connections import make_server
+    from tandem.inference.roots import weight_roots
+    from tandem.inference.vocabulary import compare_vocabularies
 
     model_dir = config.model.name
     tokenizer = Tokenizer(model_dir)
+    compare_vocabularies(tokenizer, spec.vocab_size, model_dir)
 
     def end_server(reason: str) -> None:
         server.should_exit = True
@@ -85,23 +90,18 @@ def serve(config: InferenceConfig) -> None:
     engine = make_engine(config, tokenizer, end_server)
     handle_signals(leave)
     options = ApiOptions(
-        vocab_size=ModelSpec.load(model_dir).vocab_size,
+        vocab_size=spec.vocab_size,
         seq_len=config.seq_len,
         api_key=api_key,
         max_waiting=config.max_waiting,
         max_body_bytes=config.server.max_body_mb << 20,
+        receive_timeout_s=config.server.receive_timeout_s,
+        host_names=names_of(config.server.host, config.server.allowed_hosts) if api_key is None else None,
+        weight_roots=tuple(weight_roots(model_dir, config.server.weight_roots)),
     )
     app = create_app(engine, tokenizer, model_dir, options)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=config.drain_timeout_s,  # pyright: ignore[reportArgumentType]
-            timeout_keep_alive=75,
-        )
-    )
+    timeout_s = config.server.receive_timeout_s
+    server = make_server(app, receive_timeout_s=timeout_s, drain_timeout_s=config.drain_timeout_s)
     engine.start()
     server.run(sockets=[socket])
     if engine.failure is not None:

@@ -5,9 +5,12 @@ import sys
 from tandem.config.base import parse
 from tandem.config.reward_server import RewardServerConfig
 from tandem.config.short_names import INFERENCE, spell_out
+from tandem.models.files import within_positions
 from tandem.utils.log import setup_logging
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
+
+DRAIN_TIMEOUT_S = 5.0
 
 
 def main() -> None:
@@ -28,27 +31,37 @@ def serve(config: RewardServerConfig) -> None:
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
     import torch
-    import uvicorn
 
     from tandem.data.tokenizer import Tokenizer
+    from tandem.inference.browsers import names_of
+    from tandem.inference.connections import make_server
     from tandem.inference.scoring.app import create_app
     from tandem.inference.scoring.scores import ScoreModel
+    from tandem.inference.vocabulary import compare_vocabularies
     from tandem.models.runtime import choose_device, in_own_thread, setup_torch
     from tandem.models.scorer import load_scorer
 
     setup_torch(threads=config.threads, seed=0, deterministic=False)
     device = choose_device(config.device)
     scorer = in_own_thread(load_scorer)(config.model.name, getattr(torch, config.model.dtype), device)
+    config = within_positions(config, config.model.name)
+    spec = scorer.decoder.spec
+    tokenizer = Tokenizer(config.model.name)
+    compare_vocabularies(tokenizer, spec.vocab_size, config.model.name)
     model = ScoreModel(scorer, device, config.tokens_per_batch)
+    server = config.server
     app = create_app(
         model.scores,
-        Tokenizer(config.model.name),
+        tokenizer,
+        vocab_size=spec.vocab_size,
         seq_len=config.seq_len,
         api_key=api_key,
-        max_body_bytes=config.server.max_body_mb << 20,
+        max_body_bytes=server.max_body_mb << 20,
+        receive_timeout_s=server.receive_timeout_s,
+        host_names=names_of(server.host, server.allowed_hosts) if api_key is None else None,
     )
-    options = uvicorn.Config(app, log_config=None, access_log=False, proxy_headers=False, timeout_keep_alive=75)
-    uvicorn.Server(options).run(sockets=[socket])
+    timeout_s = server.receive_timeout_s
+    make_server(app, receive_timeout_s=timeout_s, drain_timeout_s=DRAIN_TIMEOUT_S).run(sockets=[socket])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 
 from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
 from tandem.transport.weights.manifest import ADAPTER_CONFIG, MANIFEST, DamagedWeights, is_adapter, verify_manifest
-from tandem.utils.files import read_json
+from tandem.utils.errors import UserError
+from tandem.utils.files import index_names, read_table
 
 # Tensor name -> (dtype, shape), as in a safetensors header.
 Layout = dict[str, tuple[str, list[int]]]
@@ -43,18 +44,16 @@ class Served:
 
     def __init__(self, model_dir: Path) -> None:
         self.layout = read_layout(model_dir)
-        self.config = _shape_of(read_json(model_dir / "config.json"))
+        self.config = _shape_of(read_table(model_dir / "config.json"))
         self.tied = bool(self.config.get("tie_word_embeddings"))
 
     def check(self, path: Path, version: int) -> None:
         """Raise WeightUpdateRefused unless every file, tensor name and shape is right."""
         try:
             verify_files(path, version)
-            compare_configs(self.config, _shape_of(read_json(path / "config.json")))
+            compare_configs(self.config, _shape_of(read_table(path / "config.json")))
             compare_tensors(self.layout, read_layout(path), tied=self.tied)
-        except (DamagedWeights, OSError, ValueError, KeyError) as error:
-            if isinstance(error, WeightUpdateRefused):
-                raise
+        except (DamagedWeights, OSError, ValueError) as error:
             raise WeightUpdateRefused(f"{path}: {error}") from error
 
 
@@ -70,19 +69,19 @@ def check_adapter_files(path: Path) -> None:
     """Raise AdapterRefused unless there is a whole adapter. Whether its tensors fit, the engine finds out."""
     if not is_adapter(path):
         raise AdapterRefused(f"{path} holds no adapter: there is no {ADAPTER_CONFIG} in it")
-    if (path / MANIFEST).exists():
-        try:
+    try:
+        read_table(path / ADAPTER_CONFIG)
+        if (path / MANIFEST).exists():
             verify_manifest(path)
-        except DamagedWeights as error:
-            raise AdapterRefused(str(error)) from error
+    except (DamagedWeights, UserError, OSError) as error:
+        raise AdapterRefused(str(error)) from error
 
 
 def read_layout(model_dir: Path) -> Layout:
     """The tensors of a checkpoint, by the headers of its files."""
     index = model_dir / INDEX
     if index.exists():
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        files = [model_dir / name for name in names]
+        files = [model_dir / name for name in index_names(index)]
     else:
         files = sorted(model_dir.glob("*.safetensors"))
     if not files:
@@ -101,12 +100,32 @@ def read_header(path: Path) -> Layout:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size:
             raise ValueError(f"{path} is cut short: its header does not fit in {size} bytes")
-        header: dict[str, Any] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+        header = parse_header(path, file.read(length))
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size:
         raise ValueError(f"{path} has {size} bytes, its header says {8 + length + end}")
     return {name: (entry["dtype"], list(entry["shape"])) for name, entry in header.items()}
+
+
+def parse_header(path: Path, content: bytes) -> dict[str, dict[str, Any]]:
+    """What a header says of every tensor. Raises ValueError where it is no header."""
+    try:
+        header = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has no header that can be read: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has no header that can be read: it is {type(header).__name__}")
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        described = isinstance(entry, dict) and isinstance(entry.get("dtype"), str)
+        if not described or not _are_counts(entry.get("shape")) or not _are_counts(entry.get("data_offsets"), 2):
+            raise ValueError(f"{path}: the header describes {name!r} wrongly")
+    return header
+
+
+def _are_counts(value: Any, length: int | None = None) -> bool:
+    is_list = isinstance(value, list) and length in (None, len(value))
+    return is_list and all(type(number) is int and number >= 0 for number in value)
 
 
 def compare_tensors(expected: Layout, given: Layout, *, tied: bool) -> None:

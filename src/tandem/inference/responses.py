@@ -1,9 +1,11 @@
-"""JSON answers and errors in OpenAI's shape, for whatever answers over HTTP."""
+"""JSON answers, and errors in OpenAI's shape, whole or at the end of a stream; for whatever answers over HTTP."""
 
 from typing import Any
 
 import orjson
 from starlette.responses import Response
+
+DONE = b"data: [DONE]\n\n"
 
 
 class Answer(Response):
@@ -23,6 +25,11 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     kind = "server_error" if status >= 500 else "invalid_request_error"
     named = None if param is None else writable(param)
     return {"error": {"message": writable(message), "type": kind, "param": named, "code": code}}
+
+
+def error_event(status: int, message: str, code: str) -> bytes:
+    """An error in a stream that has begun; a last event follows."""
+    return b"data: " + orjson.dumps(error_body(status, message, code=code)) + b"\n\n" + DONE
 
 
 def writable(text: str) -> str:

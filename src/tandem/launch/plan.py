@@ -35,6 +35,8 @@ def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = Non
     if config.inference is not None:
         configs["inference"] = config.inference.model_dump(mode="json")
         secrets |= _hide_key(configs["inference"]["server"])
+        # The orchestrator hands over what the trainer publishes there.
+        configs["inference"]["server"]["weight_roots"].append(str(config.output_dir.resolve()))
         if config.trainer.lora is not None and config.inference.engine == "vllm":
             flags = adapter_flags(config.trainer.lora.rank) | config.inference.vllm.flags
             configs["inference"]["vllm"]["flags"] = flags

@@ -12,7 +12,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.process import open_environment
 from tandem.envs.trial import try_environment
 from tandem.inference.vllm.serve import check_vllm
-from tandem.models.files import check_model_dir
+from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.tasks import check_prompts
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.errors import UserError
@@ -29,6 +29,7 @@ def check(config: RLConfig) -> int:
     run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
     start = _starting_step(config, run_dir)
     check_model_dir(config.model.name, config.model.impl)
+    check_positions(config.model.name, config.seq_len)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)

@@ -1,11 +1,16 @@
 """Which files make a directory a model. No torch: the launcher checks a model before anything starts."""
 
 from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from tandem.config.shared import Impl
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+from tandem.utils.files import index_names, read_table
+
+C = TypeVar("C", bound=BaseModel)
 
 
 def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
@@ -31,9 +36,37 @@ def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a model: one, or the shards its index names."""
     index = model_dir / "model.safetensors.index.json"
     single = model_dir / "model.safetensors"
-    names = set(read_json(index)["weight_map"].values()) if index.exists() else {single.name}
-    paths = [model_dir / name for name in sorted(names)]
+    names = index_names(index) if index.exists() else [single.name]
+    paths = [model_dir / name for name in names]
     for path in paths:
         if not path.exists():
             raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no {path.name} in it")
     return paths
+
+
+def position_limit(config: dict[str, Any]) -> int | None:
+    """How many positions a model has by its config.json; None where that does not tell."""
+    limit = config.get("max_position_embeddings")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default" if isinstance(rope, dict) else "default"
+    # Llama 3's is the stretched number; others have to be multiplied first, by rules of their own.
+    return limit if type(limit) is int and kind in ("default", "llama3") else None
+
+
+def check_positions(model_dir: Path, seq_len: int) -> None:
+    limit = position_limit(read_table(model_dir / "config.json"))
+    if limit is not None and seq_len > limit:
+        raise UserError(
+            f"seq_len = {seq_len} is more than the model has positions: max_position_embeddings = {limit} in its "
+            f"config.json; give at most {limit}"
+        )
+
+
+def within_positions(config: C, model_dir: Path) -> C:
+    """The config with a seq_len the model has positions for: one that was given is refused, the default gives way."""
+    seq_len: int = getattr(config, "seq_len")  # noqa: B009
+    if "seq_len" in config.model_fields_set:
+        check_positions(model_dir, seq_len)
+        return config
+    limit = position_limit(read_table(model_dir / "config.json"))
+    return config.model_copy(update={"seq_len": min(seq_len, limit or seq_len)})

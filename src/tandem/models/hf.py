@@ -14,11 +14,12 @@ from torch import Tensor
 from tandem.models.decoder import Decoder
 from tandem.models.files import weight_files
 from tandem.models.spec import ModelSpec
+from tandem.utils.errors import UserError
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class WeightMismatch(ValueError):
+class WeightMismatch(UserError):
     """Files whose tensors do not fit the model."""
 
 
@@ -82,6 +83,8 @@ def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor])
     for name, view in expected.items():
         if tensors[name].shape != view.shape:
             raise WeightMismatch(f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(view.shape)}")
+        if not tensors[name].is_floating_point():
+            raise WeightMismatch(f"{name} is of type {tensors[name].dtype}, the model needs floating-point numbers")
     if OUTPUT in tensors and OUTPUT not in expected and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING]):
         raise WeightMismatch(f"{OUTPUT} differs from {EMBEDDING}, yet tie_word_embeddings is true")
 
@@ -93,7 +96,7 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as file:
                 tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise WeightMismatch(f"{path} cannot be read: {error}") from error
     return tensors
 

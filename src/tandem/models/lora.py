@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tandem.models.decoder import Decoder
-from tandem.utils.files import read_json
+from tandem.utils.files import read_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = {
@@ -28,6 +28,7 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
+LARGEST_ALPHA = 1e6
 # What PEFT can add beside two matrices per projection, with the value that means it does not.
 UNSUPPORTED = {
     "bias": "none",
@@ -70,6 +71,8 @@ def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
     for name, sides in factors.items():
         if sides.keys() != {"A", "B"}:
             raise AdapterMismatch(f"{name} has lora_{next(iter(sides))} only")
+        if any(side.ndim != 2 or not side.is_floating_point() or 0 in side.shape for side in sides.values()):
+            raise AdapterMismatch(f"{name}: lora_A and lora_B must be matrices of floating-point numbers")
         rank = sides["A"].shape[0]
         scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         path, _, projection = name.rpartition(".")
@@ -83,11 +86,14 @@ def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
 def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         raise AdapterMismatch(f"{folder} is no LoRA adapter: there is no {CONFIG} in it")
-    config = read_json(folder / CONFIG)
+    config = read_table(folder / CONFIG)
     if config.get("peft_type") != "LORA":
         raise AdapterMismatch(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise AdapterMismatch(f"{folder / CONFIG}: lora_alpha is {config.get('lora_alpha')!r}, not a number")
+    alpha = config.get("lora_alpha")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= LARGEST_ALPHA:
+        raise AdapterMismatch(f"{folder / CONFIG}: lora_alpha is {alpha!r}, not a number up to {LARGEST_ALPHA:g}")
+    if config.get("use_rslora") not in (None, False, True):
+        raise AdapterMismatch(f"{folder / CONFIG}: use_rslora is {config['use_rslora']!r}, neither true nor false")
     for key, off in UNSUPPORTED.items():
         if config.get(key) and config[key] != off:
             raise AdapterMismatch(f"{folder / CONFIG}: {key} = {config[key]!r} is not supported, only {off!r}")
@@ -109,19 +115,21 @@ def _join(decoder: Decoder, module: str, pieces: dict[str, LowRank]) -> LowRank:
     if not isinstance(linear, nn.Linear):
         raise AdapterMismatch(f"the model has no projection {module!r} that an adapter could change")
     weight = linear.weight
-    down = torch.cat([piece.down for piece in pieces.values()]).to(weight)
-    up = torch.zeros(weight.shape[0], len(down), dtype=weight.dtype, device=weight.device)
-    rank = 0
+    rows = {projection: rows_of(decoder, projection, weight.shape[0]) for projection in pieces}
     for projection, piece in pieces.items():
-        rows = rows_of(decoder, projection, weight.shape[0])
-        size = (rows.stop - rows.start, piece.down.shape[0])
+        size = (rows[projection].stop - rows[projection].start, piece.down.shape[0])
         if tuple(piece.up.shape) != size or piece.down.shape[1] != weight.shape[1]:
             raise AdapterMismatch(
                 f"{module}: the adapter of {projection} has shapes {tuple(piece.down.shape)} and "
                 f"{tuple(piece.up.shape)}, the model needs (rank, {weight.shape[1]}) and ({size[0]}, rank)"
             )
-        up[rows, rank : rank + size[1]] = piece.up.to(weight)
-        rank += size[1]
+    down = torch.cat([piece.down for piece in pieces.values()]).to(weight)
+    up = torch.zeros(weight.shape[0], len(down), dtype=weight.dtype, device=weight.device)
+    rank = 0
+    for projection, piece in pieces.items():
+        end = rank + piece.down.shape[0]
+        up[rows[projection], rank:end] = piece.up.to(weight)
+        rank = end
     return LowRank(down, up)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tandem.models import ops
 from tandem.models.decoder import AttentionContext, Decoder
 from tandem.models.hf import WeightMismatch, check_tensors, load_decoder, named_tensors, read_tensors
-from tandem.models.spec import ModelSpec
+from tandem.models.spec import ModelSpec, architecture_of
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+from tandem.utils.files import read_json, read_table
 
 HEAD = "score.weight"
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
@@ -72,8 +72,8 @@ def scorer_spec(model_dir: Path) -> ModelSpec:
     path = model_dir / "config.json"
     if not path.exists():
         raise UserError(f"model.name = {str(model_dir)!r} holds no model: there is no config.json in it")
-    config = read_json(path)
-    architecture = (config.get("architectures") or ["?"])[0]
+    config = read_table(path)
+    architecture = architecture_of(config)
     if not architecture.endswith(CLASSIFIER):
         raise UserError(
             f"model.name = {str(model_dir)!r} is a {architecture}, not a reward model; train one with "

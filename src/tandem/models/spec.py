@@ -4,12 +4,13 @@ One spec covers the Llama, Qwen2, Qwen3 and Mistral families: they differ in bia
 norms, in rotary scaling and in sliding windows, and in nothing else.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+from tandem.utils.files import read_table
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -36,6 +37,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# The largest values believed: beyond them a file is damaged, and a model of its shape could not even be described.
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+    "sliding_window": 1 << 40,
+    "max_window_layers": 1 << 40,
+}
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
 @dataclass(frozen=True)
@@ -82,10 +97,7 @@ class ModelSpec:
         path = model_dir / "config.json"
         if not path.exists():
             raise UserError(f"model.name = {str(model_dir)!r} holds no model: there is no config.json in it")
-        try:
-            config = read_json(path)
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}") from error
+        config = read_table(path)
         try:
             return cls.from_config(config)
         except UserError as error:
@@ -93,7 +105,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ModelSpec":
-        architecture = (config.get("architectures") or ["?"])[0]
+        architecture = architecture_of(config)
         if architecture not in FAMILIES:
             raise UserError(
                 f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
@@ -103,7 +115,10 @@ class ModelSpec:
         missing = [key for key in REQUIRED if config.get(key) is None]
         if missing:
             raise UserError(f"the model config lacks {', '.join(missing)}")
-        config = DEFAULTS[family] | config
+        # A sliding window of null is none; elsewhere null is as good as leaving a key out.
+        given = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+        config = DEFAULTS[family] | given
+        _check_values(config)
         if config.get("hidden_act", "silu") != "silu":
             raise UserError(f"hidden_act = {config['hidden_act']!r} is not supported; supported: silu")
         num_heads = config["num_attention_heads"]
@@ -115,6 +130,9 @@ class ModelSpec:
         # The other families have no such option; transformers ignores it there.
         attention_bias = family in ("llama", "qwen3") and config.get("attention_bias", False)
         rope_theta, rope_scaling = _rope(config)
+        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+        if head_dim < 1 or head_dim % 2:
+            raise UserError(f"head_dim = {head_dim} (hidden_size / num_attention_heads) must be even")
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -123,10 +141,10 @@ class ModelSpec:
             num_layers=config["num_hidden_layers"],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            head_dim=head_dim,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
+            norm_eps=_positive(config, "rms_norm_eps", 1e-6),
             tied_embeddings=config.get("tie_word_embeddings", False),
             qkv_bias=attention_bias or family == "qwen2",
             output_bias=attention_bias,
@@ -137,10 +155,42 @@ class ModelSpec:
         )
 
 
+def architecture_of(config: dict[str, Any]) -> str:
+    """The first of `architectures`; "?" where there is none."""
+    names = config.get("architectures") or ["?"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise UserError(f"architectures = {names!r} must be a list of names")
+    return names[0]
+
+
+def _check_values(config: dict[str, Any]) -> None:
+    """Sizes are whole numbers within reason, switches true or false."""
+    for key, largest in LARGEST.items():
+        value, least = config.get(key), 0 if key == "max_window_layers" else 1
+        if value is not None and (type(value) is not int or not least <= value <= largest):
+            raise UserError(f"{key} = {value!r} must be a whole number from {least} to {largest}")
+    for key in FLAGS:
+        if config.get(key) not in (None, False, True):
+            raise UserError(f"{key} = {config[key]!r} must be true or false")
+
+
+def _positive(table: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A number above zero; `default` where there is none."""
+    value = table.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UserError(f"{key} = {value!r} must be a number above 0")
+    return value
+
+
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling; newer config files keep both in `rope_parameters`."""
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = config.get(key) or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"{key} = {parameters!r} must be a table")
+    theta = float(_positive(parameters if parameters.get("rope_theta") else config, "rope_theta", 10000.0))
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UserError(f"partial_rotary_factor = {partial} is not supported; supported: 1.0")
@@ -150,10 +200,12 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind != "llama3":
         raise UserError(f"rope_type = {kind!r} is not supported; supported: default, llama3")
     return theta, RopeScaling(
-        factor=parameters["factor"],
-        low_freq_factor=parameters["low_freq_factor"],
-        high_freq_factor=parameters["high_freq_factor"],
-        original_max_positions=parameters.get("original_max_position_embeddings") or config["max_position_embeddings"],
+        factor=_positive(parameters, "factor"),
+        low_freq_factor=_positive(parameters, "low_freq_factor"),
+        high_freq_factor=_positive(parameters, "high_freq_factor"),
+        original_max_positions=int(
+            _positive(parameters, "original_max_position_embeddings", config["max_position_embeddings"])
+        ),
     )
 
 
@@ -165,6 +217,8 @@ def _sliding_windows(config: dict[str, Any], family: str) -> tuple[int | None, .
     if not config.get("use_sliding_window") or window is None:
         return (None,) * num_layers
     kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise UserError(f"layer_types = {kinds!r} must be a list with an entry for each of {num_layers} layers")
     if kinds is None:
         full = config["max_window_layers"]
         return tuple(window if layer >= full else None for layer in range(num_layers))

@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from tandem.utils.errors import UserError
 
 
 def fsync_path(path: Path) -> None:
@@ -46,6 +48,31 @@ def json_text(value: Any) -> bytes:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises UserError where it holds anything else."""
+    try:
+        value = read_json(path)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name leads to a file below the directory it is used in, and nowhere else."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def index_names(index: Path) -> list[str]:
+    """The files that model.safetensors.index.json divides a model among; all of them beside it."""
+    names = read_table(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) and is_plain(name) for name in names.values()):
+        raise UserError(f"{index}: weight_map must name a file in this directory for every tensor")
+    return sorted(set(names.values()))
 
 
 def publish_directory(staging: Path, final: Path) -> None:

@@ -1,15 +1,45 @@
-"""Logging to standard output, one format for every process; the supervisor stores and prefixes it."""
+"""Logging to standard output, one format for every process; the supervisor stores and prefixes it.
+
+What others have named, such as models, adapters and paths, ends up in log lines. Here, in one place, it is kept from
+ending a line, from colouring a terminal and from moving its cursor.
+"""
 
 import logging
+import re
 import sys
+from types import TracebackType
+
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+# Control characters, line separators of Unicode, marks that turn the direction of text, halves of characters.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def setup_logging(level: str) -> None:
-    """Send this process's log lines to standard output."""
+def printable(text: str) -> str:
+    """The text in one line, with what cannot be seen written out."""
+    return UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+class LineFormatter(logging.Formatter):
+    """A message is one line; a traceback follows it, each of its lines indented, so that none passes for a message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record).rstrip())
+
+    def formatException(self, ei: ExcInfo) -> str:
+        return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def setup_logging(level: str, name: str | None = None) -> None:
+    """Send log lines to standard output: all of this process's, or those of the loggers below `name`."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    handler.setFormatter(LineFormatter())
+    logger = logging.getLogger(name)
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
     for noisy in ("asyncio",):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tandem.data.text_stream import TextStream
+from tandem.inference.api.prompts import LEAST_TEMPERATURE
 from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult, Sampling
 from tandem.inference.native import prompt_logprobs
 from tandem.inference.native.engine import NativeEngine
@@ -54,6 +55,21 @@ def test_repetition_penalty_is_that_of_transformers(make_model: Callable[..., Pa
     expected = model.generate(torch.tensor([PROMPT]), generation_config=greedy)[0, len(PROMPT) :].tolist()
     assert sample.token_ids == expected
     assert sample.token_ids != complete(make_engine(), Sampling(12, 0.0, ignore_eos=True)).token_ids
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-30, 1e-5, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, LEAST_TEMPERATURE, 1.0, 100.0])
+def test_extreme_penalties_and_temperatures_still_choose_among_tokens(
+    make_engine: MakeEngine, penalty: float, temperature: float
+) -> None:
+    """A penalty far below 1 makes what was said before all but certain, one far above rules it out."""
+    sampling = Sampling(4, temperature, repetition_penalty=penalty, min_p=1.0, seed=3, ignore_eos=True)
+    sample = complete(make_engine(), sampling)
+    seen = set(PROMPT)
+    for token, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert np.isfinite(logprob)
+        assert (token in seen) == (penalty < 1)
+        seen.add(token)
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-1.0, 0.4)])

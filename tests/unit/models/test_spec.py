@@ -88,6 +88,31 @@ def test_windows_follow_layer_types_and_max_window_layers() -> None:
         ({"num_key_value_heads": 5}, "5 does not divide 32"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported; supported: default"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' must be a list of names"),
+        ({"architectures": [7]}, r"architectures = \[7\] must be a list of names"),
+        ({"architectures": {"a": 1}}, "architectures = .* must be a list of names"),
+        ({"vocab_size": "97"}, "vocab_size = '97' must be a whole number from 1 to"),
+        ({"hidden_size": -256}, "hidden_size = -256 must be a whole number"),
+        ({"hidden_size": [256]}, r"hidden_size = \[256\] must be a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 must be a whole number from 1 to 4096"),
+        ({"num_hidden_layers": 2.0}, r"num_hidden_layers = 2\.0 must be"),
+        ({"num_attention_heads": True}, "num_attention_heads = True must be"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 must be"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads = '8' must be"),
+        ({"num_attention_heads": 512, "num_key_value_heads": 512}, "head_dim = 0 .* must be even"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings = 'long' must be"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small' must be a number above 0"),
+        ({"rope_theta": [1]}, r"rope_theta = \[1\] must be a number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta = inf must be a number above 0"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\] must be a table"),
+        ({"rope_scaling": {"type": "llama3", "factor": "x"}}, "factor = 'x' must be a number above 0"),
+        ({"rope_scaling": {"type": "llama3"}}, "factor = None must be a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes' must be true or false"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "x"}, "sliding_window = 'x' must be"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types = .* must be a list with an entry for each of 30 layers",
+        ),
     ],
 )
 def test_what_we_cannot_run_is_refused(options: dict[str, Any], message: str) -> None:
@@ -100,6 +125,9 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> Non
         ModelSpec.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is not JSON"):
+        ModelSpec.load(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"config\.json must hold a JSON object, not list"):
         ModelSpec.load(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(UserError, match=r"config\.json: the model config lacks vocab_size, "):

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Query
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from tandem.inference.api.errors import BadRequest, NotServed
 from tandem.inference.api.routing import exact_router
 from tandem.inference.api.served import Served
-from tandem.inference.engine import AdapterRefused, UpdateMode
+from tandem.inference.engine import AdapterRefused, UpdateMode, WeightUpdateRefused
 from tandem.inference.responses import Answer
 from tandem.types.openai import LoadAdapterRequest, PauseRequest, UnloadAdapterRequest, UpdateWeightsRequest
 
@@ -56,8 +55,9 @@ def control_routes(served: Served) -> APIRouter:
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeightsRequest) -> Response:
         """Serve other weights of the same shape."""
+        path = served.roots.resolve(body.path, WeightUpdateRefused)
         async with served.identity.change(body.run):
-            await call(engine.update_weights, Path(body.path), body.version, body.mode)
+            await call(engine.update_weights, path, body.version, body.mode)
         return Answer({"version": body.version})
 
     @routes.post("/reset_prefix_cache")
@@ -77,8 +77,9 @@ def control_routes(served: Served) -> APIRouter:
             message = f"the adapter {name!r} is loaded already; set load_inplace to replace it"
             raise BadRequest(message, "lora_name")
         options = {"replace": body.load_inplace, "mode": body.mode}
+        path = served.roots.resolve(body.lora_path, AdapterRefused)
         async with served.identity.change(body.run, adapter=name):
-            await call(engine.load_adapter, name, Path(body.lora_path), body.version, **options)
+            await call(engine.load_adapter, name, path, body.version, **options)
         return Answer({"lora_name": name, "lora_path": body.lora_path})
 
     @routes.post("/v1/unload_lora_adapter")

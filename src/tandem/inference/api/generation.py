@@ -1,11 +1,14 @@
 """Routes that generate."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.inference.api.answers import Answers, ChatAnswers, TextAnswers, whole_answer
 from tandem.inference.api.errors import NotServed
-from tandem.inference.api.prompts import uses_tools
+from tandem.inference.api.messages import conversation_size
+from tandem.inference.api.prompts import num_characters, uses_tools
 from tandem.inference.api.routing import exact_router
 from tandem.inference.api.served import Served
 from tandem.inference.api.streaming import ChunkWriter, start_stream
@@ -23,15 +26,17 @@ def generation_routes(served: Served) -> APIRouter:
     @routes.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Continue one prompt or several."""
-        requests = prompts.completion_requests(body, served.adapter(body.model))
+        work = partial(prompts.completion_requests, body, served.adapter(body.model))
+        requests = await served.encoders.run(num_characters(body), work)
         return await answer(served, TextAnswers(tokenizer, texts, body), requests, http)
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
         """Answer a conversation."""
         reader = prompts.chat.tool_reader() if uses_tools(body) else None
-        requests = [prompts.chat_request(body, served.adapter(body.model))]
-        return await answer(served, ChatAnswers(tokenizer, texts, body, reader), requests, http)
+        work = partial(prompts.chat_request, body, served.adapter(body.model))
+        request = await served.encoders.run(conversation_size(body.messages, body), work)
+        return await answer(served, ChatAnswers(tokenizer, texts, body, reader), [request], http)
 
     return routes
 

@@ -1,12 +1,14 @@
 """Routes that tell: what is served and how it is doing, and how text becomes tokens."""
 
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
+from tandem.inference.api.messages import conversation_size
 from tandem.inference.api.routing import exact_router
 from tandem.inference.api.served import Served
 from tandem.inference.responses import Answer
@@ -77,8 +79,13 @@ def information_routes(served: Served) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages."""
         served.adapter(body.model)
-        tokens = prompts.tokenize(body)
-        strings = [served.texts.token(token) for token in tokens] if body.return_token_strs else None
+
+        def work() -> tuple[list[int], list[str] | None]:
+            tokens = prompts.tokenize(body)
+            return tokens, [served.texts.token(token) for token in tokens] if body.return_token_strs else None
+
+        size = len(body.prompt or "") + conversation_size(body.messages or [], body)
+        tokens, strings = await served.encoders.run(size, work)
         counts = {"count": len(tokens), "max_model_len": prompts.seq_len}
         return Answer({**counts, "tokens": tokens, "token_strs": strings})
 
@@ -86,7 +93,8 @@ def information_routes(served: Served) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Text of token ids, special ones included."""
         served.adapter(body.model)
-        return Answer({"prompt": prompts.detokenize(body.tokens)})
+        text = await served.encoders.run(len(body.tokens), partial(prompts.detokenize, body.tokens))
+        return Answer({"prompt": text})
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> Response:

@@ -6,6 +6,7 @@ from typing import Any
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest
 from tandem.inference.api.tools import MakeReader, choose_reader
+from tandem.inference.text_size import TextLimit, size_of
 from tandem.types.chat import ChatMessage, ChatOptions, ToolCall
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
@@ -14,8 +15,9 @@ OURS = ("messages", "tools", "add_generation_prompt")  # variables of a template
 
 
 class ChatPrompts:
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, limit: TextLimit) -> None:
         self.tokenizer = tokenizer
+        self.limit = limit
         self._reader = choose_reader(tokenizer)
         self._knows_developer = "developer" in (tokenizer.template_text or "")
 
@@ -26,6 +28,7 @@ class ChatPrompts:
 
     def render(self, messages: list[ChatMessage], options: ChatOptions, *, show_tools: bool) -> str:
         """The text of the prompt."""
+        refuse_size(self.limit, conversation_size(messages, options), "messages")
         self._check(messages, options)
         if show_tools:
             self.tool_reader()
@@ -69,6 +72,21 @@ class ChatPrompts:
         if message.tool_calls:
             plain["tool_calls"] = [plain_call(call, where) for call in message.tool_calls]
         return plain
+
+
+def refuse_size(limit: TextLimit, size: int, param: str) -> None:
+    if refusal := limit.refusal(size):
+        raise BadRequest(refusal, param)
+
+
+def conversation_size(messages: list[ChatMessage], options: ChatOptions) -> int:
+    """Characters of all that a template may write."""
+    size = size_of(options.chat_template_kwargs) + sum(size_of(tool.function.parameters) for tool in options.tools)
+    size += sum(len(tool.function.description or "") for tool in options.tools)
+    for message in messages:
+        size += len(text_of(message))
+        size += sum(len(call.function.arguments) for call in message.tool_calls or [])
+    return size
 
 
 def text_of(message: ChatMessage) -> str:

@@ -1,22 +1,27 @@
 """From an accepted request body to what the engine takes; what cannot be served is refused by field."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest
-from tandem.inference.api.messages import ChatPrompts
+from tandem.inference.api.messages import ChatPrompts, refuse_size
 from tandem.inference.engine import GenerationRequest, Sampling
+from tandem.inference.text_size import TextLimit
+from tandem.inference.vocabulary import explain_beyond, token_beyond
 from tandem.types.chat import ChatCompletionRequest, TokenizeRequest
 from tandem.types.openai import CompletionRequest, GenerationOptions
 
 MAX_CHOICES = 4096
+# Below this a temperature is 0, as for vLLM: divided by less, logits would no longer be numbers.
+LEAST_TEMPERATURE = 1e-5
 
 
 class PromptReader:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, seq_len: int) -> None:
         self.tokenizer = tokenizer
-        self.chat = ChatPrompts(tokenizer)
+        self.limit = TextLimit(tokenizer, seq_len)
+        self.chat = ChatPrompts(tokenizer, self.limit)
         self.vocab_size = vocab_size
         self.seq_len = seq_len
 
@@ -31,7 +36,11 @@ class PromptReader:
             if body.stream:
                 raise BadRequest("echo with logprobs is not available with stream", "echo")
             wanted = max(wanted or 0, body.logprobs)
-        prompts = [self._ids(prompt, body) for prompt in as_prompts(body.prompt)]
+        given = as_prompts(body.prompt)
+        if len(given) * body.n > MAX_CHOICES:
+            raise BadRequest(f"{len(given)} prompts × n = {body.n} are more than {MAX_CHOICES} choices", "n")
+        # One after the other: the first that does not fit ends it, whatever follows.
+        prompts = (self._ids(prompt, body) for prompt in given)
         # The engine always draws a token; where none is wanted, it is left out of the answer.
         return self._requests(prompts, body, max(body.max_tokens, 1), adapter, body.logprobs or 0, wanted, "prompt")
 
@@ -58,12 +67,14 @@ class PromptReader:
         return self._encode(body.prompt, "prompt", add_special_tokens=body.add_special_tokens is not False)
 
     def detokenize(self, tokens: list[int]) -> str:
+        if len(tokens) > self.limit.max_bytes:
+            raise BadRequest(f"{len(tokens)} tokens are more than {self.limit.max_bytes}", "tokens")
         self._check_ids(tokens, "tokens")
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _requests(
         self,
-        prompts: list[list[int]],
+        prompts: Iterable[list[int]],
         body: GenerationOptions,
         max_tokens: int | None,
         adapter: str | None,
@@ -76,8 +87,6 @@ class PromptReader:
             raise BadRequest("prompt_logprobs are not available with stream", "prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise BadRequest("stream_options needs stream = true", "stream_options")
-        if len(prompts) * body.n > MAX_CHOICES:
-            raise BadRequest(f"{len(prompts)} prompts × n = {body.n} are more than {MAX_CHOICES} choices", "n")
         bias = self._bias(body)
         requests = []
         for index, whole in enumerate(prompts):
@@ -110,7 +119,7 @@ class PromptReader:
             raise BadRequest(f"min_tokens = {body.min_tokens} is above max_tokens = {max_tokens}", "min_tokens")
         return Sampling(
             max_tokens=max_tokens,
-            temperature=body.temperature,
+            temperature=body.temperature if body.temperature >= LEAST_TEMPERATURE else 0.0,
             top_p=body.top_p,
             top_k=max(body.top_k, 0),
             min_p=body.min_p,
@@ -164,14 +173,20 @@ class PromptReader:
         return prompt
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
-        # JSON can spell half a character, which no encoding can write.
-        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise BadRequest("the text is not valid Unicode: it holds a lone surrogate", param)
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        refuse_size(self.limit, len(text), param)
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:  # JSON can spell half a character, which no encoding can write
+            raise BadRequest("the text is not valid Unicode: it holds a lone surrogate", param) from error
+        refuse_size(self.limit, num_bytes, param)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if (beyond := token_beyond(token_ids, self.vocab_size)) is not None:
+            raise BadRequest(explain_beyond(self.tokenizer, beyond, self.vocab_size), param)
+        return token_ids
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        if token_ids and max(token_ids) >= self.vocab_size:
-            raise BadRequest(f"token id {max(token_ids)} is outside the vocabulary of {self.vocab_size} tokens", param)
+        if (beyond := token_beyond(token_ids, self.vocab_size)) is not None:
+            raise BadRequest(f"token id {beyond} is outside the vocabulary of {self.vocab_size} tokens", param)
 
 
 def uses_tools(body: ChatCompletionRequest) -> bool:
@@ -183,3 +198,8 @@ def as_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         return [cast(str | list[int], prompt)]
     return cast(list[str | list[int]], prompt)
+
+
+def num_characters(body: CompletionRequest) -> int:
+    """How much there is to encode, or to check: characters or token ids, over all prompts."""
+    return sum(len(prompt) for prompt in as_prompts(body.prompt))

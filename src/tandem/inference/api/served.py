@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.encoding import Encoders
 from tandem.inference.api.errors import NotServed
 from tandem.inference.api.metrics import Metrics
 from tandem.inference.api.prompts import PromptReader
@@ -11,6 +12,7 @@ from tandem.inference.api.submission import Admission
 from tandem.inference.api.text import TokenTexts
 from tandem.inference.engine import Engine
 from tandem.inference.identity import Identity
+from tandem.inference.roots import WeightRoots
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,9 @@ class ApiOptions:
     api_key: str | None = None
     max_waiting: int = 16384
     max_body_bytes: int = 64 << 20
+    receive_timeout_s: float = 60.0
+    host_names: frozenset[str] | None = None  # what a server without a key may be called; None: anything
+    weight_roots: tuple[Path, ...] = ()
 
 
 class Served:
@@ -34,6 +39,8 @@ class Served:
         self.options = options
         self.texts = TokenTexts(tokenizer)
         self.prompts = PromptReader(tokenizer, options.vocab_size, options.seq_len)
+        self.encoders = Encoders()
+        self.roots = WeightRoots(options.weight_roots)
         self.admission = Admission(engine, options.max_waiting)
         self.metrics = Metrics()
 

@@ -16,10 +16,8 @@ from tandem.inference.api.errors import ClientGone, engine_status
 from tandem.inference.api.metrics import Metrics
 from tandem.inference.api.submission import Admission, Event, disconnected, stream
 from tandem.inference.engine import AdapterRefused, EngineError, GeneratedSample, GenerationRequest, GenerationResult
-from tandem.inference.responses import error_body
+from tandem.inference.responses import DONE, error_event
 from tandem.types.openai import StreamOptions
-
-DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
@@ -170,4 +168,4 @@ async def write_events(admission: Admission, metrics: Metrics, writer: ChunkWrit
             if not has_begun:
                 raise
             status, code = engine_status(error) if isinstance(error, EngineError) else (400, "adapter_refused")
-            yield b"data: " + orjson.dumps(error_body(status, str(error), code=code)) + b"\n\n" + DONE
+            yield error_event(status, str(error), code)

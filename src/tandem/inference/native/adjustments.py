@@ -10,6 +10,9 @@ from torch import Tensor
 
 from tandem.inference.native.state import Rows, SlotState
 
+# Divided by less, a logit would no longer be a number at every temperature.
+LEAST_REPETITION = 1e-20
+
 
 def adjust(logits: Tensor, state: SlotState, rows: Rows, eos_token_ids: list[int]) -> Tensor | None:
     """logits (rows, vocab) as these rows want them; None: all of them want them as they are."""
@@ -44,6 +47,7 @@ def penalize(logits: Tensor, state: SlotState, rows: Rows) -> None:
         torch.from_numpy(values[rows]).to(logits.device)[:, None]
         for values in (state.repetition_penalty, state.presence_penalty, state.frequency_penalty)
     )
+    repetition = repetition.clamp(min=LEAST_REPETITION)
     penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits.copy_(torch.where(seen, penalized, logits))
     logits -= presence * (counts > 0) + frequency * counts

@@ -33,8 +33,8 @@ class Adapters:
         self._registry = registry
         self._is_enabled = is_enabled
 
-    async def load(self, asked: LoadAdapterRequest) -> None:
-        name, path = asked.lora_name, Path(asked.lora_path)
+    async def load(self, asked: LoadAdapterRequest, path: Path) -> None:
+        name = asked.lora_name
         if not self._is_enabled:
             raise AdapterRefused("this vLLM server takes no adapters; start it with --enable-lora and --max-lora-rank")
         if self._registry.is_base_model(name):

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.inference import InferenceConfig
+from tandem.inference.browsers import names_of
+from tandem.inference.roots import weight_roots
 from tandem.inference.vllm.installation import Installation
 from tandem.inference.vllm.settings import API_KEY, Settings
 
@@ -80,8 +82,7 @@ def build_environment(
     # And tokens are counted by the request ids that vLLM makes by default.
     for name in ("VLLM_API_KEY", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", API_KEY):
         environment.pop(name, None)
-    limit = config.server.max_body_mb << 20
-    environment |= Settings(config.model.name.resolve(), str(config.model.name), api_key, limit).to_environment()
+    environment |= make_settings(config, api_key).to_environment()
     inherited = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{import_path}:{inherited}" if inherited else str(import_path)
     environment["VLLM_LOGGING_LEVEL"] = config.log_level.upper()
@@ -93,6 +94,19 @@ def build_environment(
         environment["OMP_NUM_THREADS"] = str(config.threads)
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return defaults | environment
+
+
+def make_settings(config: InferenceConfig, api_key: str | None) -> Settings:
+    server = config.server
+    return Settings(
+        model_dir=config.model.name.resolve(),
+        model_name=str(config.model.name),
+        api_key=api_key,
+        max_body_bytes=server.max_body_mb << 20,
+        receive_timeout_s=server.receive_timeout_s,
+        weight_roots=tuple(weight_roots(config.model.name, server.weight_roots)),
+        host_names=names_of(server.host, server.allowed_hosts),
+    )
 
 
 def render_flags(flags: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 
+from tandem.utils.log import setup_logging
 from tandem.utils.ports import inherited_socket
 from tandem.utils.processes import die_with_parent
 
@@ -55,7 +56,20 @@ accept_cpu_build()
 leave_no_orphans()
 
 
+def end_half_sent_requests() -> None:
+    """Connections as our own servers have them: vLLM takes uvicorn's default, which waits for ever."""
+    import uvicorn.config
+
+    from tandem.inference.connections import TimedProtocol
+    from tandem.inference.vllm.settings import Settings
+
+    TimedProtocol.receive_timeout_s = Settings.from_environment().receive_timeout_s
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{TimedProtocol.__module__}:{TimedProtocol.__name__}"
+
+
 def main() -> None:
+    setup_logging(os.environ["VLLM_LOGGING_LEVEL"], "tandem")
+    end_half_sent_requests()
     from vllm.entrypoints.cli.main import main as vllm_main  # pyright: ignore[reportMissingImports]
 
     listening = inherited_socket()

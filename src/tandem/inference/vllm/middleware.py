@@ -9,7 +9,6 @@ API key ─► /health /pause /resume /update_weights    answered here, and so a
 import logging
 import uuid
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -21,12 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
+from tandem.inference.browsers import RefuseForeignPages, not_json
 from tandem.inference.checkpoint import Served
 from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
 from tandem.inference.responses import Answer, error_answer
+from tandem.inference.roots import WeightRoots
 from tandem.inference.vllm.adapters import Adapters, NoSuchAdapter
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
+from tandem.inference.vllm.prompts import refuse_unknown_tokens
 from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.updates import PAUSE_MODES, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
@@ -46,7 +48,9 @@ class TandemMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         settings = Settings.from_environment()
         routes = Routes(app, settings)
-        guarded = RequireApiKey(LimitBody(routes, settings.max_body_bytes), settings.api_key)
+        limited = LimitBody(routes, settings.max_body_bytes, settings.receive_timeout_s)
+        keyed = RequireApiKey(limited, settings.api_key)
+        guarded = RefuseForeignPages(keyed, settings.host_names if settings.api_key is None else None)
         self._identified = Identify(guarded, routes.identity)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,6 +64,7 @@ class Routes:
         self.ledger = VersionLedger()
         self.identity = Identity(settings.model_name, lambda: self.ledger.version)
         self._served = Served(settings.model_dir)
+        self._roots = WeightRoots(settings.weight_roots)
         self._updater: WeightUpdater | None = None
         self._adapters: Adapters | None = None
 
@@ -70,7 +75,9 @@ class Routes:
         try:
             await self._answer(scope, receive, send)
         except HTTPException as error:
-            await error_answer(error.status_code, error.detail)(scope, receive, send)
+            answer = error_answer(error.status_code, error.detail)
+            answer.headers.update(error.headers or {})
+            await answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         updater = self._updater_of(scope)
@@ -99,6 +106,7 @@ class Routes:
         if self._updater is None:
             engine = scope["app"].state.engine_client
             listen(engine.engine_core.outputs_queue, self.ledger.count)
+            refuse_unknown_tokens(engine)
             self._updater = WeightUpdater(engine, self._served, self.settings.model_dir, self.ledger)
         return self._updater
 
@@ -121,6 +129,8 @@ class Routes:
         return Answer({"status": "ok", **status})
 
     async def _control(self, updater: WeightUpdater, request: Request) -> Response:
+        if refusal := not_json(request.scope):
+            return error_answer(415, refusal)
         try:
             return await self._change(updater, request)
         except ValidationError as error:
@@ -137,22 +147,24 @@ class Routes:
             return error_answer(503, str(error) or "vLLM's engine did not answer in time", code="engine_failed")
 
     async def _change(self, updater: WeightUpdater, request: Request) -> Response:
-        path = request.url.path
-        if path == "/update_weights":
+        route = request.url.path
+        if route == "/update_weights":
             body = UpdateWeightsRequest.model_validate_json(await request.body())
+            path = self._roots.resolve(body.path, WeightUpdateRefused)
             async with self.identity.change(body.run):
-                await updater.update(Path(body.path), body.version, body.mode)
+                await updater.update(path, body.version, body.mode)
             return Answer({"version": body.version})
-        if path in LOAD_PATHS:
+        if route in LOAD_PATHS:
             asked = LoadAdapterRequest.model_validate_json(await request.body())
+            path = self._roots.resolve(asked.lora_path, AdapterRefused)
             async with self.identity.change(asked.run, adapter=asked.lora_name):
-                await self._adapters_of(updater, request).load(asked)
+                await self._adapters_of(updater, request).load(asked, path)
             return Answer({"lora_name": asked.lora_name, "lora_path": asked.lora_path})
-        if path in UNLOAD_PATHS:
+        if route in UNLOAD_PATHS:
             name = UnloadAdapterRequest.model_validate_json(await request.body()).lora_name
             self._adapters_of(updater, request).unload(name)
             return Answer({"lora_name": name})
-        if path == "/resume":
+        if route == "/resume":
             await updater.resume()
             return Answer({"paused": False})
         mode: Any = request.query_params.get("mode", "keep")

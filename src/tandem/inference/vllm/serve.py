@@ -8,12 +8,18 @@ from typing import NoReturn
 
 import tandem
 from tandem.config.inference import InferenceConfig
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.checkpoint import read_layout
 from tandem.inference.vllm.command import build_command, build_environment, is_headless
 from tandem.inference.vllm.installation import Installation, find_vllm
+from tandem.inference.vocabulary import compare_vocabularies
+from tandem.models.files import within_positions
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+from tandem.utils.files import read_table
 from tandem.utils.memory import free_memory_bytes
 from tandem.utils.ports import handed_over, listen_or_refuse
+
+LONG_CONTEXT = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # by which vLLM serves more than the model has positions
 
 
 def become_server(config: InferenceConfig) -> NoReturn:
@@ -21,6 +27,10 @@ def become_server(config: InferenceConfig) -> NoReturn:
     api_key = config.server.resolve_api_key()
     vllm = check_vllm(config)
     model_config = check_model_files(config.model.name)
+    if not os.environ.get(LONG_CONTEXT):
+        config = within_positions(config, config.model.name)
+    if isinstance(vocab_size := model_config.get("vocab_size"), int):
+        compare_vocabularies(Tokenizer(config.model.name), vocab_size, config.model.name)
     command = build_command(config, vllm, model_config, free_memory_bytes())
     environment = build_environment(config, api_key, import_path(vllm), dict(os.environ))
     if not is_headless(config):
@@ -48,7 +58,11 @@ def check_model_files(model_dir: Path) -> dict[str, object]:
             raise UserError(f"model.name = {str(model_dir)!r} holds no {what}: there is no {name} in it")
     if not any(model_dir.glob("*.safetensors")):
         raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no *.safetensors in it")
-    return read_json(model_dir / "config.json")
+    try:
+        read_layout(model_dir)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name = {str(model_dir)!r} holds no weights that can be read: {error}") from error
+    return read_table(model_dir / "config.json")
 
 
 def import_path(vllm: Installation) -> Path:

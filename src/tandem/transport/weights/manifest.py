@@ -4,8 +4,10 @@ A directory without a manifest is not there yet; one whose files do not match it
 """
 
 from pathlib import Path
+from typing import Any
 
-from tandem.utils.files import checksum, read_json, write_json
+from tandem.utils.errors import UserError
+from tandem.utils.files import checksum, is_plain, read_table, write_json
 from tandem.utils.run_dir import step_name, step_of
 
 MANIFEST = "manifest.json"
@@ -38,17 +40,33 @@ def write_manifest(folder: Path, version: int) -> None:
     write_json(folder / MANIFEST, {"version": version, "files": files})
 
 
+def read_manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The version, and size and checksum of every file. Raises DamagedWeights with the key that is wrong."""
+    try:
+        manifest = read_table(path)
+    except (UserError, OSError) as error:
+        raise DamagedWeights(f"{path} cannot be read: {error}") from error
+    version, files = manifest.get("version"), manifest.get("files")
+    if type(version) is not int:
+        raise DamagedWeights(f"{path} cannot be read: version = {version!r} is not a number")
+    if not isinstance(files, dict):
+        raise DamagedWeights(f"{path} cannot be read: files must be a table, not {type(files).__name__}")
+    for name, entry in files.items():
+        described = isinstance(entry, dict) and type(entry.get("size_bytes")) is int
+        if not described or not isinstance(entry.get("sha256"), str):
+            raise DamagedWeights(f"{path} cannot be read: files.{name} must have size_bytes and sha256")
+        if not is_plain(name):
+            raise DamagedWeights(f"{path} cannot be read: files.{name} is not a file of this directory")
+    return version, files
+
+
 def verify_manifest(folder: Path, version: int | None = None) -> None:
     """Raise DamagedWeights unless every file is there, of the right size and content."""
     if not folder.is_dir():
         raise DamagedWeights(f"there is no directory {folder}")
     if not (folder / MANIFEST).exists():
         raise DamagedWeights(f"{folder} has no {MANIFEST}: it is unfinished or not a published version")
-    try:
-        manifest = read_json(folder / MANIFEST)
-        files, written_version = manifest["files"], manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedWeights(f"{folder / MANIFEST} cannot be read: {error}") from error
+    written_version, files = read_manifest(folder / MANIFEST)
     if version is not None and written_version != version:
         raise DamagedWeights(f"{folder} holds version {written_version}, not {version}")
     for name, expected in files.items():

@@ -59,7 +59,7 @@ def engine(tokenizer: ModelTokenizer) -> FakeEngine:
 
 @pytest.fixture(scope="session")
 def api_options() -> ApiOptions:
-    return ApiOptions(vocab_size=1 + len(CHARACTERS), seq_len=SEQ_LEN)
+    return ApiOptions(vocab_size=1 + len(CHARACTERS), seq_len=SEQ_LEN, weight_roots=(Path("/"),))
 
 
 @pytest.fixture

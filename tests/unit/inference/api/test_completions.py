@@ -17,6 +17,14 @@ def complete(client: TestClient, **body: Any) -> dict[str, Any]:
     return answer.json()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-45, 1e-38, 1e-6, 9.9e-6])
+def test_a_temperature_next_to_nothing_is_none(client: TestClient, engine: FakeEngine, temperature: float) -> None:
+    assert client.post("/v1/completions", json={"prompt": "a", "temperature": temperature}).status_code == 200
+    assert engine.asked[-1].sampling.temperature == 0
+    assert client.post("/v1/completions", json={"prompt": "a", "temperature": 1e-5}).status_code == 200
+    assert engine.asked[-1].sampling.temperature == 1e-5
+
+
 def test_the_text_ends_before_the_end_token(client: TestClient) -> None:
     answer = complete(client)
     [choice] = answer["choices"]

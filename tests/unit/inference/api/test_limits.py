@@ -76,7 +76,7 @@ async def fill_the_queue(app: Any, engine: FakeEngine) -> None:
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic secret", "bearer secret", "Bearer secret "])
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic secret", "Bearersecret", "Bearer secret "])
 def test_every_route_but_health_asks_for_the_key(
     engine: FakeEngine, tokenizer: Tokenizer, api_options: ApiOptions, header: str | None
 ) -> None:

@@ -188,4 +188,4 @@ def test_bodies_that_are_no_request(client: TestClient, path: str, content: byte
 
 def test_a_body_that_is_not_declared_as_json(client: TestClient) -> None:
     answer = client.post("/v1/completions", content=b'{"prompt": "a"}')
-    assert answer.status_code == 400 and "Content-Type" in answer.json()["error"]["message"]
+    assert answer.status_code == 415 and "Content-Type" in answer.json()["error"]["message"]

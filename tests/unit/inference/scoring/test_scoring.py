@@ -1,6 +1,8 @@
 """The reward server without a network: batches of scores, requests that wait together, what is refused."""
 
 import asyncio
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.scoring.app import create_app
@@ -75,11 +78,19 @@ def test_a_failure_reaches_those_who_asked_and_nobody_else() -> None:
 
 
 @pytest.fixture
-def client(tiny_model: Path) -> Iterator[TestClient]:
+def client(tiny_model: Path, tmp_path: Path) -> Iterator[TestClient]:
     def lengths(sequences: list) -> list[float]:
         return [float(len(sequence)) for sequence in sequences]
 
-    app = create_app(lengths, Tokenizer(tiny_model), seq_len=20, api_key="secret", max_body_bytes=1 << 20)
+    # One token more than the model has embeddings.
+    vocab_size = Tokenizer(tiny_model).vocab_size
+    shutil.copytree(tiny_model, tmp_path / "model")
+    grown = FastTokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    grown.add_special_tokens(["<pad2>"])
+    grown.save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "model")
+    limits = {"vocab_size": vocab_size, "seq_len": 20, "max_body_bytes": 1 << 20}
+    app = create_app(lengths, tokenizer, api_key="secret", **limits)
     with TestClient(app, headers={"Authorization": "Bearer secret"}) as opened:
         yield opened
 
@@ -100,10 +111,15 @@ def test_conversations_go_through_the_template_and_texts_do_not(client: TestClie
         ({"texts": ["a", ""]}, "texts.1 is empty"),
         ({"messages": [[{"role": "user"}]]}, "the chat template refuses these messages"),
         ({"text": ["a"]}, "text"),
+        ({"texts": ["a", "b<pad2>"]}, "the text holds the token '<pad2>'"),
+        ({"messages": [[{"role": "user", "content": "<pad2>"}]]}, "the text holds the token '<pad2>'"),
+        ({"texts": ["a" * 70_000]}, "the text has 70000 bytes and cannot fit: a context of seq_len = 20 tokens"),
+        ({"messages": [[{"role": "user", "content": "a" * 70_000}]]}, "bytes and cannot fit"),
+        ({"texts": ["\ud800"]}, "surrogates not allowed"),
     ],
 )
 def test_requests_that_cannot_be_scored(client: TestClient, body: dict, message: str) -> None:
-    response = client.post("/score", json=body)
+    response = client.post("/score", content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
     assert message in response.json()["error"]["message"]
 

@@ -28,14 +28,14 @@ def port() -> int:
 
 
 @pytest.fixture
-def start(tiny_model: Path, sglang: FakeSGLang, port: int) -> Iterator[Start]:
+def start(tiny_model: Path, sglang: FakeSGLang, port: int, tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(*arguments: str) -> "subprocess.Popen[str]":
         command = [
             *(sys.executable, "-m", "tandem.entrypoints.inference"),
             *("--engine", "sglang", "--sglang.base-url", sglang.url, "--model.name", str(tiny_model)),
-            *("--server.port", str(port), "--seq-len", "256", *arguments),
+            *("--server.port", str(port), "--seq-len", "256", "--server.weight-roots", str(tmp_path), *arguments),
         ]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT

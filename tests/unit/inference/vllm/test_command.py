@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.vllm.command import build_command, build_environment, bytes_per_token, render_flags
+from tandem.inference.vllm.command import (
+    build_command,
+    build_environment,
+    bytes_per_token,
+    make_settings,
+    render_flags,
+)
 from tandem.inference.vllm.installation import Installation
 from tandem.inference.vllm.settings import Settings
 
@@ -116,7 +122,11 @@ def test_the_environment() -> None:
     assert "VLLM_API_KEY" not in environment, "it would guard some routes with another key"
     assert environment["OMP_NUM_THREADS"] == "3" and environment["HF_HUB_OFFLINE"] == "0"
     assert environment["VLLM_HOST_IP"] == "127.0.0.1"
-    assert Settings.from_environment(environment) == Settings(Path("/models/tiny"), "/models/tiny", "secret", 64 << 20)
+    settings = Settings.from_environment(environment)
+    assert settings == make_settings(make_config(), "secret")
+    assert (settings.model_dir, settings.api_key) == (Path("/models/tiny"), "secret")
+    assert settings.max_body_bytes == 64 << 20 and settings.receive_timeout_s == 60
+    assert settings.weight_roots == (Path("/models/tiny"), Path("/models"), Path("outputs").resolve())
     many = make_config(vllm={"flags": {"data-parallel-address": "10.0.0.1"}})
     assert "VLLM_HOST_IP" not in build_environment(many, None, Path("/src"), {})
     assert Settings.from_environment(build_environment(many, None, Path("/src"), {})).api_key is None

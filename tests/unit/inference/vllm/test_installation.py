@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tandem.config.inference import InferenceConfig
 from tandem.inference.vllm.installation import find_vllm
@@ -55,6 +57,9 @@ def test_any_architecture_may_be_served(tmp_path: Path, tiny_model: Path) -> Non
             with pytest.raises(UserError, match="no weights"):
                 check_model_files(tmp_path)
         (tmp_path / name).write_text('{"architectures": ["NewForCausalLM"]}')
+    with pytest.raises(UserError, match=r"no weights that can be read: .*a\.safetensors"):
+        check_model_files(tmp_path)
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
     assert check_model_files(tmp_path) == {"architectures": ["NewForCausalLM"]}
 
 

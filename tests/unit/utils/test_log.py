@@ -1,0 +1,46 @@
+"""One line a message, whatever is in it."""
+
+import io
+import logging
+
+import pytest
+
+from tandem.utils.log import LineFormatter, printable
+
+
+@pytest.fixture
+def log() -> tuple[logging.Logger, io.StringIO]:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter())
+    logger = logging.Logger("names")
+    logger.addHandler(handler)
+    return logger, stream
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\r\nb", "\x1b[31mred", "\x9b31m", "a\u2028b", "\x00", "\u202eabc", "\ud800"]
+)
+def test_a_name_cannot_end_a_line_or_reach_the_terminal(log: tuple[logging.Logger, io.StringIO], name: str) -> None:
+    logger, stream = log
+    logger.info("serving the adapter %s from %s", name, "/tmp")
+    written = stream.getvalue()
+    assert len(written.splitlines()) == 1 and written.endswith(f"{printable(name)} from /tmp\n")
+    assert "\\" in written and written[:-1].isprintable()
+
+
+def test_ordinary_text_stays_as_it_is() -> None:
+    text = "größe 界 🚲 [31m 100 %\\n"
+    assert printable(text) == text
+
+
+def test_lines_of_a_traceback_do_not_pass_for_messages(log: tuple[logging.Logger, io.StringIO]) -> None:
+    logger, stream = log
+    try:
+        raise ValueError("no\n12:00:00 INFO    all is well \x1b[2J")
+    except ValueError:
+        logger.exception("it failed\n")
+    first, *rest = stream.getvalue().splitlines()
+    assert first.endswith("ERROR   it failed")
+    assert len(rest) > 2 and all(line.startswith("  ") for line in rest)
+    assert "\x1b" not in stream.getvalue() and "ValueError: no" in stream.getvalue()
