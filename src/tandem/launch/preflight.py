@@ -29,7 +29,6 @@ def check(config: RLConfig) -> int:
     run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
     start = _starting_step(config, run_dir)
     check_model_dir(config.model.name, config.model.impl)
-    check_positions(config.model.name, config.seq_len)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)
@@ -58,6 +57,7 @@ def _check_server(config: RLConfig) -> None:
     config.orchestrator.client.resolve_api_key()
     if config.inference is not None:
         config.inference.server.resolve_api_key()
+        check_positions(config.model.name, config.seq_len)
         _listen(config.inference.server).close()
         if config.inference.engine == "vllm":
             check_vllm(config.inference)

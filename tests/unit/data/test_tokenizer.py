@@ -54,6 +54,24 @@ TOOL_TEMPLATE = """\
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{", r"tokenizer\.json is no tokenizer that can be read"),
+        ("tokenizer.json", "[]", r"tokenizer\.json is no tokenizer that can be read"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json must hold a JSON object"),
+        ("config.json", "7", r"config\.json must hold a JSON object"),
+        ("config.json", '{"eos_token_id": "two"}', r"config\.json: eos_token_id = 'two' is no token id"),
+        ("generation_config.json", '{"eos_token_id": [2, -1]}', r"eos_token_id = \[2, -1\] is no token id"),
+    ],
+)
+def test_damaged_files_are_named(tiny_model: Path, tmp_path: Path, name: str, text: str, message: str) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        Tokenizer(tmp_path / "model")
+
+
 @pytest.fixture(params=["tiny_model", "smollm2_model"])
 def model_dir(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)

@@ -2,14 +2,16 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.inference.checkpoint import Layout, Served, compare_tensors, read_layout
-from tandem.inference.engine import WeightUpdateRefused
+from tandem.inference.checkpoint import Layout, Served, check_adapter_files, compare_tensors, read_layout
+from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
 from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_json
 
 LAYOUT: Layout = {"embed": ("F32", [8, 4]), "norm": ("F32", [4])}
@@ -59,6 +61,50 @@ def test_a_file_that_is_cut_short_is_refused(tiny_model: Path, tmp_path: Path) -
         (tmp_path / "model.safetensors").write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"bytes"):
             read_layout(tmp_path)
+
+
+def header(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(b"[1, 2]"),
+        header(b"not json"),
+        header(b"[" * 100_000),
+        header(b'{"a": 3}'),
+        header(b'{"a": {"dtype": "F32", "shape": [1]}}'),
+        header(b'{"a": {"dtype": 1, "shape": [1], "data_offsets": [0, 4]}}'),
+        header(b'{"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}'),
+        header(b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}'),
+        header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}'),
+        (2**63).to_bytes(8, "little") + b"{}",
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        read_layout(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "../x"}}])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: Any) -> None:
+    write_json(tmp_path / "model.safetensors.index.json", index)
+    with pytest.raises(UserError, match=r"index\.json"):
+        read_layout(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", "7", "{", '"x"', "[" * 100_000])
+def test_configs_of_another_shape_are_refused(tiny_model: Path, tmp_path: Path, config: str) -> None:
+    served = Served(tiny_model)
+    shutil.copytree(tiny_model, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").write_text(config)
+    with pytest.raises(WeightUpdateRefused, match=r"config\.json"):
+        served.check(tmp_path / "copy", 0)
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(AdapterRefused, match=r"adapter_config\.json"):
+        check_adapter_files(tmp_path)
 
 
 def test_checkpoints_are_checked_against_the_first(tiny_model: Path, tmp_path: Path) -> None:

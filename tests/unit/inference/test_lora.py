@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.inference.engine import AdapterRefused, EngineBusy, GenerationRequest, GenerationResult, Sampling
@@ -167,9 +167,47 @@ def damaged(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def with_config(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "adapter_config.json").write_text(text) and None
+
+
+def with_key(key: str, value: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        write_json(folder / "adapter_config.json", read_json(folder / "adapter_config.json") | {key: value})
+
+    return change
+
+
+def with_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[Path], None]:
+    """The first projection of the first layer, in another shape; its neighbours stay."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        name = next(name for name in tensors if "layers.0.self_attn.q_proj.lora_A" in name)
+        save_file(tensors | {name: torch.ones(shape, dtype=dtype)}, folder / WEIGHTS)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (with_config("[]"), "adapter_config.json must hold a JSON object, not list"),
+        (with_config("7"), "adapter_config.json must hold a JSON object, not int"),
+        (with_config("{"), "adapter_config.json is not JSON"),
+        (with_config("[" * 100_000), "adapter_config.json is not JSON"),
+        (with_key("peft_type", ["LORA"]), "peft_type is"),
+        (with_key("lora_alpha", "16"), "lora_alpha is '16', not a number"),
+        (with_key("lora_alpha", True), "lora_alpha is True, not a number"),
+        (with_key("lora_alpha", float("inf")), "lora_alpha is inf, not a number"),
+        (with_key("lora_alpha", float("nan")), "lora_alpha is nan, not a number"),
+        (with_key("use_rslora", "no"), "use_rslora is 'no'"),
+        (with_key("bias", {"a": 1}), "bias = .* is not supported"),
+        (with_tensor(()), "must be matrices"),
+        (with_tensor((4,)), "must be matrices"),
+        (with_tensor((0, 32)), "must be matrices"),
+        (with_tensor((4, 32), torch.int64), "must be matrices"),
+        (with_tensor((4, 31)), "q_proj has shapes"),
         (without_config, "no adapter_config.json"),
         (without_weights, "adapter_model.safetensors cannot be read"),
         (with_dora, "use_dora = True is not supported"),

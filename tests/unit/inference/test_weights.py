@@ -1,5 +1,6 @@
 """Weight updates while serving: versions, recomputed caches, and checkpoints that must be refused."""
 
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -125,6 +126,26 @@ def another_model(folder: Path) -> None:
     write_manifest(folder, 1)
 
 
+def whole_numbers(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(32, dtype=torch.int64)})
+
+
+def with_config(text: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "config.json").write_text(text)
+        write_manifest(folder, 1)
+
+    return damage
+
+
+def with_size(key: str, value: object) -> Callable[[Path], None]:
+    return lambda folder: with_config(json.dumps(read_json(folder / "config.json") | {key: value}))(folder)
+
+
+def with_manifest(manifest: object) -> Callable[[Path], None]:
+    return lambda folder: write_json(folder / "manifest.json", manifest)
+
+
 def other_version(folder: Path) -> None:
     write_manifest(folder, 2)
 
@@ -147,6 +168,25 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
         (not_safetensors, "model.safetensors|header"),
         (another_model, "another model"),
         (other_version, "holds version 2, not 1"),
+        (whole_numbers, r"model\.norm\.weight is of type torch\.int64"),
+        (with_config("[]"), r"config\.json must hold a JSON object, not list"),
+        (with_config("{"), r"config\.json is not JSON"),
+        (with_config("[" * 100_000), r"config\.json is not JSON"),
+        (with_config("{}"), "is not supported"),
+        (with_size("vocab_size", "64"), "vocab_size = '64' must be a whole number"),
+        (with_size("hidden_size", -32), "hidden_size = -32 must be a whole number"),
+        (with_size("num_hidden_layers", 10**12), "num_hidden_layers = 1000000000000 must be a whole number"),
+        (with_size("architectures", "Qwen3ForCausalLM"), "architectures = .* must be a list of names"),
+        (with_size("rope_parameters", [1]), r"rope_parameters = \[1\] must be a table"),
+        (with_manifest([]), r"manifest\.json cannot be read: .* not list"),
+        (with_manifest({"version": "1", "files": {}}), "version = '1' is not a number"),
+        (with_manifest({"version": 1, "files": []}), "files must be a table"),
+        (with_manifest({"version": 1, "files": {"config.json": 7}}), "files.config.json must have size_bytes"),
+        (with_manifest({"version": 1, "files": {"config.json": {"size_bytes": "1"}}}), "must have size_bytes"),
+        (
+            with_manifest({"version": 1, "files": {"../../etc/passwd": {"size_bytes": 1, "sha256": ""}}}),
+            "files.../../etc/passwd is not a file of this directory",
+        ),
     ],
 )
 def test_a_bad_checkpoint_is_refused_and_the_old_weights_keep_serving(

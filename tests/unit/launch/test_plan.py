@@ -55,6 +55,11 @@ def test_threads_that_are_given_stay_and_a_lone_trainer_gets_every_core(make_con
     assert share_cores(make_config(inference=None, trainer={"parallel": {"ranks": 4}}), 8) == {"trainer": 2}
 
 
+def test_the_server_may_load_what_the_run_publishes(make_config, tmp_path: Path) -> None:
+    inference, *_ = make_plan(make_config(inference={"server": {"weight_roots": ["/more"]}}), tmp_path, num_cores=2)
+    assert inference.config["server"]["weight_roots"] == ["/more", str(tmp_path / "run")]
+
+
 def test_an_api_key_travels_in_the_environment_only(make_config, tmp_path: Path) -> None:
     plans = make_plan(make_config(inference={"server": {"api_key": "s3cret"}}), tmp_path, num_cores=2)
     for plan in plans:

@@ -107,6 +107,12 @@ def test_an_environment_that_cannot_score(good, tmp_path: Path, monkeypatch: pyt
     assert preflight.check(good(orchestrator={"env": env | {"check": False}})) == 0
 
 
+def test_more_tokens_than_the_model_has_positions(good) -> None:
+    assert preflight.check(good(seq_len=512)) == 0
+    with pytest.raises(UserError, match=r"seq_len = 513 is more than .* max_position_embeddings = 512"):
+        preflight.check(good(seq_len=513))
+
+
 def test_a_port_in_use(good) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
