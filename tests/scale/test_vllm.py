@@ -29,6 +29,7 @@ from tests.scale.vllm_server import (
     wait_until_gone,
     wait_until_ready,
 )
+from tokenizers import Tokenizer
 
 from tandem.transport.weights.manifest import write_manifest
 from tandem.types.identity import ServerIdentity
@@ -475,6 +476,46 @@ def test_sigterm_lets_running_requests_finish_and_leaves_no_process(
         assert server.stop() == 0
         assert len(running.result()[0]["token_ids"]) == ENOUGH_TOKENS
     wait_until_gone(family)
+
+
+def num_waiting(server: VllmServer) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_waiting{"))
+
+
+def test_what_would_end_the_engine_is_refused_and_who_waits_at_the_end_is_told(
+    vllm_python: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The tokenizer has more tokens than the model embeddings, the padding of vLLM's included."""
+    model = tmp_path / "models" / "padded"
+    shutil.copytree(tiny_model, model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<extra{number}>" for number in range(80)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    server = start(vllm_python, model, tmp_path / "server.log", "--drain-timeout-s", "1", "--max-sequences", "2")
+    try:
+        beyond = tokenizer.get_vocab_size() - 1
+        chat = {"messages": [{"role": "user", "content": "<extra79>"}]}
+        for path, body in (
+            ("/v1/completions", {"prompt": "a<extra79>"}),
+            ("/v1/completions", {"prompt": [5, beyond]}),
+            ("/v1/chat/completions", chat),
+        ):
+            answer = server.http.post(path, json={"max_tokens": 2} | body)
+            assert answer.status_code == 400, answer.text
+            assert f"token id {beyond} is outside" in answer.json()["error"]["message"]
+        assert server.http.post("/update_weights", json={"path": "/etc", "version": 0}).status_code == 400
+        asked = {"prompt": "abc", "max_tokens": ENOUGH_TOKENS, "ignore_eos": True, "n": 64}
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(server.http.post, "/v1/completions", json=asked) for _ in range(4)]
+            deadline = time.monotonic() + 60
+            while num_waiting(server) < 3 * 64:
+                assert time.monotonic() < deadline
+            server.stop()
+            for answer in [future.result() for future in waiting]:
+                assert answer.status_code == 503 and answer.json()["error"]["code"], answer.text
+    finally:
+        server.end()
 
 
 def test_two_data_parallel_ranks_as_head_and_headless(

@@ -20,7 +20,12 @@ ERROR_SCHEMA = {
         }
     },
 }
-OF_BODIES = {"400": "A field is wrong or unknown; `param` names it.", "413": "The body is too large."}
+OF_BODIES = {
+    "400": "A field is wrong or unknown; `param` names it.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body does not say that it is JSON.",
+}
 OF_GENERATION = {
     "404": "The model is not served here.",
     "429": "Too many requests wait; come back after Retry-After seconds.",
@@ -62,6 +67,8 @@ def _state_errors(path: str, operation: dict[str, Any], *, needs_key: bool) -> N
     if needs_key and path not in OPEN:
         errors["401"] = "The API key is missing or wrong."
         operation["security"] = [{"key": []}]
+    if not needs_key and path not in OPEN:
+        errors["403"] = "A web page asks, or the server is called by a name that is not its own."
     schema = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status, text in errors.items():
         answers[status] = {"description": text, "content": schema}

@@ -15,10 +15,19 @@ EVENT_DATA = b"data: "
 
 
 class AnswerEditor:
-    """Stands in for `send`. JSON answers are held back until they are whole; events of a stream pass one by one."""
+    """Stands in for `send`. JSON answers are held back until they are whole; events of a stream pass one by one.
+    Where the engine has ended, what vLLM calls a fault of its own (500) is 503, as with every engine."""
 
-    def __init__(self, send: Send, edit: Edit | None = None, edit_event: Edit | None = None) -> None:
+    def __init__(
+        self,
+        send: Send,
+        edit: Edit | None = None,
+        edit_event: Edit | None = None,
+        *,
+        has_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._send = send
+        self._has_ended = has_ended
         self._edit = edit
         self._edit_event = edit_event
         self._start: Message | None = None  # held back, with the body below
@@ -40,6 +49,8 @@ class AnswerEditor:
 
     async def _begin(self, message: Message) -> None:
         self._body = b""
+        if message["status"] == 500 and self._has_ended():
+            message = {**message, "status": 503}
         kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
         self._streams = self._edit_event is not None and kind.startswith(b"text/event-stream")
         is_json = kind.startswith(b"application/json")
@@ -94,7 +105,8 @@ def reshape_error(status: int, body: bytes) -> bytes:
     # Some messages of 0.24 end with the place in its source.
     message = str(error.get("message", error)).partition("\n\n  File ")[0]
     code = error.get("code")
-    shaped = error_answer(status, message, param=error.get("param"), code=code if isinstance(code, str) else None)
+    code = code if isinstance(code, str) else "engine_failed" if status == 503 else None
+    shaped = error_answer(status, message, param=error.get("param"), code=code)
     return bytes(shaped.body)
 
 

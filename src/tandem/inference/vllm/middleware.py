@@ -8,6 +8,7 @@ API key ─► /health /pause /resume /update_weights    answered here, and so a
 
 import logging
 import uuid
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,14 @@ from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
 from tandem.inference.checkpoint import Served
+from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
 from tandem.inference.responses import Answer, error_answer
 from tandem.inference.roots import WeightRoots
 from tandem.inference.vllm.adapters import Adapters, NoSuchAdapter
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
-from tandem.inference.vllm.prompts import refuse_unknown_tokens
+from tandem.inference.vllm.prompts import client_error, refuse_unknown_tokens
 from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.updates import PAUSE_MODES, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 LOAD_PATHS = ("/load_lora_adapter", "/v1/load_lora_adapter")
 UNLOAD_PATHS = ("/unload_lora_adapter", "/v1/unload_lora_adapter")
+LEAVE_S = 1  # for answers that are complete to be sent
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights", *LOAD_PATHS, *UNLOAD_PATHS)
 
 
@@ -50,8 +53,8 @@ class TandemMiddleware:
         routes = Routes(app, settings)
         limited = LimitBody(routes, settings.max_body_bytes, settings.receive_timeout_s)
         keyed = RequireApiKey(limited, settings.api_key)
-        guarded = RefuseForeignPages(keyed, settings.host_names if settings.api_key is None else None)
-        self._identified = Identify(guarded, routes.identity)
+        own = RefuseForeignPages(keyed, settings.host_names if settings.api_key is None else None)
+        self._identified = Identify(AnswerWhenClosing(own), routes.identity)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._identified(scope, receive, send)
@@ -87,9 +90,9 @@ class Routes:
         elif method == "POST" and path in CONTROL_PATHS:
             await (await self._control(updater, Request(scope, receive)))(scope, receive, send)
         elif method == "POST" and path in GENERATION_PATHS:
-            await self._generate(scope, receive, send)
+            await self._generate(updater, scope, receive, send)
         else:
-            await self._pass_on(scope, receive, AnswerEditor(send))
+            await self._pass_on(scope, receive, AnswerEditor(send, has_ended=updater.has_ended))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: AnswerEditor) -> None:
         """To vLLM. What it does not catch itself is answered here, where errors have our shape."""
@@ -106,7 +109,8 @@ class Routes:
         if self._updater is None:
             engine = scope["app"].state.engine_client
             listen(engine.engine_core.outputs_queue, self.ledger.count)
-            refuse_unknown_tokens(engine)
+            refuse_unknown_tokens(engine, client_error())
+            leave_in_time(scope["app"])
             self._updater = WeightUpdater(engine, self._served, self.settings.model_dir, self.ledger)
         return self._updater
 
@@ -173,7 +177,7 @@ class Routes:
         await updater.pause(mode)
         return Answer({"paused": True})
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, updater: WeightUpdater, scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
         receive = replay(body, receive)
         options = read_options(body)
@@ -181,20 +185,31 @@ class Routes:
             await error_answer(400, "the body is not a JSON object")(scope, receive, send)
             return
         if options.get("return_token_ids") is not True:
-            await self._pass_on(scope, receive, AnswerEditor(send))
+            await self._pass_on(scope, receive, AnswerEditor(send, has_ended=updater.has_ended))
             return
         request_id = f"tandem{uuid.uuid4().hex}"
         tracked = self.ledger.open(request_id, options.get("model"))
         try:
-            await self._pass_on(named(scope, request_id), receive, versioned(send, tracked, options))
+            editor = versioned(send, tracked, options, updater.has_ended)
+            await self._pass_on(named(scope, request_id), receive, editor)
         finally:
             self.ledger.close(request_id)
 
 
-def versioned(send: Send, tracked: TrackedRequest, options: dict[str, Any]) -> AnswerEditor:
+def leave_in_time(app: Any) -> None:
+    """vLLM drains its engine, stops it, and then waits for ever for requests that nobody will answer any more."""
+    server = getattr(app.state, "server", None)
+    if server is not None:
+        server.config.timeout_graceful_shutdown = LEAVE_S
+
+
+def versioned(
+    send: Send, tracked: TrackedRequest, options: dict[str, Any], has_ended: Callable[[], bool]
+) -> AnswerEditor:
     num_samples = options.get("n") or 1
     edit = partial(add_versions, tracked=tracked, num_samples=num_samples)
-    return AnswerEditor(send, edit, version_stream(tracked, num_samples) if options.get("stream") else None)
+    edit_event = version_stream(tracked, num_samples) if options.get("stream") else None
+    return AnswerEditor(send, edit, edit_event, has_ended=has_ended)
 
 
 def named(scope: Scope, request_id: str) -> Scope:

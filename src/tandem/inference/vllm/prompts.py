@@ -4,7 +4,16 @@ ends on it."""
 from typing import Any
 
 
-def refuse_unknown_tokens(engine: Any) -> None:
+def client_error() -> type[Exception]:
+    """What vLLM answers with 400."""
+    try:
+        from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return ValueError
+    return VLLMValidationError
+
+
+def refuse_unknown_tokens(engine: Any, refused: type[Exception]) -> None:
     """Have vLLM's AsyncLLM refuse such prompts as it refuses other bad ones."""
     vocab_size = engine.vllm_config.model_config.get_vocab_size()
     processor = engine.input_processor
@@ -15,7 +24,7 @@ def refuse_unknown_tokens(engine: Any) -> None:
         largest = max(request.prompt_token_ids or (), default=0)
         # Ids that stand for images and the like are nobody's embedding.
         if largest >= vocab_size and not getattr(request, "mm_features", None):
-            raise ValueError(f"token id {largest} is outside the model's vocabulary of {vocab_size} tokens")
+            raise refused(f"token id {largest} is outside the model's vocabulary of {vocab_size} tokens")
         return request
 
     processor.process_inputs = checked

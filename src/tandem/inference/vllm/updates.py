@@ -28,6 +28,8 @@ T = TypeVar("T")
 class EngineClient(Protocol):
     """What is needed of vLLM's AsyncLLM; the same in 0.24 and 0.32."""
 
+    @property
+    def errored(self) -> bool: ...
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
     async def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]: ...
@@ -47,6 +49,10 @@ class WeightUpdater:
         self.failure: str | None = None
         self._loaded = model_dir
         self._one_at_a_time = asyncio.Lock()
+
+    def has_ended(self) -> bool:
+        """Whether vLLM's engine is gone, by a fault or because the server is shutting down."""
+        return self.engine.errored
 
     async def pause(self, mode: PauseMode) -> None:
         async with self._one_at_a_time:

@@ -96,3 +96,10 @@ def test_errors_get_one_shape(body: bytes, message: str, param: str | None) -> N
 def test_other_answers_pass_as_they_are() -> None:
     messages = answer(200, b"a", b"b", kind=b"text/plain") + answer(404, b"x", kind=b"text/html")
     assert send_through(messages[:3]) == messages[:3] and send_through(messages[3:]) == messages[3:]
+
+
+def test_the_fault_of_an_engine_that_has_ended_is_503() -> None:
+    body = b'{"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}'
+    for has_ended, status, code in ((False, 500, None), (True, 503, "engine_failed")):
+        start, sent = send_through(answer(500, body), has_ended=lambda has_ended=has_ended: has_ended)
+        assert start["status"] == status and orjson.loads(sent["body"])["error"]["code"] == code

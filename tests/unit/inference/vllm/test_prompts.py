@@ -17,7 +17,7 @@ def fake_engine(vocab_size: int) -> Any:
 
 def test_a_token_beyond_the_embedding_is_refused_and_others_pass() -> None:
     engine = fake_engine(vocab_size=10)
-    refuse_unknown_tokens(engine)
+    refuse_unknown_tokens(engine, ValueError)
     process = engine.input_processor.process_inputs
     for fine in ([1, 9], [], None):
         request = SimpleNamespace(prompt_token_ids=fine, mm_features=None)
