@@ -1,13 +1,12 @@
 """Weights for the vLLM tests: ordinary ones, and ones that show their version in every token they make."""
 
-import shutil
 from pathlib import Path
 
 import torch
 
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.filesystem import SIDE_FILES, write_model
+from tandem.transport.weights.filesystem import copy_side_files, write_model
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import read_json
 
@@ -37,9 +36,7 @@ def publish_counting(model_dir: Path, folder: Path, version: int) -> Path:
 def publish(model_dir: Path, folder: Path, version: int, tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True)
     write_model(folder, tensors, read_json(model_dir / "config.json"))
-    for name in SIDE_FILES:
-        if (model_dir / name).exists():
-            shutil.copyfile(model_dir / name, folder / name)
+    copy_side_files(model_dir, folder)
     write_manifest(folder, version)
     return folder
 

@@ -120,7 +120,8 @@ def learned_spans(rendering: Rendering, roles: Collection[str]) -> list[Span]:
     Generation blocks of the template win where only the assistant is learned: its author knows best.
     """
     conversation, tokenizer = rendering.conversation, rendering.tokenizer
-    if tokenizer.marks_generation and set(roles) == {"assistant"}:
+    marks_generation = tokenizer.marks_generation(with_tools=conversation.tools is not None)
+    if marks_generation and set(roles) == {"assistant"}:
         context = conversation.messages[: conversation.first_learned]
         num_skipped = len(tokenizer.generated(context, tools=conversation.tools)[1]) if context else 0
         text, spans = tokenizer.generated(conversation.messages, tools=conversation.tools)

@@ -11,11 +11,12 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.data.template import ChatTemplate, Span
+from tandem.data.template_files import DEFAULT, SPECIAL_TOKENS, WITH_TOOLS, read_special_tokens, read_templates
+from tandem.data.token_bytes import TokenBytes
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Texts above this are encoded without holding the interpreter's lock, which costs short ones more than it saves.
 LONG_TEXT = 4096
 
@@ -34,8 +35,12 @@ class Tokenizer:
         self._tokenizer.no_padding()
         config_path = model_dir / "tokenizer_config.json"
         self._config = read_table(config_path) if config_path.exists() else {}
-        self.template_text = self._read_template(model_dir)
-        self._template = ChatTemplate(self.template_text) if self.template_text else None
+        self._special_tokens = read_special_tokens(model_dir, self._config)
+        self._template_texts = read_templates(model_dir, self._config)
+        self._templates = {
+            name: ChatTemplate(text) for name, text in self._template_texts.items() if name in (DEFAULT, WITH_TOOLS)
+        }
+        self.token_bytes = TokenBytes(self._tokenizer)
         self.eos_token_ids = self._read_eos(model_dir)
 
     @property
@@ -66,17 +71,17 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return bool(self._templates)
 
-    @property
-    def template_variables(self) -> set[str]:
-        """What the chat template asks for."""
-        return self._template.variables if self._template else set()
+    def template(self, *, with_tools: bool = False) -> ChatTemplate | None:
+        """The chat template; models may have another one for conversations with tools."""
+        default = self._templates.get(DEFAULT)
+        return self._templates.get(WITH_TOOLS, default) if with_tools else default
 
-    @property
-    def marks_generation(self) -> bool:
+    def marks_generation(self, *, with_tools: bool = False) -> bool:
         """Whether the chat template tells what the assistant writes."""
-        return self._template is not None and self._template.marks_generation
+        template = self.template(with_tools=with_tools)
+        return template is not None and template.marks_generation
 
     @property
     def eos_texts(self) -> list[str]:
@@ -86,9 +91,11 @@ class Tokenizer:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The tokenizer's configuration, its chat template included."""
-        special = {name: _text(self._config.get(name)) for name in SPECIAL_TOKENS}
-        return self._config | special | {"chat_template": self.template_text}
+        """The tokenizer's configuration, its chat template (or a list of named ones) included."""
+        texts = self._template_texts
+        named = [{"name": name, "template": text} for name, text in texts.items()]
+        template = named if set(texts) - {DEFAULT} else texts.get(DEFAULT)
+        return self._config | dict.fromkeys(SPECIAL_TOKENS) | self._special_tokens | {"chat_template": template}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if len(text) > LONG_TEXT:
@@ -126,13 +133,13 @@ class Tokenizer:
     ) -> str:
         """The conversation as the model's chat template writes it; it may ask for further `variables`."""
         template_variables = self._variables(messages, tools, add_generation_prompt) | (variables or {})
-        return self._chat_template.render(template_variables)
+        return self._chat_template(tools).render(template_variables)
 
     def generated(
         self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None
     ) -> tuple[str, list[Span]]:
         """The rendered conversation, and where the template's generation blocks lie in it."""
-        return self._chat_template.generated(self._variables(messages, tools, add_generation_prompt=False))
+        return self._chat_template(tools).generated(self._variables(messages, tools, add_generation_prompt=False))
 
     def encode_chat(
         self,
@@ -143,32 +150,25 @@ class Tokenizer:
     ) -> list[int]:
         return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
-    @property
-    def _chat_template(self) -> ChatTemplate:
-        if self._template is None:
+    def _chat_template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+        template = self.template(with_tools=tools is not None)
+        if template is None and self._template_texts:
+            names = ", ".join(sorted(self._template_texts))
+            raise UserError(f"none of the model's chat templates ({names}) is its {DEFAULT!r}; give plain prompts")
+        if template is None:
             raise UserError("the model has no chat template; give plain prompts instead of messages")
-        return self._template
+        return template
 
     def _variables(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> dict[str, Any]:
-        special = {name: _text(self._config.get(name)) for name in SPECIAL_TOKENS}
         conversation = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return conversation | {name: text for name, text in special.items() if text is not None}
-
-    def _read_template(self, model_dir: Path) -> str | None:
-        path = model_dir / "chat_template.jinja"
-        if path.exists():
-            return path.read_text(encoding="utf-8")
-        template = self._config.get("chat_template")
-        if isinstance(template, list):
-            return next((entry["template"] for entry in template if entry["name"] == "default"), None)
-        return template
+        return self._special_tokens | conversation
 
     def _read_eos(self, model_dir: Path) -> list[int]:
         """Every token that ends a completion: the tokenizer's own and those the model's configs name."""
         found: dict[int, None] = {}
-        eos = _text(self._config.get("eos_token"))
+        eos = self._special_tokens.get("eos_token")
         if eos is not None and (token_id := self.token_id(eos)) is not None:
             found[token_id] = None
         for name in ("generation_config.json", "config.json"):
@@ -181,8 +181,3 @@ class Tokenizer:
                     raise UserError(f"{path}: eos_token_id = {value!r} is no token id, nor a list of them")
                 found[token_id] = None
         return list(found)
-
-
-def _text(token: Any) -> str | None:
-    """A special token is written as plain text or as a table with its content."""
-    return token.get("content") if isinstance(token, dict) else token

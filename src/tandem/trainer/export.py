@@ -1,6 +1,5 @@
 """From a checkpoint to a directory that transformers and vLLM load: whole tensors under Hugging Face names."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tandem.models.trainable import Trainable, load_trainable, merged_tensors
 from tandem.trainer.checkpoint import MODEL
 from tandem.trainer.shards import read_whole
 from tandem.transport.checkpoints import TRAINER
-from tandem.transport.weights.filesystem import SIDE_FILES, write_model
+from tandem.transport.weights.filesystem import copy_side_files, write_model
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import publish_directory, read_json, staging_directory
@@ -38,9 +37,7 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
     staging = staging_directory(output)
     hf_config = read_json(model.name / "config.json") | {"dtype": dtype or model.dtype}
     write_model(staging, merged_tensors(decoder), hf_config)
-    for name in SIDE_FILES:
-        if (model.name / name).exists():
-            shutil.copyfile(model.name / name, staging / name)
+    copy_side_files(model.name, staging)
     write_manifest(staging, step)
     publish_directory(staging, output)
 

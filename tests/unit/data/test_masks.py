@@ -104,7 +104,7 @@ def test_messages_before_the_first_learned_one_are_context(with_template, messag
     conversation = Conversation(messages, first_learned=first)
     assert pieces(conversation, cached(with_template, templates.MARKED)) == expected
     plain = cached(with_template, templates.MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
-    assert not plain.marks_generation
+    assert not plain.marks_generation()
     assert pieces(conversation, plain) == expected
 
 

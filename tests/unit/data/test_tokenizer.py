@@ -214,3 +214,91 @@ def test_lengths_that_a_tokenizer_file_carries_cut_nothing(changed, tiny_model: 
     content["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
     content["padding"] |= {"pad_type_id": 0, "pad_token": "<|pad|>"}
     assert Tokenizer(changed(tokenizer=content)).encode("abcde") == Tokenizer(tiny_model).encode("abcde")
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+SPECIAL_TEMPLATE = (
+    "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ sep_token }}{{ pad_token }}{{ cls_token }}{{ mask_token }}"
+    "{{ image_token }}{{ audio_token }}"
+)
+SPECIAL_FILES: list[dict[str, Any]] = [
+    {
+        "tokenizer_config": {
+            "bos_token": "<|im_start|>",
+            "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"},
+            "pad_token": None,
+            "unk_token": "u",
+            "cls_token": "c",
+            "sep_token": "s",
+            "mask_token": "m",
+            "image_token": "i",
+            "add_bos_token": True,
+            "extra_special_tokens": {"audio_token": "a"},
+        }
+    },
+    {
+        "tokenizer_config": {"eos_token": "old", "cls_token": "c"},
+        "special_tokens_map": {"eos_token": {"content": "<|im_end|>"}, "mask_token": "m", "image_token": "i"},
+    },
+    {
+        "tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {}},
+        "special_tokens_map": {"eos_token": "another", "mask_token": "m"},
+    },
+]
+
+
+@pytest.mark.parametrize("files", SPECIAL_FILES)
+def test_special_tokens_reach_the_template_as_with_transformers(changed, files: dict[str, Any]) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | files["tokenizer_config"]
+    folder = changed(template=SPECIAL_TEMPLATE, **files | {"tokenizer_config": config})
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(user("hi"), tokenize=False)
+    assert Tokenizer(folder).render(user("hi"), add_generation_prompt=False) == expected
+    assert "<|im_end|>" in expected and Tokenizer(folder).info["eos_token"] == "<|im_end|>"
+
+
+def test_additional_special_tokens_reach_the_template(changed) -> None:
+    written = {"additional_special_tokens": ["<|pad|>", {"content": "<|im_end|>"}]}
+    folder = changed(template="{{ additional_special_tokens | join(' ') }}", tokenizer_config=written)
+    assert Tokenizer(folder).render(user("hi"), add_generation_prompt=False) == "<|pad|> <|im_end|>"
+
+
+NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+NAMED += [{"name": "rag", "template": "{% never read %}"}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, [], None])
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_template_for_tools_is_used_where_there_are_tools(changed, tools: Any, in_files: bool) -> None:
+    if in_files:
+        folder = changed(template="plain", tokenizer_config={"chat_template": "not this one"})
+        write_files(folder, {"additional_chat_templates/tool_use.jinja": "with tools"})
+    else:
+        folder = changed(template=None, tokenizer_config={"chat_template": NAMED})
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(user("hi"), tools=tools, tokenize=False)
+    assert expected == ("plain" if tools is None else "with tools")
+    assert ours.render(user("hi"), tools=tools, add_generation_prompt=False) == expected
+    assert [entry["name"] for entry in ours.info["chat_template"]][-2:] in (
+        ["tool_use", "rag"],
+        ["tool_use", "default"],
+    )
+
+
+def test_named_templates_without_a_default_are_told(changed) -> None:
+    tokenizer = Tokenizer(changed(template=None, tokenizer_config={"chat_template": NAMED[1:]}))
+    assert tokenizer.render(user("hi"), tools=TOOLS, add_generation_prompt=False) == "with tools"
+    with pytest.raises(UserError, match=r"none of the model's chat templates \(rag, tool_use\) is its 'default'"):
+        tokenizer.render(user("hi"), add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("written", [7, ["text"], [{"name": "default"}], [{"name": "default", "template": 3}]])
+def test_a_template_of_another_shape_is_refused(changed, written: Any) -> None:
+    with pytest.raises(UserError, match="chat_template must be a text, or a list"):
+        Tokenizer(changed(template=None, tokenizer_config={"chat_template": written}))

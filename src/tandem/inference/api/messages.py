@@ -19,7 +19,6 @@ class ChatPrompts:
         self.tokenizer = tokenizer
         self.limit = limit
         self._reader = choose_reader(tokenizer)
-        self._knows_developer = "developer" in (tokenizer.template_text or "")
 
     def tool_reader(self) -> MakeReader:
         if isinstance(self._reader, str):
@@ -33,7 +32,12 @@ class ChatPrompts:
         if show_tools:
             self.tool_reader()
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in options.tools]
-        plain = [self._plain(message, f"messages.{index}") for index, message in enumerate(messages)]
+        template = self.tokenizer.template(with_tools=show_tools)
+        knows_developer = template is not None and "developer" in template.text
+        plain = [
+            self._plain(message, f"messages.{index}", knows_developer=knows_developer)
+            for index, message in enumerate(messages)
+        ]
         try:
             text = self.tokenizer.render(
                 plain,
@@ -56,14 +60,14 @@ class ChatPrompts:
         if taken:
             raise BadRequest(f"chat_template_kwargs may not set {taken[0]!r}; use the field", "chat_template_kwargs")
 
-    def _plain(self, message: ChatMessage, where: str) -> Message:
+    def _plain(self, message: ChatMessage, where: str, *, knows_developer: bool) -> Message:
         if message.content is None and not message.tool_calls:
             raise BadRequest(f"field '{where}.content' is missing", "messages")
         if message.tool_calls and message.role != "assistant":
             raise BadRequest(f"{where}.tool_calls: only the assistant calls tools", "messages")
         if (message.tool_call_id is not None) != (message.role == "tool"):
             raise BadRequest(f"{where}.tool_call_id: messages of role tool have one, and no others", "messages")
-        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        role = "system" if message.role == "developer" and not knows_developer else message.role
         plain: Message = {"role": role, "content": text_of(message)}
         if message.name is not None:
             plain["name"] = message.name

@@ -44,14 +44,14 @@ MakeReader = Callable[[], CallReader]
 
 def choose_reader(tokenizer: Tokenizer) -> MakeReader | str:
     """How this model writes calls, or why tools cannot be used with it."""
-    template = tokenizer.template_text or ""
-    if "tools" not in tokenizer.template_variables:
+    template = tokenizer.template(with_tools=True)
+    if template is None or "tools" not in template.variables:
         return "the model's chat template has no tools"
-    if BEGIN in template and "<function=" not in template:
+    if BEGIN in template.text and "<function=" not in template.text:
         if tokenizer.decode(tokenizer.encode(BEGIN)) != BEGIN:
             return f"{BEGIN} is a special token of this model, which its text leaves out"
         return TaggedCalls
-    if any(mark in template for mark in LEADING_MARKS):
+    if any(mark in template.text for mark in LEADING_MARKS):
         return LeadingCalls
     return "the model's chat template has tools in a format this server cannot read"
 

@@ -23,6 +23,7 @@ SIDE_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates",
 )
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -76,15 +77,22 @@ class WeightsPublisher:
     def _write_model(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         config = read_json(self.model_dir / "config.json") if self.config is None else dict(self.config)
         write_model(folder, tensors, config | {"dtype": self.dtype})
-        for name in SIDE_FILES:
-            if (self.model_dir / name).exists():
-                shutil.copyfile(self.model_dir / name, folder / name)
+        copy_side_files(self.model_dir, folder)
 
     def _point_latest_to(self, final: Path) -> None:
         link = self.folder / ".latest.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
         link.replace(self.folder / "latest")
+
+
+def copy_side_files(model_dir: Path, folder: Path) -> None:
+    for name in SIDE_FILES:
+        source = model_dir / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, copy_function=shutil.copyfile)
+        elif source.exists():
+            shutil.copyfile(source, folder / name)
 
 
 def write_model(folder: Path, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> None:

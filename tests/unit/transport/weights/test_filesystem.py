@@ -17,6 +17,8 @@ def model_dir(tmp_path: Path) -> Path:
     write_json(folder / "config.json", {"model_type": "qwen3", "dtype": "float32"})
     (folder / "tokenizer.json").write_text("a tokenizer")
     (folder / "chat_template.jinja").write_text("a template")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("a template for tools")
     (folder / "notes.txt").write_text("not part of a model")
     return folder
 
@@ -29,8 +31,9 @@ def test_a_version_is_a_model_with_a_manifest(model_dir: Path, tmp_path: Path) -
     path = publish(WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4), 7)
     assert path == tmp_path / "weights" / "step_000007"
     verify_manifest(path, 7)
-    names = {entry.name for entry in path.iterdir()}
-    assert names == {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "manifest.json"}
+    names = {entry.name for entry in path.rglob("*") if entry.is_file()}
+    written = {"model.safetensors", "config.json", "manifest.json"}
+    assert names == written | {"tokenizer.json", "chat_template.jinja", "tool_use.jinja"}
     assert torch.equal(load_file(path / "model.safetensors")["w"], torch.full((2, 3), 7.3))
     assert (path / "tokenizer.json").read_text() == "a tokenizer"
 
