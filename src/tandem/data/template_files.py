@@ -22,14 +22,13 @@ def read_templates(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
     entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}] if given else []
     try:
         templates = {entry["name"]: entry["template"] for entry in entries}
+        if all(isinstance(text, str) for text in (*templates, *templates.values())):
+            return templates
     except (TypeError, KeyError):
-        templates = {"": None}
-    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
-        raise UserError(
-            f"{model_dir / 'tokenizer_config.json'}: chat_template must be a text, or a list of tables with name and "
-            "template"
-        )
-    return templates
+        pass
+    raise UserError(
+        f"{model_dir / 'tokenizer_config.json'}: chat_template must be a text, or a list of tables with name and template"
+    )
 
 
 def read_special_tokens(model_dir: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,11 @@ class Tokenizer:
         return template is not None and template.marks_generation
 
     @property
+    def special_token_ids(self) -> list[int]:
+        """Tokens that stand for no text."""
+        return [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
+
+    @property
     def eos_texts(self) -> list[str]:
         """The tokens that end a completion, as they are written."""
         texts = (self._tokenizer.id_to_token(token_id) for token_id in self.eos_token_ids)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +20,7 @@ from tandem.utils.processes import run_entrypoint
 
 if TYPE_CHECKING:
     from tandem.data.tokenizer import Tokenizer
+    from tandem.inference.grammars import Grammars
     from tandem.inference.native.engine import NativeEngine
     from tandem.inference.sglang.engine import SGLangEngine
 
@@ -99,7 +101,7 @@ def serve(config: InferenceConfig) -> None:
         host_names=names_of(config.server.host, config.server.allowed_hosts) if api_key is None else None,
         weight_roots=tuple(weight_roots(model_dir, config.server.weight_roots)),
     )
-    app = create_app(engine, tokenizer, model_dir, options)
+    app = create_app(engine, tokenizer, model_dir, options, find_grammars(config, tokenizer, options.vocab_size))
     timeout_s = config.server.receive_timeout_s
     server = make_server(app, receive_timeout_s=timeout_s, drain_timeout_s=config.drain_timeout_s)
     engine.start()
@@ -107,6 +109,18 @@ def serve(config: InferenceConfig) -> None:
     if engine.failure is not None:
         print(f"inference: {engine.failure}", file=sys.stderr)
         raise SystemExit(1)
+
+
+def find_grammars(config: InferenceConfig, tokenizer: "Tokenizer", vocab_size: int) -> "Grammars | str":
+    """For structured outputs, or why there are none."""
+    if config.engine != "native":
+        return f"engine = {config.engine!r} has no structured outputs here"
+    if find_spec("llguidance") is None:
+        return "it needs llguidance, which is not installed: pip install 'tandem-rl[structured]'"
+
+    from tandem.inference.grammars import Grammars
+
+    return Grammars(tokenizer, vocab_size)
 
 
 def native_engine(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "NativeEngine":

@@ -8,7 +8,10 @@ with an error. A request with `on_part` is also told of its tokens as they are d
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from tandem.inference.grammars import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
 UpdateMode = Literal["keep", "wait", "abort"]
@@ -71,6 +74,7 @@ class GenerationRequest:
     top_logprobs: int = 0  # so many alternatives to every sampled token
     raw_logprobs: bool = False  # of the model as it is, instead of at the sampling temperature
     prompt_logprobs: int | None = None  # of every prompt token, with so many alternatives
+    grammar: "Grammar | None" = None  # what every sample must follow
 
 
 @dataclass(frozen=True)

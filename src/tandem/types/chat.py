@@ -41,15 +41,24 @@ class FunctionDefinition(ApiModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema, shown to the model as it is."""
+    """JSON schema, shown to the model as it is; left out: the function takes no arguments."""
 
-    strict: Literal[False] = False
-    """Constrained decoding is not supported."""
+    strict: bool = False
+    """Where a call is enforced, its arguments always follow the schema; otherwise this is refused."""
 
 
 class Tool(ApiModel):
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class FunctionName(ApiModel):
+    name: str
+
+
+class NamedTool(ApiModel):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatOptions(ApiModel):
@@ -81,8 +90,8 @@ class ChatCompletionRequest(ChatOptions, GenerationOptions):
     top_logprobs: NumLogprobs = 0
     """So many likeliest tokens at each place. Only with logprobs."""
 
-    tool_choice: Literal["none", "auto"] = "auto"
-    """A call cannot be enforced."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    """required: the message consists of calls. A named function: of one call of it."""
 
     parallel_tool_calls: bool = True
     """If not, only the first call of a message is returned."""

@@ -36,14 +36,17 @@ def show_null(schema: dict[str, Any]) -> None:
 
 
 class ApiModel(BaseModel):
-    """Unknown fields are refused, a number given as text is not a number, and null is left out."""
+    """Unknown fields are refused, a number given as text is not a number, and null is as if left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=show_null, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in data.items() if value is not None or key not in known}
 
 
 class StreamOptions(ApiModel):
@@ -56,7 +59,59 @@ class StreamOptions(ApiModel):
 
 class TextFormat(ApiModel):
     type: Literal["text"]
-    """Constrained decoding is not supported."""
+
+
+class JsonObjectFormat(ApiModel):
+    type: Literal["json_object"]
+    """Any JSON object."""
+
+
+class NamedSchema(ApiModel):
+    name: str = Field(max_length=256)
+    """Unused."""
+
+    description: str | None = None
+    """Unused."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+    """The schema is enforced either way."""
+
+
+class JsonSchemaFormat(ApiModel):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+JsonSchema = dict[str, Any] | str
+"""As an object or as text."""
+Choices = Annotated[list[str], Field(min_length=1)]
+
+
+class StructuredOutputs(ApiModel):
+    """One of the first five; the completion is that and nothing else."""
+
+    json_: JsonSchema | None = Field(None, alias="json")
+    """A JSON schema."""
+
+    regex: str | None = None
+    """Of the whole completion."""
+
+    choice: Choices | None = None
+    """One of these texts."""
+
+    grammar: str | None = None
+    """In Lark's syntax or in GBNF."""
+
+    json_object: bool = False
+    """Any JSON object."""
+
+    disable_any_whitespace: bool = False
+    """No blanks between the parts of JSON."""
+
+    whitespace_pattern: str | None = None
+    """A regex of what may stand between the parts of JSON."""
 
 
 class GenerationOptions(ApiModel):
@@ -124,7 +179,24 @@ class GenerationOptions(ApiModel):
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,256}$")
     """Becomes part of the response's id."""
 
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
+    """What the completion must be."""
+
+    structured_outputs: StructuredOutputs | None = None
+    """The same, in vLLM's words."""
+
+    guided_json: JsonSchema | None = None
+    """Earlier name of structured_outputs.json."""
+
+    guided_regex: str | None = None
+    """Earlier name of structured_outputs.regex."""
+
+    guided_choice: Choices | None = None
+    """Earlier name of structured_outputs.choice."""
+
+    guided_grammar: str | None = None
+    """Earlier name of structured_outputs.grammar."""
+
     priority: Literal[0] = 0
     """Requests are served in the order they come."""
 

@@ -14,7 +14,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.logprobs import TokenName, chat_logprobs, prompt_logprobs_by_id, text_logprobs
 from tandem.inference.api.prompts import as_prompts, uses_tools
 from tandem.inference.api.text import GrowingText, TokenTexts, completion_text
-from tandem.inference.api.tools import Found, MakeReader
+from tandem.inference.api.tools import CallFormat, Found
 from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult
 from tandem.types.chat import ChatCompletionRequest
 from tandem.types.openai import CompletionRequest, GenerationOptions
@@ -131,7 +131,7 @@ class ChatAnswers:
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, tokenizer: Tokenizer, texts: TokenTexts, body: ChatCompletionRequest, make_reader: MakeReader | None
+        self, tokenizer: Tokenizer, texts: TokenTexts, body: ChatCompletionRequest, make_reader: CallFormat | None
     ) -> None:
         self.tokenizer = tokenizer
         self.body = body

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -28,9 +29,18 @@ from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.engine import Engine
 from tandem.inference.identity import Identify
 
+if TYPE_CHECKING:
+    from tandem.inference.grammars import Grammars
 
-def create_app(engine: Engine, tokenizer: Tokenizer, model_dir: Path, options: ApiOptions) -> FastAPI:
-    """The routes, around an engine that is running."""
+
+def create_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    model_dir: Path,
+    options: ApiOptions,
+    grammars: "Grammars | str" = "no library",
+) -> FastAPI:
+    """The routes, around an engine that is running. `grammars`: for structured outputs, or why there are none."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -38,7 +48,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, model_dir: Path, options: A
         # While the loop still runs, so that whoever waits for the engine can be told.
         await asyncio.to_thread(engine.stop)
 
-    served = Served(engine, tokenizer, model_dir, options)
+    served = Served(engine, tokenizer, model_dir, options, grammars)
     app = FastAPI(
         title="Tandem inference",
         version=package_version(),

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UnusableWeights, WeightUpdateRefused
 from tandem.inference.responses import error_answer
+from tandem.inference.structure import StructureRefused
 
 RETRY_AFTER_S = 1
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -18,13 +19,12 @@ REFUSED = {
     "suffix": "text cannot be inserted, only continued",
     "use_beam_search": "there is no beam search",
     "length_penalty": "there is no beam search",
-    "allowed_token_ids": "sampling cannot be constrained; logit_bias can make tokens unlikely",
-    "bad_words": "sampling cannot be constrained; logit_bias can make tokens unlikely",
-    "structured_outputs": "sampling cannot be constrained",
-    "guided_json": "sampling cannot be constrained",
-    "guided_regex": "sampling cannot be constrained",
-    "guided_choice": "sampling cannot be constrained",
-    "guided_grammar": "sampling cannot be constrained",
+    "allowed_token_ids": "use structured_outputs, or logit_bias, which can make tokens unlikely",
+    "bad_words": "use structured_outputs, or logit_bias, which can make tokens unlikely",
+    "structural_tag": "use tools, or structured_outputs.grammar",
+    "disable_additional_properties": "say additionalProperties = false in the schema",
+    "guided_decoding_backend": "there is one",
+    "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
     "chat_template": "the model's own chat template is used",
     "documents": "give documents within the messages, or through chat_template_kwargs",
     "functions": "use tools",
@@ -60,8 +60,12 @@ class ClientGone(Exception):
     """Nobody is left to answer."""
 
 
-def engine_status(error: EngineError) -> tuple[int, str]:
+def engine_status(error: Exception) -> tuple[int, str]:
     """Status and code for what the engine could not do."""
+    if isinstance(error, StructureRefused):
+        return 400, "structure_refused"
+    if isinstance(error, AdapterRefused):
+        return 400, "adapter_refused"
     return (500, "unusable_weights") if isinstance(error, UnusableWeights) else (503, "engine_failed")
 
 
@@ -97,8 +101,9 @@ def add_error_handlers(app: FastAPI) -> None:
         answer.headers["Retry-After"] = str(RETRY_AFTER_S)
         return answer
 
+    @app.exception_handler(StructureRefused)
     @app.exception_handler(EngineError)
-    async def engine_failed(_: Request, error: EngineError) -> Response:
+    async def engine_failed(_: Request, error: Exception) -> Response:
         status, code = engine_status(error)
         return error_answer(status, str(error), code=code)
 

@@ -12,6 +12,7 @@ from tandem.inference.api.prompts import num_characters, uses_tools
 from tandem.inference.api.routing import exact_router
 from tandem.inference.api.served import Served
 from tandem.inference.api.streaming import ChunkWriter, start_stream
+from tandem.inference.api.structures import asked_structure, chat_structure
 from tandem.inference.api.submission import generate
 from tandem.inference.engine import AdapterRefused, GenerationRequest
 from tandem.inference.responses import Answer
@@ -26,15 +27,17 @@ def generation_routes(served: Served) -> APIRouter:
     @routes.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Continue one prompt or several."""
-        work = partial(prompts.completion_requests, body, served.adapter(body.model))
+        grammar = await served.structures.compile(asked_structure(body))
+        work = partial(prompts.completion_requests, body, served.adapter(body.model), grammar)
         requests = await served.encoders.run(num_characters(body), work)
         return await answer(served, TextAnswers(tokenizer, texts, body), requests, http)
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
         """Answer a conversation."""
-        reader = prompts.chat.tool_reader() if uses_tools(body) else None
-        work = partial(prompts.chat_request, body, served.adapter(body.model))
+        reader = prompts.chat.call_format() if uses_tools(body) else None
+        grammar = await served.structures.compile(chat_structure(body, prompts.chat))
+        work = partial(prompts.chat_request, body, served.adapter(body.model), grammar)
         request = await served.encoders.run(conversation_size(body.messages, body), work)
         return await answer(served, ChatAnswers(tokenizer, texts, body, reader), [request], http)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest
-from tandem.inference.api.tools import MakeReader, choose_reader
+from tandem.inference.api.tools import CallFormat, choose_format
 from tandem.inference.text_size import TextLimit, size_of
 from tandem.types.chat import ChatMessage, ChatOptions, ToolCall
 from tandem.types.rollout import Message
@@ -18,19 +18,19 @@ class ChatPrompts:
     def __init__(self, tokenizer: Tokenizer, limit: TextLimit) -> None:
         self.tokenizer = tokenizer
         self.limit = limit
-        self._reader = choose_reader(tokenizer)
+        self._call_format = choose_format(tokenizer)
 
-    def tool_reader(self) -> MakeReader:
-        if isinstance(self._reader, str):
-            raise BadRequest(f"tools cannot be used with this model: {self._reader}", "tools")
-        return self._reader
+    def call_format(self) -> CallFormat:
+        if isinstance(self._call_format, str):
+            raise BadRequest(f"tools cannot be used with this model: {self._call_format}", "tools")
+        return self._call_format
 
     def render(self, messages: list[ChatMessage], options: ChatOptions, *, show_tools: bool) -> str:
         """The text of the prompt."""
         refuse_size(self.limit, conversation_size(messages, options), "messages")
         self._check(messages, options)
         if show_tools:
-            self.tool_reader()
+            self.call_format()
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in options.tools]
         template = self.tokenizer.template(with_tools=show_tools)
         knows_developer = template is not None and "developer" in template.text

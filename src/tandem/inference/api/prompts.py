@@ -1,7 +1,8 @@
 """From an accepted request body to what the engine takes; what cannot be served is refused by field."""
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest
@@ -11,6 +12,9 @@ from tandem.inference.text_size import TextLimit
 from tandem.inference.vocabulary import explain_beyond, token_beyond
 from tandem.types.chat import ChatCompletionRequest, TokenizeRequest
 from tandem.types.openai import CompletionRequest, GenerationOptions
+
+if TYPE_CHECKING:
+    from tandem.inference.grammars import Grammar
 
 MAX_CHOICES = 4096
 # Below this a temperature is 0, as for vLLM: divided by less, logits would no longer be numbers.
@@ -25,7 +29,9 @@ class PromptReader:
         self.vocab_size = vocab_size
         self.seq_len = seq_len
 
-    def completion_requests(self, body: CompletionRequest, adapter: str | None) -> list[GenerationRequest]:
+    def completion_requests(
+        self, body: CompletionRequest, adapter: str | None, grammar: "Grammar | None" = None
+    ) -> list[GenerationRequest]:
         """One request for each prompt."""
         if body.max_tokens == 0 and not body.echo:
             raise BadRequest("max_tokens = 0 gives nothing without echo; give at least 1", "max_tokens")
@@ -42,9 +48,12 @@ class PromptReader:
         # One after the other: the first that does not fit ends it, whatever follows.
         prompts = (self._ids(prompt, body) for prompt in given)
         # The engine always draws a token; where none is wanted, it is left out of the answer.
-        return self._requests(prompts, body, max(body.max_tokens, 1), adapter, body.logprobs or 0, wanted, "prompt")
+        requests = self._requests(prompts, body, max(body.max_tokens, 1), adapter, body.logprobs or 0, wanted, "prompt")
+        return [replace(request, grammar=grammar) for request in requests]
 
-    def chat_request(self, body: ChatCompletionRequest, adapter: str | None) -> GenerationRequest:
+    def chat_request(
+        self, body: ChatCompletionRequest, adapter: str | None, grammar: "Grammar | None" = None
+    ) -> GenerationRequest:
         if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
             message = "max_tokens and max_completion_tokens differ; give one of them"
             raise BadRequest(message, "max_completion_tokens")
@@ -54,7 +63,8 @@ class PromptReader:
         prompt = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens
         top, wanted = body.top_logprobs, body.prompt_logprobs
-        return self._requests([prompt], body, max_tokens, adapter, top, wanted, "messages")[0]
+        [request] = self._requests([prompt], body, max_tokens, adapter, top, wanted, "messages")
+        return replace(request, grammar=grammar)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         if body.prompt is not None and body.messages is not None:
@@ -190,7 +200,7 @@ class PromptReader:
 
 
 def uses_tools(body: ChatCompletionRequest) -> bool:
-    return bool(body.tools) and body.tool_choice == "auto"
+    return bool(body.tools) and body.tool_choice != "none"
 
 
 def as_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -2,17 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.encoding import Encoders
 from tandem.inference.api.errors import NotServed
 from tandem.inference.api.metrics import Metrics
 from tandem.inference.api.prompts import PromptReader
+from tandem.inference.api.structures import Structures
 from tandem.inference.api.submission import Admission
 from tandem.inference.api.text import TokenTexts
 from tandem.inference.engine import Engine
 from tandem.inference.identity import Identity
 from tandem.inference.roots import WeightRoots
+
+if TYPE_CHECKING:
+    from tandem.inference.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class ApiOptions:
 class Served:
     """One engine with its tokenizer; made once, before the first request."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, options: ApiOptions) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, options: ApiOptions, grammars: "Grammars | str"
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model = str(model_dir)
@@ -41,6 +48,7 @@ class Served:
         self.prompts = PromptReader(tokenizer, options.vocab_size, options.seq_len)
         self.encoders = Encoders()
         self.roots = WeightRoots(options.weight_roots)
+        self.structures = Structures(grammars)
         self.admission = Admission(engine, options.max_waiting)
         self.metrics = Metrics()
 

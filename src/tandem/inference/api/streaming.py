@@ -17,6 +17,7 @@ from tandem.inference.api.metrics import Metrics
 from tandem.inference.api.submission import Admission, Event, disconnected, stream
 from tandem.inference.engine import AdapterRefused, EngineError, GeneratedSample, GenerationRequest, GenerationResult
 from tandem.inference.responses import DONE, error_event
+from tandem.inference.structure import StructureRefused
 from tandem.types.openai import StreamOptions
 
 
@@ -164,8 +165,8 @@ async def write_events(admission: Admission, metrics: Metrics, writer: ChunkWrit
                     if error is not None:
                         raise error
             yield writer.end()
-        except (EngineError, AdapterRefused) as error:
+        except (EngineError, AdapterRefused, StructureRefused) as error:
             if not has_begun:
                 raise
-            status, code = engine_status(error) if isinstance(error, EngineError) else (400, "adapter_refused")
+            status, code = engine_status(error)
             yield error_event(status, str(error), code)

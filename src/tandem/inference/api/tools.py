@@ -6,15 +6,18 @@ none is given out as text.
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.text import overlap
+from tandem.types.chat import FunctionDefinition
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-LEADING_MARKS = ("[TOOL_CALLS]", "<|python_tag|>", '"name": function name, "parameters"')
+LIST_MARK = "[TOOL_CALLS]"
+LEADING_MARKS = ("<|python_tag|>", '"name": function name, "parameters"')
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,17 @@ class CallReader(Protocol):
     def finish(self) -> Found: ...
 
 
-MakeReader = Callable[[], CallReader]
+class CallFormat(Protocol):
+    """How a model writes calls. Called, it gives a reader."""
+
+    def __call__(self) -> CallReader: ...
+
+    def grammar(self, functions: Sequence[FunctionDefinition], *, several: bool) -> str:
+        """What a text that calls one of these functions, or several times, must be: a Lark grammar."""
+        ...
 
 
-def choose_reader(tokenizer: Tokenizer) -> MakeReader | str:
+def choose_format(tokenizer: Tokenizer) -> CallFormat | str:
     """How this model writes calls, or why tools cannot be used with it."""
     template = tokenizer.template(with_tools=True)
     if template is None or "tools" not in template.variables:
@@ -51,6 +61,8 @@ def choose_reader(tokenizer: Tokenizer) -> MakeReader | str:
         if tokenizer.decode(tokenizer.encode(BEGIN)) != BEGIN:
             return f"{BEGIN} is a special token of this model, which its text leaves out"
         return TaggedCalls
+    if LIST_MARK in template.text:
+        return ListedCalls
     if any(mark in template.text for mark in LEADING_MARKS):
         return LeadingCalls
     return "the model's chat template has tools in a format this server cannot read"
@@ -58,6 +70,11 @@ def choose_reader(tokenizer: Tokenizer) -> MakeReader | str:
 
 class TaggedCalls:
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere in the text: Hermes, Qwen."""
+
+    @classmethod
+    def grammar(cls, functions: Sequence[FunctionDefinition], *, several: bool) -> str:
+        calls = call_rules(functions, f'{BEGIN}\n{{"name": ', '"arguments"', f"}}\n{END}")
+        return calls + ('start: call ("\\n" call)*\n' if several else "start: call\n")
 
     def __init__(self) -> None:
         self._text = ""
@@ -102,7 +119,12 @@ class TaggedCalls:
 
 class LeadingCalls:
     """The text is nothing but calls: {"name": …, "parameters": {…}} one or more, separated by ;, or a list of
-    them: Llama 3, Mistral. Its special token before them leaves no text."""
+    them: Llama 3. A special token before them leaves no text."""
+
+    @classmethod
+    def grammar(cls, functions: Sequence[FunctionDefinition], *, several: bool) -> str:
+        calls = call_rules(functions, '{"name": ', '"parameters"', "}")
+        return calls + ('start: call ("; " call)*\n' if several else "start: call\n")
 
     def __init__(self) -> None:
         self._text = ""
@@ -123,6 +145,26 @@ class LeadingCalls:
     def _release(self) -> str:
         text, self._text = self._text, ""
         return text
+
+
+class ListedCalls(LeadingCalls):
+    """[{"name": …, "arguments": {…}}, …] and nothing else: Mistral."""
+
+    @classmethod
+    def grammar(cls, functions: Sequence[FunctionDefinition], *, several: bool) -> str:
+        calls = call_rules(functions, '{"name": ', '"arguments"', "}")
+        return calls + ('start: "[" call (", " call)* "]"\n' if several else 'start: "[" call "]"\n')
+
+
+def call_rules(functions: Sequence[FunctionDefinition], begin: str, arguments: str, end: str) -> str:
+    """The rule `call`: one of the functions by name, with arguments that follow its schema."""
+    rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
+    for index, function in enumerate(functions):
+        schema = NO_ARGUMENTS if function.parameters is None else {"type": "object"} | function.parameters
+        head = json.dumps(f'{begin}"{function.name}", {arguments}: ', ensure_ascii=False)
+        rules.append(f"call_{index}: {head} arguments_{index} {json.dumps(end)}")
+        rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
+    return "\n".join(rules) + "\n"
 
 
 def read_calls(text: str) -> list[FoundCall] | None:

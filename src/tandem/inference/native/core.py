@@ -1,6 +1,6 @@
 """What the engine does in a step, and between two steps. Single-threaded; `engine.py` runs it in a thread.
 
-schedule ─► forward ─► fork groups ─► draw ─► tell who listens ─► finish
+schedule ─► forward (masks of grammars beside it) ─► fork groups ─► draw ─► tell who listens ─► finish
 """
 
 from collections.abc import Callable, Mapping
@@ -24,11 +24,13 @@ from tandem.inference.engine import (
 from tandem.inference.native.adjustments import adjust
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import Key
+from tandem.inference.native.constraints import Constraints
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import Drawn, SamplingRows, sample
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import Request, Rows, Sample, SlotState, to_result
 from tandem.inference.native.stops import StopStrings
+from tandem.inference.structure import StructureRefused
 from tandem.models.decoder import Decoder
 from tandem.models.hf import copy_weights
 from tandem.models.lora import AdapterBank, AdapterWeights
@@ -58,6 +60,7 @@ class EngineCore:
         self._eos_token_ids = [token for token in eos_token_ids if token < parts.decoder.spec.vocab_size]
         self._is_eos = np.zeros(parts.decoder.spec.vocab_size, np.bool_)
         self._is_eos[self._eos_token_ids] = True
+        self._constraints = Constraints(parts.state, parts.decoder.spec.vocab_size)
         self._adapter_versions: dict[int, int | None] = {}
         self._cache_roots: dict[int, Key] = {}  # of the sequences of each adapter
         self._num_roots = 0
@@ -88,10 +91,12 @@ class EngineCore:
         request.cache_root = self._cache_roots.get(request.adapter, b"")
         self._requests[request.id] = request
         samples = [Sample(request, index) for index in range(request.asked.n)]
-        sampling = request.sampling
-        if sampling.stop:
-            for entry in samples:
+        sampling, grammar = request.sampling, request.asked.grammar
+        for entry in samples:
+            if sampling.stop:
                 entry.stops = StopStrings(self._new_text(), sampling.stop, sampling.min_tokens)
+            if grammar is not None:
+                entry.matcher = grammar.matcher()
         self.scheduler.add(request, samples)
 
     def drop(self, request_id: int) -> None:
@@ -103,6 +108,7 @@ class EngineCore:
         self.scheduler.prepare_step()
         for rows, chunk in self.scheduler.batches():
             finishing = np.flatnonzero(self.state.computed[rows] + chunk == self.state.target[rows])
+            self._constraints.begin(rows[finishing])
             logits = self.runner.forward(rows, chunk, finishing)  # (finishing, vocab)
             self.state.computed[rows] += chunk
             fork = self.scheduler.fork(rows[finishing])
@@ -154,7 +160,8 @@ class EngineCore:
     def _draw(self, rows: Rows, logits: Tensor) -> None:
         """A token for each of these rows, and the end of those that are finished by it."""
         state = self.state
-        drawn = sample(logits, sampling_rows(state, rows), adjust(logits, state, rows, self._eos_token_ids))
+        adjusted = self._constraints.apply(logits, adjust(logits, state, rows, self._eos_token_ids), rows)
+        drawn = sample(logits, sampling_rows(state, rows), adjusted)
         versions = self._versions(rows)
         state.append(rows, drawn.tokens, drawn.logprobs, versions)
         self._num_generated += len(rows)
@@ -164,13 +171,15 @@ class EngineCore:
         if broken.any():
             self._fail_broken(rows[broken])
             ended &= ~broken
+        if state.is_constrained[rows].any():
+            self._fail_structures(self._constraints.accept(rows, drawn.tokens, ended))
         found: dict[int, str] = {}  # stop strings by row
         if state.is_watched[rows].any():
             found = self._watch(rows, drawn, ended, stopped)
             ended |= np.isin(rows, list(found))
         for i in np.flatnonzero(ended).tolist():
             slot = int(rows[i])
-            if state.samples[slot] is not None:  # unless it went with a broken request
+            if state.samples[slot] is not None:  # unless its request has failed
                 self._finish(slot, *self._reason(slot, bool(stopped[i]), found.get(slot)))
 
     def _watch(self, rows: Rows, drawn: Drawn, ended: NDArray[np.bool_], stopped: NDArray[np.bool_]) -> dict[int, str]:
@@ -234,11 +243,20 @@ class EngineCore:
         """Requests whose logits are no numbers, as diverged weights give them, are answered with an error."""
         self._cache_is_poisoned = True
         error = UnusableWeights(f"the logits are not finite: the weights of version {self.version} are unusable")
-        requests = {row.request.id: row.request for slot in rows if (row := self.state.samples[slot])}
-        for request in requests.values():
-            self.drop(request.id)
-            request.on_done(error)
+        for slot in rows.tolist():
+            self._fail(slot, error)
         self.scheduler.blocks.forget()
+
+    def _fail_structures(self, failures: Mapping[int, str]) -> None:
+        """Requests whose grammar turns out to be too costly, or to lead where no token leads on."""
+        for slot, failure in failures.items():
+            self._fail(slot, StructureRefused(f"the structure cannot be followed any further: {failure}"))
+
+    def _fail(self, slot: int, error: Exception) -> None:
+        row = self.state.samples[slot]
+        if row is not None:  # unless its request has failed already
+            self.drop(row.request.id)
+            row.request.on_done(error)
 
     def _versions(self, rows: Rows) -> int | NDArray[np.int64]:
         """Of the weights that the tokens of these rows come from: the adapter's, where it has one of its own."""

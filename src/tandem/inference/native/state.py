@@ -9,6 +9,7 @@ waits for the prompt of its group to be computed by another row is admitted but 
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,9 @@ from tandem.inference.engine import (
 )
 from tandem.inference.native.blocks import BlockIds, Key
 from tandem.inference.native.stops import StopStrings
+
+if TYPE_CHECKING:
+    from tandem.inference.grammars import Matcher
 
 Rows = NDArray[np.int64]
 
@@ -75,6 +79,7 @@ class Sample:
     versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     stops: StopStrings | None = None
+    matcher: "Matcher | None" = None  # where it stands in the grammar it must follow
 
     @property
     def length(self) -> int:
@@ -118,6 +123,7 @@ class SlotState:
         self.presence_penalty = np.zeros(num_slots, np.float32)
         self.frequency_penalty = np.zeros(num_slots, np.float32)
         self.is_adjusted = np.zeros(num_slots, np.bool_)  # its logits are changed before a token is drawn
+        self.is_constrained = np.zeros(num_slots, np.bool_)  # it follows a grammar
         self.raw_logprobs = np.zeros(num_slots, np.bool_)
         self.num_top = np.zeros(num_slots, np.int64)
         self.wants_prompt = np.zeros(num_slots, np.bool_)  # log-probs of the prompt
@@ -165,6 +171,7 @@ class SlotState:
         self.adapter[slot] = request.adapter
         self.seed[slot], self.sample_index[slot] = request.seed, request.asked.first_index + sample.index
         self.is_watched[slot] = sample.is_watched
+        self.is_constrained[slot] = sample.matcher is not None
         self._set_options(slot, request.asked)
         return slot
 
