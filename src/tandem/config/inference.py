@@ -105,6 +105,9 @@ class InferenceConfig(Config):
 
     server: InferenceServerConfig = InferenceServerConfig()
 
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Sampling of requests that do not say how. auto: as the model's generation_config.json advises. vllm: plain."""
+
     seq_len: int = Field(default=2048, ge=2)
     """Longest prompt + completion, in tokens."""
 

@@ -1,5 +1,6 @@
 """`inference`: serve a model over HTTP."""
 
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tandem.inference.native.engine import NativeEngine
     from tandem.inference.sglang.engine import SGLangEngine
 
+logger = logging.getLogger(__name__)
 OnFailure = Callable[[str], None]
 
 
@@ -74,6 +76,7 @@ def serve(config: InferenceConfig) -> None:
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
     from tandem.data.tokenizer import Tokenizer
     from tandem.inference.api.app import create_app
+    from tandem.inference.api.defaults import SamplingDefaults
     from tandem.inference.api.served import ApiOptions
     from tandem.inference.browsers import names_of
     from tandem.inference.connections import make_server
@@ -100,11 +103,14 @@ def serve(config: InferenceConfig) -> None:
         receive_timeout_s=config.server.receive_timeout_s,
         host_names=names_of(config.server.host, config.server.allowed_hosts) if api_key is None else None,
         weight_roots=tuple(weight_roots(model_dir, config.server.weight_roots)),
+        sampling=SamplingDefaults.read(model_dir) if config.generation_config == "auto" else SamplingDefaults(),
     )
     app = create_app(engine, tokenizer, model_dir, options, find_grammars(config, tokenizer, options.vocab_size))
     timeout_s = config.server.receive_timeout_s
     server = make_server(app, receive_timeout_s=timeout_s, drain_timeout_s=config.drain_timeout_s)
     engine.start()
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
+    logger.info("serving %s on http://%s:%d", model_dir, host, config.server.port)
     server.run(sockets=[socket])
     if engine.failure is not None:
         print(f"inference: {engine.failure}", file=sys.stderr)

@@ -97,6 +97,13 @@ class InferenceClient:
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
+            # Said, so that no default of the server or of the model's generation_config.json takes their place.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "logprobs": 0,
             "return_token_ids": True,
         } | self.model

@@ -136,6 +136,7 @@ class ChatAnswers:
         self.tokenizer = tokenizer
         self.body = body
         self.name: TokenName = texts.number if body.return_tokens_as_token_ids else texts.token
+        self.bytes_of = texts.bytes
         self.make_reader = make_reader if uses_tools(body) else None
 
     def choice(
@@ -161,7 +162,7 @@ class ChatAnswers:
         choice = {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(self.name, sample) if body.logprobs else None,
+            "logprobs": chat_logprobs(self.name, self.bytes_of, sample) if body.logprobs else None,
             "finish_reason": reason,
             "stop_reason": sample.stop_reason,
         }
@@ -213,7 +214,7 @@ class ChatChunks:
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": chat_logprobs(self.answers.name, part) if body.logprobs else None,
+            "logprobs": chat_logprobs(self.answers.name, self.answers.bytes_of, part) if body.logprobs else None,
             "finish_reason": "tool_calls" if part.finish_reason == "stop" and self._num_calls else part.finish_reason,
             "stop_reason": part.stop_reason,
         }

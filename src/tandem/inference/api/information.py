@@ -6,16 +6,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from tandem.inference.api.messages import conversation_size
+from tandem.inference.api.metrics import METRICS_TYPE
 from tandem.inference.api.routing import exact_router
 from tandem.inference.api.served import Served
 from tandem.inference.responses import Answer
 from tandem.types.chat import TokenizeRequest
 from tandem.types.openai import DetokenizeRequest
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def package_version() -> str:
@@ -41,6 +40,7 @@ def information_routes(served: Served) -> APIRouter:
             "max_model_len": prompts.seq_len,
         }
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> Response:
         """Whether the engine works; open to everybody."""
@@ -52,7 +52,7 @@ def information_routes(served: Served) -> APIRouter:
     @routes.get("/metrics")
     async def metrics() -> Response:
         """In Prometheus' text format."""
-        return PlainTextResponse(served.metrics.render(engine), media_type=METRICS_TYPE)
+        return Response(served.metrics.render(), media_type=METRICS_TYPE)
 
     @routes.get("/version")
     async def server_version() -> Response:

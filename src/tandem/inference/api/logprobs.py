@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.data.text_stream import UNFINISHED
 from tandem.inference.engine import GeneratedSample, PromptLogprob, TopLogprobs
 
 TokenName = Callable[[int], str]
+TokenBytes = Callable[[int], list[int]]
 LEAST = -9999.0  # what stands for minus infinity, which JSON cannot write
 
 
@@ -51,21 +51,18 @@ def _top_by_name(
     return named
 
 
-def chat_logprobs(name: TokenName, sample: GeneratedSample) -> dict[str, Any]:
+def chat_logprobs(name: TokenName, bytes_of: TokenBytes, sample: GeneratedSample) -> dict[str, Any]:
     top = sample.top_logprobs or [[]] * len(sample.token_ids)
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": name(token), "logprob": logprob, "bytes": bytes_of(token)}
+
     return {
         "content": [
-            _entry(name, token, logprob)
-            | {"top_logprobs": [_entry(name, other, max(value, LEAST)) for other, value in likeliest]}
+            entry(token, logprob) | {"top_logprobs": [entry(other, max(value, LEAST)) for other, value in likeliest]}
             for token, logprob, likeliest in zip(sample.token_ids, sample.logprobs, top, strict=True)
         ]
     }
-
-
-def _entry(name: TokenName, token: int, logprob: float) -> dict[str, Any]:
-    text = name(token)
-    # Half a character has no text of its own, and its bytes are not known here.
-    return {"token": text, "logprob": logprob, "bytes": None if UNFINISHED in text else list(text.encode())}
 
 
 def prompt_logprobs_by_id(name: TokenName, entries: Sequence[PromptLogprob]) -> list[dict[str, Any] | None]:

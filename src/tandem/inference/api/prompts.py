@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.defaults import SamplingDefaults
 from tandem.inference.api.errors import BadRequest
 from tandem.inference.api.messages import ChatPrompts, refuse_size
 from tandem.inference.engine import GenerationRequest, Sampling
@@ -22,17 +23,19 @@ LEAST_TEMPERATURE = 1e-5
 
 
 class PromptReader:
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, seq_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, seq_len: int, defaults: SamplingDefaults) -> None:
         self.tokenizer = tokenizer
         self.limit = TextLimit(tokenizer, seq_len)
         self.chat = ChatPrompts(tokenizer, self.limit)
         self.vocab_size = vocab_size
         self.seq_len = seq_len
+        self.defaults = defaults
 
     def completion_requests(
         self, body: CompletionRequest, adapter: str | None, grammar: "Grammar | None" = None
     ) -> list[GenerationRequest]:
         """One request for each prompt."""
+        body = self.defaults.apply(body)
         if body.max_tokens == 0 and not body.echo:
             raise BadRequest("max_tokens = 0 gives nothing without echo; give at least 1", "max_tokens")
         if body.best_of is not None and body.best_of != body.n:
@@ -61,7 +64,10 @@ class PromptReader:
             raise BadRequest("top_logprobs needs logprobs = true", "top_logprobs")
         text = self.chat.render(body.messages, body, show_tools=uses_tools(body))
         prompt = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
+        body = self.defaults.apply(body)
         max_tokens = body.max_completion_tokens or body.max_tokens
+        if max_tokens is None and self.defaults.max_tokens is not None:
+            max_tokens = max(1, min(self.defaults.max_tokens, self.seq_len - len(prompt)))
         top, wanted = body.top_logprobs, body.prompt_logprobs
         [request] = self._requests([prompt], body, max_tokens, adapter, top, wanted, "messages")
         return replace(request, grammar=grammar)

@@ -1,10 +1,11 @@
 """What the API serves and within which limits, and the parts its routes share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.defaults import SamplingDefaults
 from tandem.inference.api.encoding import Encoders
 from tandem.inference.api.errors import NotServed
 from tandem.inference.api.metrics import Metrics
@@ -30,6 +31,7 @@ class ApiOptions:
     receive_timeout_s: float = 60.0
     host_names: frozenset[str] | None = None  # what a server without a key may be called; None: anything
     weight_roots: tuple[Path, ...] = ()
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 class Served:
@@ -45,12 +47,12 @@ class Served:
         self.identity = Identity(self.model, lambda: engine.version)
         self.options = options
         self.texts = TokenTexts(tokenizer)
-        self.prompts = PromptReader(tokenizer, options.vocab_size, options.seq_len)
+        self.prompts = PromptReader(tokenizer, options.vocab_size, options.seq_len, options.sampling)
         self.encoders = Encoders()
         self.roots = WeightRoots(options.weight_roots)
         self.structures = Structures(grammars)
         self.admission = Admission(engine, options.max_waiting)
-        self.metrics = Metrics()
+        self.metrics = Metrics(engine)
 
     def adapter(self, model: str | None) -> str | None:
         """The adapter a request names, or None for the model itself."""

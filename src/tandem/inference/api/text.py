@@ -18,6 +18,10 @@ class TokenTexts:
             text = self._tokens[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
 
+    def bytes(self, token: int) -> list[int]:
+        """Also of a token that is half a character, which has no text of its own."""
+        return list(self._tokenizer.token_bytes.token(token))
+
     def number(self, token: int) -> str:
         """For return_tokens_as_token_ids."""
         return f"token_id:{token}"

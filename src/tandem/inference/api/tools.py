@@ -73,8 +73,8 @@ class TaggedCalls:
 
     @classmethod
     def grammar(cls, functions: Sequence[FunctionDefinition], *, several: bool) -> str:
-        calls = call_rules(functions, f'{BEGIN}\n{{"name": ', '"arguments"', f"}}\n{END}")
-        return calls + ('start: call ("\\n" call)*\n' if several else "start: call\n")
+        rules = call_rules(functions, "arguments") + f'tagged: "{BEGIN}\\n" call "\\n{END}"\n'
+        return rules + ('start: tagged ("\\n" tagged)*\n' if several else "start: tagged\n")
 
     def __init__(self) -> None:
         self._text = ""
@@ -123,8 +123,7 @@ class LeadingCalls:
 
     @classmethod
     def grammar(cls, functions: Sequence[FunctionDefinition], *, several: bool) -> str:
-        calls = call_rules(functions, '{"name": ', '"parameters"', "}")
-        return calls + ('start: call ("; " call)*\n' if several else "start: call\n")
+        return call_rules(functions, "parameters") + ('start: call ("; " call)*\n' if several else "start: call\n")
 
     def __init__(self) -> None:
         self._text = ""
@@ -152,17 +151,20 @@ class ListedCalls(LeadingCalls):
 
     @classmethod
     def grammar(cls, functions: Sequence[FunctionDefinition], *, several: bool) -> str:
-        calls = call_rules(functions, '{"name": ', '"arguments"', "}")
-        return calls + ('start: "[" call (", " call)* "]"\n' if several else 'start: "[" call "]"\n')
+        return call_rules(functions, "arguments") + (
+            'start: "[" call (", " call)* "]"\n' if several else 'start: "[" call "]"\n'
+        )
 
 
-def call_rules(functions: Sequence[FunctionDefinition], begin: str, arguments: str, end: str) -> str:
-    """The rule `call`: one of the functions by name, with arguments that follow its schema."""
+def call_rules(functions: Sequence[FunctionDefinition], arguments: str) -> str:
+    """The rule `call`: {"name": …, "arguments": …} of one of the functions, with arguments that follow its schema."""
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
     for index, function in enumerate(functions):
         schema = NO_ARGUMENTS if function.parameters is None else {"type": "object"} | function.parameters
-        head = json.dumps(f'{begin}"{function.name}", {arguments}: ', ensure_ascii=False)
-        rules.append(f"call_{index}: {head} arguments_{index} {json.dumps(end)}")
+        # Cut as JSON is: where an answer in JSON may come instead, both are then open until they differ.
+        parts = ("{", '"name"', ":", " ", f'"{function.name}"', ",", " ", f'"{arguments}"', ":", " ")
+        head = " ".join(json.dumps(part) for part in parts)
+        rules.append(f'call_{index}: {head} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
     return "\n".join(rules) + "\n"
 

@@ -47,7 +47,7 @@ def build_command(
         "max-num-batched-tokens": max(config.tokens_per_step, config.max_sequences),
         "seed": config.seed,
         "logprobs-mode": "processed_logprobs",
-        "generation-config": "vllm",
+        "generation-config": config.generation_config,
         "shutdown-timeout": math.ceil(config.drain_timeout_s),
         "worker-extension-cls": WORKER_EXTENSION,
         # Ours is the last, which is the outermost: nothing is reached without the key.

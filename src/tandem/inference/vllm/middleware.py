@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.inference.api.errors import BadRequest
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
@@ -32,9 +33,9 @@ from tandem.inference.vllm.adapters import Adapters, NoSuchAdapter
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
 from tandem.inference.vllm.prompts import client_error, refuse_unknown_tokens
 from tandem.inference.vllm.settings import Settings
-from tandem.inference.vllm.updates import PAUSE_MODES, WeightUpdater
+from tandem.inference.vllm.updates import PauseMode, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
-from tandem.types.openai import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
+from tandem.types.openai import LoadAdapterRequest, PauseRequest, UnloadAdapterRequest, UpdateWeightsRequest
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ LOAD_PATHS = ("/load_lora_adapter", "/v1/load_lora_adapter")
 UNLOAD_PATHS = ("/unload_lora_adapter", "/v1/unload_lora_adapter")
 LEAVE_S = 1  # for answers that are complete to be sent
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights", *LOAD_PATHS, *UNLOAD_PATHS)
+GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
 class TandemMiddleware:
@@ -85,7 +87,7 @@ class Routes:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         updater = self._updater_of(scope)
         method, path = scope["method"], scope["path"]
-        if method == "GET" and path == "/health":
+        if method in ("GET", "HEAD") and path == "/health":
             await (await self._health(updater))(scope, receive, send)
         elif method == "POST" and path in CONTROL_PATHS:
             await (await self._control(updater, Request(scope, receive)))(scope, receive, send)
@@ -139,6 +141,8 @@ class Routes:
             return await self._change(updater, request)
         except ValidationError as error:
             return explain_invalid(error)
+        except BadRequest as error:
+            return error_answer(400, str(error), param=error.param)
         except WeightUpdateRefused as error:
             return error_answer(400, str(error), param="path", code="weights_refused")
         except NoSuchAdapter as error:
@@ -171,19 +175,20 @@ class Routes:
         if route == "/resume":
             await updater.resume()
             return Answer({"paused": False})
-        mode: Any = request.query_params.get("mode", "keep")
-        if mode not in PAUSE_MODES:
-            return error_answer(400, f"mode = {mode!r} is not one of: {', '.join(PAUSE_MODES)}", param="mode")
-        await updater.pause(mode)
-        return Answer({"paused": True})
+        asked = pause_request(await request.body(), dict(request.query_params))
+        await updater.pause(asked.mode, clear_cache=asked.clear_cache)
+        return Answer({"status": "paused", "paused": True})
 
     async def _generate(self, updater: WeightUpdater, scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
-        receive = replay(body, receive)
         options = read_options(body)
         if options is None:
             await error_answer(400, "the body is not a JSON object")(scope, receive, send)
             return
+        if any(options.get(name) is not None for name in GUIDED):
+            options = with_structured_outputs(options)
+            body, scope = orjson.dumps(options), without_length(scope)
+        receive = replay(body, receive)
         if options.get("return_token_ids") is not True:
             await self._pass_on(scope, receive, AnswerEditor(send, has_ended=updater.has_ended))
             return
@@ -203,6 +208,25 @@ def leave_in_time(app: Any) -> None:
         server.config.timeout_graceful_shutdown = LEAVE_S
 
 
+class PauseQuery(BaseModel):
+    """What /pause takes in its query, as vLLM does."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: PauseMode | None = None
+    clear_cache: bool | None = None
+
+
+def pause_request(body: bytes, query: dict[str, str]) -> PauseRequest:
+    """What is asked for, in the query or in the body."""
+    asked = PauseRequest() if body in (b"", b"null") else PauseRequest.model_validate_json(body)
+    given = PauseQuery.model_validate(query).model_dump(exclude_none=True)
+    for name, value in given.items():
+        if name in asked.model_fields_set and getattr(asked, name) != value:
+            raise BadRequest(f"{name} is {value!r} in the query and {getattr(asked, name)!r} in the body", name)
+    return asked.model_copy(update=given)
+
+
 def versioned(
     send: Send, tracked: TrackedRequest, options: dict[str, Any], has_ended: Callable[[], bool]
 ) -> AnswerEditor:
@@ -210,6 +234,18 @@ def versioned(
     edit = partial(add_versions, tracked=tracked, num_samples=num_samples)
     edit_event = version_stream(tracked, num_samples) if options.get("stream") else None
     return AnswerEditor(send, edit, edit_event, has_ended=has_ended)
+
+
+def with_structured_outputs(options: dict[str, Any]) -> dict[str, Any]:
+    """Earlier names of vLLM's, which it now ignores in silence, under those that it honours."""
+    kept = {name: value for name, value in options.items() if name not in GUIDED}
+    given = {key: options[name] for name, key in GUIDED.items() if options.get(name) is not None}
+    return kept | {"structured_outputs": (options.get("structured_outputs") or {}) | given}
+
+
+def without_length(scope: Scope) -> Scope:
+    """Of a body that has changed."""
+    return {**scope, "headers": [header for header in scope["headers"] if header[0] != b"content-length"]}
 
 
 def named(scope: Scope, request_id: str) -> Scope:

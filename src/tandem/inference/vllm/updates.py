@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar
 
 from tandem.inference.checkpoint import Served, check_adapter_files
 from tandem.inference.engine import EngineError, WeightUpdateRefused
@@ -18,7 +18,6 @@ from tandem.inference.vllm.versions import VersionLedger
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["keep", "wait", "abort"]
-PAUSE_MODES: tuple[str, ...] = get_args(PauseMode)
 # Reading a large checkpoint from a shared disk may take minutes; for ever it may not.
 TIMEOUT_S = 1800.0
 
@@ -54,10 +53,13 @@ class WeightUpdater:
         """Whether vLLM's engine is gone, by a fault or because the server is shutting down."""
         return self.engine.errored
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         async with self._one_at_a_time:
             await self._pause(mode)
             self.paused = True
+            # vLLM's own way to pause leaves the cache alone where requests are kept.
+            if clear_cache and not await within(self.engine.reset_prefix_cache(True, True)):
+                raise EngineError("the engine is paused, but its prefix cache could not be cleared")
 
     async def resume(self) -> None:
         async with self._one_at_a_time:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -12,6 +13,7 @@ from tandem.data.tokenizer import Tokenizer as ModelTokenizer
 from tandem.inference.api.app import create_app
 from tandem.inference.api.served import ApiOptions
 from tandem.inference.engine import GenerationRequest
+from tandem.inference.grammars import Grammars
 from tandem.utils.files import write_json
 
 EOS = 0
@@ -26,7 +28,7 @@ TEMPLATE = """\
 SEQ_LEN = 512
 
 
-def write_tokenizer(folder: Path, template: str = TEMPLATE) -> ModelTokenizer:
+def write_tokenizer(folder: Path, template: Any = TEMPLATE) -> ModelTokenizer:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: index for index, token in enumerate(["<eos>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -35,6 +37,18 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE) -> ModelTokenizer:
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {"eos_token": "<eos>", "chat_template": template})
+    return ModelTokenizer(folder)
+
+
+def write_byte_tokenizer(folder: Path) -> ModelTokenizer:
+    """One token a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(["<eos>", *letters])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"eos_token": "<eos>", "chat_template": TEMPLATE})
     return ModelTokenizer(folder)
 
 
@@ -64,6 +78,8 @@ def api_options() -> ApiOptions:
 
 @pytest.fixture
 def client(engine: FakeEngine, tokenizer: ModelTokenizer, api_options: ApiOptions) -> Iterator[TestClient]:
-    app = create_app(engine, tokenizer, Path("/models/little"), api_options)
+    app = create_app(
+        engine, tokenizer, Path("/models/little"), api_options, Grammars(tokenizer, api_options.vocab_size)
+    )
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client

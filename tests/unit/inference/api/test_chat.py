@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from tests.unit.inference.api.conftest import EOS, write_tokenizer
+from tests.unit.inference.api.conftest import EOS, write_byte_tokenizer, write_tokenizer
 from tests.unit.inference.api.fake_engine import FakeEngine
 from tests.unit.inference.api.sse import choices, chunks
 
@@ -53,6 +53,20 @@ def test_an_answer_in_openai_shape(client: TestClient) -> None:
             {"token": "i", "logprob": -1.5, "bytes": [105]},
         ],
     }
+
+
+def test_half_a_character_has_its_bytes(tmp_path: Path) -> None:
+    """A character may be spread over several tokens, none of which has a text of its own."""
+    byte_tokens = write_byte_tokenizer(tmp_path)
+    spread = byte_tokens.encode("é🙂")
+    engine = FakeEngine(byte_tokens, lambda request, index: [*spread, EOS])
+    with TestClient(create_app(engine, byte_tokens, tmp_path, ApiOptions(300, 512))) as client:
+        [choice] = chat(client, logprobs=True, top_logprobs=1)["choices"]
+    *content, end = choice["logprobs"]["content"]
+    assert len(content) == 6 and {entry["token"] for entry in content} == {"\ufffd"}
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "é🙂"
+    assert content[0]["top_logprobs"][0]["bytes"] == content[0]["bytes"] == [0xC3]
+    assert bytes(end["bytes"]) == b"<eos>"
 
 
 def test_a_stream_tells_role_text_and_end(client: TestClient) -> None:
@@ -157,8 +171,13 @@ def test_calls_are_text_where_no_tools_are_given(client: TestClient, engine: Fak
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "auto"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice", ""),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice", "required"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+         "tool_choice", "among"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "tool_choice", "leaves no text"),
+        ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradicts"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools", "strict"),
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools", "name"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -214,6 +233,20 @@ def test_tools_of_models_that_have_none(tmp_path: Path, template: str, why: str)
         error = refusal(client, tools=[WEATHER])
         assert error["param"] == "tools" and why in error["message"]
         chat(client, tools=[WEATHER], tool_choice="none")
+
+
+def test_the_template_for_tools_shows_them(tmp_path: Path) -> None:
+    """Only a named template has tools; conversations without them use the default one."""
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
+    own = write_tokenizer(tmp_path / "model", named)
+    engine = FakeEngine(own, lambda request, index: [*own.encode("hi"), EOS])
+    with TestClient(create_app(engine, own, tmp_path, ApiOptions(99, 512))) as client:
+        chat(client)
+        assert prompt_of(engine) == "plain"
+        chat(client, tools=[WEATHER])
+        assert "weather" in prompt_of(engine)
+        chat(client, tools=[WEATHER], tool_choice="none")
+        assert prompt_of(engine) == "plain"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Pausing, weights, adapters, tokens and numbers."""
 
-import re
 from pathlib import Path
 
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+from tests.unit.inference.api.conftest import hello_engine
 from tests.unit.inference.api.fake_engine import FakeEngine
 from tests.unit.inference.api.test_chat import WEATHER
 
+from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.app import create_app
+from tandem.inference.api.served import ApiOptions
 from tandem.inference.engine import EngineBusy, EngineStats
 from tandem.types.identity import ServerIdentity
 
@@ -94,20 +98,34 @@ def test_metrics_in_prometheus_format(client: TestClient, engine: FakeEngine) ->
     client.get("/nowhere")
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
-    lines = answer.text.splitlines()
-    for line in lines:
-        assert re.fullmatch(r"# (HELP|TYPE) \w+ .+|\w+(\{[^{}]*\})? [-+.e\d]+", line), line
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert values['tandem_http_requests_total{route="/v1/completions",method="POST",status="200"}'] == "1"
-    assert values['tandem_http_requests_total{route="/v1/completions",method="POST",status="400"}'] == "1"
-    assert values['tandem_http_requests_total{route="none",method="any",status="404"}'] == "1"
-    assert values['tandem_http_request_seconds_count{route="/v1/completions"}'] == "2"
-    assert values['tandem_http_request_seconds_bucket{route="/v1/completions",le="+Inf"}'] == "2"
-    assert values["tandem_time_to_first_token_seconds_count"] == "1"
-    assert values["tandem_sequences_running"] == "2" and values["tandem_sequences_waiting"] == "3"
-    assert values["tandem_cache_usage_ratio"] == "0.5" and values["tandem_generated_tokens_total"] == "20"
-    assert values['tandem_samples_finished_total{reason="stop"}'] == "5" and values["tandem_weight_version"] == "3"
-    assert int(values["process_resident_memory_bytes"]) > 1 << 20
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = list(text_string_to_metric_families(answer.text))
+    values = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+    requests, seconds = "tandem_http_requests_total", "tandem_http_request_seconds"
+    assert values[requests, "POST", "/v1/completions", "200"] == 1
+    assert values[requests, "POST", "/v1/completions", "400"] == 1
+    assert values[requests, "any", "none", "404"] == 1
+    assert values[f"{seconds}_count", "/v1/completions"] == 2
+    assert values[f"{seconds}_bucket", "+Inf", "/v1/completions"] == 2
+    assert values["tandem_time_to_first_token_seconds_count",] == 1
+    assert values["tandem_http_requests_open",] == 1  # this one
+    assert values["tandem_sequences_running",] == 2 and values["tandem_sequences_waiting",] == 3
+    assert values["tandem_cache_usage_ratio",] == 0.5 and values["tandem_generated_tokens_total",] == 20
+    assert values["tandem_samples_finished_total", "stop"] == 5 and values["tandem_weight_version",] == 3
+    assert values["process_resident_memory_bytes",] > 1 << 20
+    kinds = {family.name: family.type for family in families}
+    assert kinds["tandem_preemptions"] == "counter" and kinds["tandem_paused"] == "gauge"
+    assert kinds[seconds] == "histogram"
+
+
+def test_servers_in_one_process_count_for_themselves(
+    client: TestClient, tokenizer: Tokenizer, api_options: ApiOptions
+) -> None:
+    client.get("/version")
+    app = create_app(hello_engine(tokenizer), tokenizer, Path("/models/other"), api_options)
+    with TestClient(app) as other:
+        assert 'route="/version"' not in other.get("/metrics").text
+    assert 'route="/version"' in client.get("/metrics").text
 
 
 def test_health_tells_of_a_failure(client: TestClient, engine: FakeEngine) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
 from tandem.inference.api.errors import REFUSED
 from tandem.inference.api.served import ApiOptions
+from tandem.inference.grammars import Grammars
 from tandem.types.chat import ChatCompletionRequest
 from tandem.types.openai import CompletionRequest
 
@@ -38,11 +40,18 @@ GOOD: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "best_of": 1,
     "prompt": [1, 2],
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+"},
+    "guided_json": {"type": "integer"},
+    "guided_grammar": 'start: "a"',
+    "guided_choice": ["a", "b"],
+    "tool_choice": "required",
 }
 ALSO: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "min_tokens": {"max_tokens": 5},
+    "tool_choice": {"tools": GOOD["tools"]},
 }
 WRONG: dict[str, Any] = {"string": 3.5, "integer": "x", "number": "x", "boolean": "x", "object": 3, "array": 3}
 
@@ -50,7 +59,8 @@ WRONG: dict[str, Any] = {"string": 3.5, "integer": "x", "number": "x", "boolean"
 @pytest.fixture(scope="module")
 def client(tokenizer: Tokenizer, api_options: ApiOptions) -> Iterator[TestClient]:
     """One for all of these tests: none of them changes what is served."""
-    app = create_app(hello_engine(tokenizer), tokenizer, Path("/models/little"), api_options)
+    grammars = Grammars(tokenizer, api_options.vocab_size)
+    app = create_app(hello_engine(tokenizer), tokenizer, Path("/models/little"), api_options, grammars)
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client
 
@@ -75,8 +85,6 @@ def good_value(entry: dict[str, Any]) -> Any:
         return entry["const"]
     if "enum" in entry:
         return entry["enum"][-1]
-    if entry.get("$ref", "").endswith("TextFormat"):
-        return {"type": "text"}
     return {"integer": 2, "number": 0.5, "boolean": True, "string": "x", "array": [], "object": {}}[entry["type"]]
 
 
@@ -91,6 +99,8 @@ def test_every_field_is_what_the_document_says(client: TestClient, path: str, fi
     forms = entry.get("anyOf", [entry])
     kinds = {form.get("type", "object") for form in forms}
     wrong = next(value for kind, value in WRONG.items() if kind in kinds)
+    if "object" in kinds and "string" in kinds:
+        wrong = 3.5
     status, answer = post(client, path, **{field: wrong})
     assert status == 400 and answer["error"]["param"] == field, answer
     assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"]
@@ -99,17 +109,27 @@ def test_every_field_is_what_the_document_says(client: TestClient, path: str, fi
 @pytest.mark.parametrize("path", MODELS)
 @pytest.mark.parametrize("field", [*REFUSED, "anything"])
 def test_other_fields_are_refused_by_name(client: TestClient, path: str, field: str) -> None:
-    status, answer = post(client, path, **{field: "x"})
-    assert status == 400 and answer["error"]["param"] == field
-    assert REFUSED.get(field, "unknown field") in answer["error"]["message"]
+    for value in ("x", None):  # null is no way to send a field that is not known
+        status, answer = post(client, path, **{field: value})
+        assert status == 400 and answer["error"]["param"] == field
+        assert REFUSED.get(field, "unknown field") in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("path", MODELS)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "json_object", "schema": {}}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+        ("structured_outputs", {"structural_tag": "{}"}),
+        ("structured_outputs", {"regex": "a", "disable_any_whitespace": True}),
+        ("structured_outputs", {"json": "[1]"}),
+        ("structured_outputs", {"json": "{"}),
+        ("guided_choice", []),
         ("priority", 1),
         ("store", True),
         ("service_tier", "flex"),
@@ -140,7 +160,68 @@ def test_errors_are_documented_in_their_own_shape(client: TestClient) -> None:
         for operation in operations.values():
             assert "422" not in operation["responses"]
     described = document["paths"]["/v1/completions"]["post"]["responses"]
-    assert {"200", "400", "404", "413", "429", "503"} <= set(described)
+    assert {"200", "400", "404", "413", "429", "500", "503"} <= set(described)
+
+
+def test_every_route_has_a_schema_for_its_answer_and_names_its_statuses(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert {"200", "400", "413", "500"} <= set(operation["responses"]), path
+            for status, answer in operation["responses"].items():
+                assert answer["description"] or status == "200"
+                for content in answer["content"].values():
+                    jsonschema.Draft202012Validator.check_schema(content["schema"])
+                    assert content["schema"], (path, status)
+
+
+CHAT_ANSWER = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True, "prompt_logprobs": 1}
+ASKED: list[tuple[str, str, dict[str, Any] | None, int]] = [
+    ("get", "/health", None, 200),
+    ("get", "/version", None, 200),
+    ("get", "/is_paused", None, 200),
+    ("get", "/tokenizer_info", None, 200),
+    ("get", "/v1/models", None, 200),
+    ("get", "/v1/models/little", None, 200),
+    ("get", "/v1/models/large", None, 404),
+    ("get", "/health?deep=1", None, 400),
+    ("post", "/tokenize", {"prompt": "ab"}, 200),
+    ("post", "/tokenize", {"prompt": "ab", "return_token_strs": True}, 200),
+    ("post", "/tokenize", {"prompt": "ab", "model": "large"}, 404),
+    ("post", "/detokenize", {"tokens": [5]}, 200),
+    ("post", "/v1/completions", NEEDED["/v1/completions"] | {"max_tokens": 3}, 200),
+    (
+        "post",
+        "/v1/completions",
+        NEEDED["/v1/completions"] | {"logprobs": 1, "echo": True, "return_token_ids": True},
+        200,
+    ),
+    ("post", "/v1/completions", NEEDED["/v1/completions"] | {"model": "large"}, 404),
+    ("post", "/v1/chat/completions", NEEDED["/v1/chat/completions"] | CHAT_ANSWER, 200),
+    ("post", "/pause", None, 200),
+    ("post", "/resume", None, 200),
+    ("post", "/reset_prefix_cache", None, 200),
+    ("post", "/update_weights", {"path": "/nowhere", "version": 1}, 400),
+    ("post", "/unload_lora_adapter", {"lora_name": "none"}, 404),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status"), ASKED)
+def test_answers_are_what_the_document_says(
+    client: TestClient, method: str, path: str, body: dict[str, Any] | None, status: int
+) -> None:
+    document = client.get("/openapi.json").json()
+    answer = client.request(method, path, json=body)
+    assert answer.status_code == status, answer.text
+    route = path.partition("?")[0]
+    route = route if route in document["paths"] else "/v1/models/{model}"
+    described = document["paths"][route][method]["responses"][str(status)]["content"]["application/json"]["schema"]
+    jsonschema.validate(answer.json(), described | {"components": document["components"]})
+
+
+def test_health_may_be_asked_for_without_its_answer(client: TestClient) -> None:
+    answer = client.head("/health")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
 
 
 JSON = st.recursive(

@@ -71,7 +71,7 @@ def test_our_options_become_vllms_flags() -> None:
         "tensor-parallel-size": ["2"],
         "gpu-memory-utilization": ["0.8"],
         "logprobs-mode": ["processed_logprobs"],
-        "generation-config": ["vllm"],
+        "generation-config": ["auto"],
         "api-server-count": ["1"],
         "exclude-tools-when-tool-choice-none": [],
     }

@@ -166,3 +166,12 @@ def test_a_refused_adapter_changes_nothing(adapter: Path) -> None:
     with pytest.raises(AdapterRefused, match="the manifest says 2"):
         load_adapter(updater, adapter)
     assert engine.calls == ["pause wait", "load", "resume"], "nothing was paused"
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_may_clear_the_cache(mode: Any) -> None:
+    engine = FakeEngine()
+    asyncio.run(make_updater(engine).pause(mode, clear_cache=True))
+    assert engine.calls == [f"pause {mode}", "reset"]
+    with pytest.raises(EngineError, match="paused, but its prefix cache could not be cleared"):
+        asyncio.run(make_updater(FakeEngine(cache_resets=False)).pause(mode, clear_cache=True))
