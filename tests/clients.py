@@ -6,13 +6,15 @@ Each check takes the server's address, its model and its key. None of them knows
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
@@ -167,6 +169,57 @@ def check_openai_tools(server: Address) -> None:
         assert choice.message.content == "It is sunny in Łódź." and not choice.message.tool_calls
         [choice] = client.chat.completions.create(**{**ask, "tool_choice": "none"}, messages=messages[:1]).choices
         assert choice.message.content == "Hello there, 世界!"
+
+
+class Capital(pydantic.BaseModel):
+    country: Literal["France", "Peru"]
+    letters: int = pydantic.Field(ge=1, le=20)
+
+
+def check_openai_structured(server: Address) -> None:
+    """Answers that follow a schema, a regex, a list; whole and streamed."""
+    with server.client() as client:
+        messages: Any = [{"role": "user", "content": "Name a country, and how many letters its capital has, as JSON."}]
+        ask: Any = {"model": server.model, "messages": messages, "temperature": 0, "max_tokens": 100}
+        [choice] = client.chat.completions.parse(**ask, response_format=Capital).choices
+        assert choice.message.parsed is not None and choice.finish_reason == "stop"
+        schema = {"name": "capital", "schema": Capital.model_json_schema(), "strict": True}
+        as_json: Any = {"type": "json_schema", "json_schema": schema}
+        stream = client.chat.completions.create(**ask, response_format=as_json, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert Capital.model_validate_json(text) == choice.message.parsed
+
+        [choice] = client.chat.completions.create(**ask, response_format={"type": "json_object"}).choices
+        assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content or ""), dict)
+        regex = {"structured_outputs": {"regex": r"[A-Z][a-z]{2,9}, \d{4}"}}
+        several = client.chat.completions.create(**ask | {"temperature": 1, "n": 3, "seed": 1}, extra_body=regex)
+        for choice in several.choices:
+            assert re.fullmatch(r"[A-Z][a-z]{2,9}, \d{4}", choice.message.content or ""), choice.message.content
+        for body in ({"structured_outputs": {"choice": ["Lima", "Oslo"]}}, {"guided_choice": ["Lima", "Oslo"]}):
+            [choice] = client.chat.completions.create(**ask, extra_body=body).choices
+            assert choice.message.content in ("Lima", "Oslo")
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**ask, extra_body={"structured_outputs": {"regex": "(a"}})
+
+
+def check_openai_enforced_tools(server: Address) -> None:
+    """Calls that the scripted model would not have made by itself."""
+    days = {"type": "integer", "minimum": 1, "maximum": 9}
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Rom"]}, "days": days}}
+    parameters |= {"required": ["city", "days"], "additionalProperties": False}
+    forecast: Any = {"type": "function", "function": {"name": "forecast", "parameters": parameters}}
+    other: Any = {"type": "function", "function": {"name": "stop"}}
+    named: Any = {"type": "function", "function": {"name": "forecast"}}
+    with server.client() as client:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        ask: Any = {"model": server.model, "messages": messages, "temperature": 1, "parallel_tool_calls": False}
+        for choose, offered in (("required", [forecast]), (named, [forecast, other])):
+            [choice] = client.chat.completions.create(**ask, tools=offered, tool_choice=choose).choices
+            assert choice.message.tool_calls
+            for call in choice.message.tool_calls:
+                assert call.type == "function" and call.function.name == "forecast"
+                arguments = json.loads(call.function.arguments)
+                assert arguments["city"] in ("Ulm", "Rom") and arguments["days"] in range(1, 10)
 
 
 def run_lm_eval(

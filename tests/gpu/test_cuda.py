@@ -2,6 +2,7 @@
 
 import shutil
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tandem.data.packing import pack
 from tandem.data.text_stream import TextStream
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.engine import GenerationRequest, Sampling
+from tandem.inference.grammars import Grammars
 from tandem.inference.native.build import build_engine
+from tandem.inference.structure import Structure
 from tandem.trainer.frozen import FrozenModel
 from tandem.trainer.ranks import joined
 from tandem.trainer.setup import load_trained
@@ -134,6 +137,21 @@ def test_the_engine_samples_what_it_samples_on_the_cpu(tiny_model: Path, options
     ):
         assert gpu_ids == cpu_ids
         assert gpu_logprobs == pytest.approx(cpu_logprobs, abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
+def test_grammars_mask_the_rows_they_belong_to(tiny_model: Path, options: dict[str, Any]) -> None:
+    """Rows with and without one share steps, recorded ones included."""
+    tokenizer = Tokenizer(tiny_model)
+    grammar = Grammars(tokenizer, tokenizer.vocab_size).compile(Structure("test", "regex", "[0-9]{1,30}(ab|cd)*"))
+    requests = [
+        replace(request, grammar=grammar, sampling=replace(request.sampling, ignore_eos=False)) if i % 2 else request
+        for i, request in enumerate(mixed_requests())
+    ]
+    expected = generate(tiny_model, "cpu", requests)
+    found = generate(tiny_model, "cuda", requests, **options)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
 
 
 @pytest.mark.gpu

@@ -10,7 +10,9 @@ from tests.clients import (
     check_openai_async,
     check_openai_chat,
     check_openai_completions,
+    check_openai_enforced_tools,
     check_openai_errors,
+    check_openai_structured,
     check_openai_token_extras,
     check_openai_tools,
     run_lm_eval,
@@ -57,6 +59,7 @@ CHECKS = [
     check_openai_async,
     check_openai_token_extras,
     check_openai_errors,
+    check_openai_structured,
 ]
 
 
@@ -67,6 +70,10 @@ def test_openai_client(smollm2: Address, check) -> None:
 
 def test_openai_client_with_tools(scripted: Address) -> None:
     check_openai_tools(scripted)
+
+
+def test_openai_client_with_enforced_tools(scripted: Address) -> None:
+    check_openai_enforced_tools(scripted)
 
 
 def test_lm_eval_completions(smollm2: Address, tmp_path: Path) -> None:

@@ -332,6 +332,64 @@ def test_sigterm_lets_running_requests_finish(model_dir: Path) -> None:
         end(process, client)
 
 
+def test_a_server_says_where_it_listens_and_answers_head(model_dir: Path) -> None:
+    process, client = start_server(model_dir)
+    try:
+        answer = client.head("/health")
+        assert answer.status_code == 200 and answer.content == b""
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert f"serving {model_dir} on {str(client.base_url).rstrip('/')}" in output
+    finally:
+        end(process, client)
+
+
+WITHOUT_LIBRARY = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "llguidance" else find(name, *rest)
+sys.modules["llguidance"] = None
+from tandem.entrypoints.inference import main
+main()
+"""
+
+
+def test_a_server_without_llguidance_refuses_structures_and_serves_the_rest(model_dir: Path) -> None:
+    process, client = start_server(model_dir, command=[sys.executable, "-c", WITHOUT_LIBRARY])
+    try:
+        refused = client.post("/v1/completions", json=COMPLETION | {"response_format": {"type": "json_object"}})
+        assert refused.status_code == 400 and "tandem-rl[structured]" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "response_format"
+        assert client.post("/v1/completions", json=COMPLETION).status_code == 200
+    finally:
+        end(process, client)
+
+
+BOMB = {"type": "integer", "allOf": [{"multipleOf": 97}, {"multipleOf": 101}, {"multipleOf": 103}]}
+
+
+def test_a_bomb_holds_up_nobody(model_dir: Path) -> None:
+    """It compiles for seconds, or for too many; health and completions are answered meanwhile."""
+    process, client = start_server(model_dir)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            bomb = threads.submit(
+                client.post, "/v1/completions", json=COMPLETION | {"structured_outputs": {"json": BOMB}}, timeout=120
+            )
+            served = 0
+            while not bomb.done():
+                assert client.get("/health").status_code == 200
+                assert client.post("/v1/completions", json=COMPLETION).status_code == 200
+                served += 1
+            assert served > 3
+            answer = bomb.result()
+        assert answer.status_code == 200 or "more than 5 s to compile" in answer.json()["error"]["message"]
+        well = client.post("/v1/completions", json=COMPLETION | {"structured_outputs": {"choice": ["a"]}}, timeout=60)
+        assert well.status_code == 200 and well.json()["choices"][0]["text"] == "a"
+    finally:
+        end(process, client)
+
+
 def test_sigterm_does_not_wait_for_ever(model_dir: Path) -> None:
     process, client = start_server(model_dir, "--drain-timeout-s", "0.2")
     try:

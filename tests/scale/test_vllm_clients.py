@@ -14,6 +14,7 @@ from tests.clients import (
     check_openai_chat,
     check_openai_completions,
     check_openai_errors,
+    check_openai_structured,
     check_openai_token_extras,
     check_openai_tools,
     run_lm_eval,
@@ -60,6 +61,7 @@ CHECKS = [
     check_openai_async,
     check_openai_token_extras,
     check_openai_errors,
+    check_openai_structured,
 ]
 
 

@@ -27,7 +27,8 @@ def read_templates(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
     except (TypeError, KeyError):
         pass
     raise UserError(
-        f"{model_dir / 'tokenizer_config.json'}: chat_template must be a text, or a list of tables with name and template"
+        f"{model_dir / 'tokenizer_config.json'}: chat_template must be a text, or a list of tables with name and "
+        "template"
     )
 
 

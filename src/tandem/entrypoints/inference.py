@@ -86,6 +86,7 @@ def serve(config: InferenceConfig) -> None:
     model_dir = config.model.name
     tokenizer = Tokenizer(model_dir)
     compare_vocabularies(tokenizer, spec.vocab_size, model_dir)
+    sampling = SamplingDefaults.read(model_dir) if config.generation_config == "auto" else SamplingDefaults()
 
     def end_server(reason: str) -> None:
         server.should_exit = True
@@ -103,7 +104,7 @@ def serve(config: InferenceConfig) -> None:
         receive_timeout_s=config.server.receive_timeout_s,
         host_names=names_of(config.server.host, config.server.allowed_hosts) if api_key is None else None,
         weight_roots=tuple(weight_roots(model_dir, config.server.weight_roots)),
-        sampling=SamplingDefaults.read(model_dir) if config.generation_config == "auto" else SamplingDefaults(),
+        sampling=sampling,
     )
     app = create_app(engine, tokenizer, model_dir, options, find_grammars(config, tokenizer, options.vocab_size))
     timeout_s = config.server.receive_timeout_s
