@@ -31,6 +31,7 @@ OF_ALL = {
     "503": "The engine has failed or is shutting down.",
 }
 TOO_MUCH = {"429": "Too many requests wait; come back after Retry-After seconds."}
+NO_ADAPTER = {"404": "The adapter is not loaded."}
 NO_MODEL = {"404": "The model is not served here."}
 BUSY = {"409": "The engine is busy with something that contradicts this."}
 GENERATION = ("/v1/completions", "/v1/chat/completions")
@@ -39,7 +40,7 @@ MORE: dict[str, dict[str, str]] = {
     **dict.fromkeys((*GENERATION, "/tokenize"), NO_MODEL | TOO_MUCH),
     **dict.fromkeys(("/v1/models/{model}", "/detokenize"), NO_MODEL),
     **dict.fromkeys(("/pause", "/update_weights", "/load_lora_adapter", "/v1/load_lora_adapter"), BUSY),
-    **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), {"404": "The adapter is not loaded."}),
+    **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), NO_ADAPTER),
 }
 """Statuses beside those that all routes have."""
 # Its failure has a shape of its own.

@@ -12,6 +12,7 @@ import pytest
 from tandem.config.inference import InferenceConfig
 from tandem.inference.vllm import serve
 from tandem.inference.vllm.installation import Installation
+from tandem.inference.vllm.settings import Settings
 from tandem.utils.errors import UserError
 from tandem.utils.ports import LISTENING_FD, listen, listen_or_refuse, nearest_free_port
 
@@ -25,6 +26,8 @@ FAKE_VLLM = {
     "def instrument(function):\n    return functools.wraps(function)(lambda: function())\n"
     "@instrument\ndef setup_server():\n    return create_server_socket(('127.0.0.1', 1), reuse_port=False)",
 }
+
+SETTINGS = Settings(Path("model"), "model", None, 1000, 60.0, (), frozenset()).to_environment()
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def launch(folder: Path, environment: dict[str, str], descriptors: list[int]) ->
     path = os.pathsep.join([str(folder), *sys.path])
     return subprocess.run(
         [sys.executable, "-m", "tandem.inference.vllm.launcher"],
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        env=os.environ | SETTINGS | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO"} | environment,
         pass_fds=descriptors,
         stdout=subprocess.PIPE,
         text=True,
