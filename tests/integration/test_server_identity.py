@@ -22,6 +22,7 @@ ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic"]
 LORA = ["--trainer.lora.rank", "8", "--trainer.lora.alpha", "16", "--trainer.optimizer.lr", "4e-3"]
 
 Run = Callable[..., list[str]]
+Serve = Callable[[], subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def url(free_port: int) -> str:
 
 
 @pytest.fixture
-def serve(starter: Starter, warm_model: Path, free_port: int, url: str) -> Callable[[], subprocess.Popen[str]]:
+def serve(starter: Starter, warm_model: Path, free_port: int, url: str) -> Serve:
     """Starts an inference server by hand, always on the same port."""
 
     def start() -> subprocess.Popen[str]:
@@ -94,6 +95,16 @@ def kill_amid_requests(server: subprocess.Popen[str]) -> None:
     server.wait()
 
 
+def outlive_two_servers(process: subprocess.Popen[str], run: Path, server: subprocess.Popen[str], serve: Serve) -> None:
+    """The run goes to its end although its server is killed, and the next one too."""
+    for step in (2, 5):
+        wait_for_batch(run, step, process)
+        kill_amid_requests(server)
+        server = serve()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+
 def unread_bytes(pid: int) -> int:
     """What clients have sent and the process has not read."""
     sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
@@ -103,7 +114,7 @@ def unread_bytes(pid: int) -> int:
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
 def test_a_server_that_is_killed_and_started_again_changes_no_bit(
-    starter: Starter, serve, arguments: Run, tmp_path: Path, adapter: bool
+    starter: Starter, serve: Serve, arguments: Run, tmp_path: Path, adapter: bool
 ) -> None:
     options = [*ON_POLICY, *(LORA if adapter else []), "--max-steps", str(STEPS)]
     server = serve()
@@ -111,12 +122,7 @@ def test_a_server_that_is_killed_and_started_again_changes_no_bit(
     assert undisturbed.returncode == 0, undisturbed.stdout
     process = starter.start("rl", *arguments("disturbed", *options))
     run = tmp_path / "disturbed"
-    for step in (2, 5):
-        wait_for_batch(run, step, process)
-        kill_amid_requests(server)
-        server = serve()
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    outlive_two_servers(process, run, server, serve)
 
     assert batches(run) == metrics(run, "trainer") == list(range(1, STEPS + 1))
     for step in range(1, STEPS + 1):
@@ -134,18 +140,13 @@ def test_a_server_that_is_killed_and_started_again_changes_no_bit(
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
 def test_no_task_is_lost_or_trained_twice_when_generation_and_training_overlap(
-    starter: Starter, serve, arguments: Run, tmp_path: Path, adapter: bool
+    starter: Starter, serve: Serve, arguments: Run, tmp_path: Path, adapter: bool
 ) -> None:
     server = serve()
     options = [*(LORA if adapter else []), "--max-steps", str(STEPS), "--orchestrator.eval.every", "2"]
     process = starter.start("rl", *arguments("run", *options))
     run = tmp_path / "run"
-    for step in (2, 5):
-        wait_for_batch(run, step, process)
-        kill_amid_requests(server)
-        server = serve()
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    outlive_two_servers(process, run, server, serve)
     assert batches(run) == metrics(run, "trainer") == list(range(1, STEPS + 1))
     tasks = trained_tasks(run)
     assert len(tasks) == len(set(tasks)) == STEPS * PROMPTS
@@ -159,7 +160,7 @@ def test_no_task_is_lost_or_trained_twice_when_generation_and_training_overlap(
 
 
 def test_a_server_that_stays_away_ends_the_run_with_its_name(
-    starter: Starter, serve, arguments: Run, url: str, tmp_path
+    starter: Starter, serve: Serve, arguments: Run, url: str, tmp_path
 ):
     server = serve()
     options = ["--max-steps", "100000", "--orchestrator.client.outage-timeout-s", "1"]
@@ -203,7 +204,7 @@ def test_of_two_runs_on_one_port_the_second_is_refused(starter: Starter, rl_argu
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
 def test_a_run_whose_server_is_taken_by_another_ends_and_names_it(
-    starter: Starter, serve, arguments: Run, tmp_path: Path, adapter: bool
+    starter: Starter, serve: Serve, arguments: Run, tmp_path: Path, adapter: bool
 ) -> None:
     """Two runs are given one server by mistake: the one trains what is its own, the other ends."""
     serve()

@@ -57,7 +57,7 @@ class InferenceClient:
         self._met: str | None = None  # that is given weights
         self._owns = False  # whether the one that was met has weights of this run
         self._versions: set[int] = set()  # that it has been given
-        self._one_looks = asyncio.Lock()
+        self._looking = asyncio.Lock()
         self._seen: tuple[float, str] = (0.0, "")  # when a server was last well, and which
         key = config.resolve_api_key()
         self._http = aiohttp.ClientSession(
@@ -156,7 +156,7 @@ class InferenceClient:
                     continue
                 if status not in RETRY_STATUS and (identity is not None or status < 500):
                     break
-            if not self._one_looks.locked():
+            if not self._looking.locked():
                 logger.warning("%s%s: %s", self.base_url, route, problem)
             if await self._until_well(problem) != instance:
                 raise self._changed(instance)
@@ -202,7 +202,7 @@ class InferenceClient:
             timeout_s=self.config.outage_timeout_s,
             hint=f"it was lost with: {problem}; start it again, then go on with --resume",
         )
-        async with self._one_looks:
+        async with self._looking:
             if self._seen[0] < since:
                 try:
                     await self._look_until_well(deadline)

@@ -39,7 +39,7 @@ class Policy:
         self.next_update: asyncio.Future[int] = loop.create_future()
         self._path = model_dir  # of the version being served
         self._serves_base = False
-        self._one_loads = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._lost: asyncio.Future[None] = loop.create_future()
 
     async def generate(
@@ -67,7 +67,7 @@ class Policy:
         await asyncio.shield(self._lost)
 
     async def load(self, path: Path, version: int) -> None:
-        async with self._one_loads:
+        async with self._loading:
             await self._load(path, version)
         self.version, self._path = version, path
         self.next_update.set_result(version)
@@ -75,7 +75,7 @@ class Policy:
 
     async def _restore(self) -> None:
         """After the server was started again: have it serve what it served before."""
-        async with self._one_loads:
+        async with self._loading:
             if self.client.instance is not None:
                 return  # somebody else has done it
             try:
