@@ -137,7 +137,9 @@ def test_every_route_but_health_needs_the_key(
 
 def test_health_is_open_and_says_what_is_served(server: httpx.Client, model_dir: Path) -> None:
     answer = httpx.get(f"{server.base_url}/health", trust_env=False)
-    assert answer.json() == {"status": "ok", "version": 0, "model": str(model_dir), "paused": False}
+    health = answer.json()
+    assert health.pop("instance") == answer.headers["x-tandem-instance"]
+    assert health == {"status": "ok", "version": 0, "model": str(model_dir), "paused": False, "run": None}
     [entry] = server.get("/v1/models").json()["data"]
     assert entry["id"] == str(model_dir)
 

@@ -31,14 +31,14 @@ def url(free_port: int) -> str:
 
 
 @pytest.fixture
-def serve(starter: Starter, warm_model: Path, free_port: int, url: str) -> Serve:
+def serve(starter: Starter, warm_model: Path, free_port: int, url: str, tmp_path: Path) -> Serve:
     """Starts an inference server by hand, always on the same port."""
 
     def start() -> subprocess.Popen[str]:
         process = starter.start(
             "inference",
             *("--model.name", str(warm_model), "--server.port", str(free_port), "--seq-len", "64", "--threads", "1"),
-            *("--max-sequences", "128", "--deterministic"),
+            *("--max-sequences", "128", "--deterministic", "--server.weight-roots", str(tmp_path)),
         )
         wait_until_healthy(process, url)
         return process
