@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.envs.failures import Failure, failure_at, failure_of
+from tandem.envs.failures import Failure, failure_of, hung_at
 
 # Sync functions at the same time. More would share one interpreter lock, and time out for want of it.
 MAX_THREADS = 8
@@ -59,7 +59,7 @@ class Calls:
         done, _ = await asyncio.wait([task], timeout=self.timeout_s)
         if done:
             return task.result()
-        failure = failure_at(over_limit(self.timeout_s), _suspended_at(steps))
+        failure = hung_at(over_limit(self.timeout_s), _suspended_at(steps))
         task.cancel()
         done, _ = await asyncio.wait([task], timeout=CANCEL_S)
         return Outcome(failure=failure, lingers=not done)
@@ -70,7 +70,7 @@ class Calls:
         if done:
             return ended.result()
         frame = sys._current_frames().get(thread.ident or 0)
-        failure = failure_at(over_limit(self.timeout_s), traceback.extract_stack(frame))
+        failure = hung_at(over_limit(self.timeout_s), traceback.extract_stack(frame))
         return Outcome(failure=failure, lingers=True)
 
 

@@ -27,6 +27,7 @@ class Failure:
     reason: str  # "ValueError: no number in 'abc'", without line breaks
     where: str = ""  # "my_env.py:12 in score"; empty where nobody knows
     traceback: str = ""
+    hung: bool = False  # it did not end within its time
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.where})" if self.where else self.reason
@@ -59,10 +60,10 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(_one_line(error), _place(frames), cut("".join(lines.format()), MAX_TRACEBACK))
 
 
-def failure_at(reason: str, frames: traceback.StackSummary) -> Failure:
-    """A failure at a place where no exception was raised, such as code that hangs."""
+def hung_at(reason: str, frames: traceback.StackSummary) -> Failure:
+    """Code that was over its time, and where it was then."""
     places = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
-    return Failure(reason, _place(places), cut("".join(frames.format()), MAX_TRACEBACK))
+    return Failure(reason, _place(places), cut("".join(frames.format()), MAX_TRACEBACK), hung=True)
 
 
 def place_in(stacks: str) -> str:

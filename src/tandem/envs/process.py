@@ -72,6 +72,7 @@ class Worker:
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
         self._background: list[asyncio.Task[None]] = []
+        self._writer: asyncio.StreamWriter | None = None
         # What can be read of the process while its Python is stuck: whose code runs, and where its threads are.
         self._mark: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._mark.write(bytes(MARK_BYTES))
@@ -86,20 +87,20 @@ class Worker:
 
     async def start(self, *, with_tasks: bool) -> Payload:
         """Make the environment; UserError where that fails. Returns its tasks, or their fingerprint alone."""
-        self._reader, self._writer = await asyncio.open_connection(sock=self._ours)
+        reader, self._writer = await asyncio.open_connection(sock=self._ours)
         request = {"env": self.config.model_dump(mode="json"), "path": sys.path, "with_tasks": with_tasks}
         self._writer.write(frame(request))
-        answer = await self._first_answer()
-        self._background = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._watch())]
+        answer = await self._first_answer(reader)
+        self._background = [asyncio.ensure_future(self._read(reader)), asyncio.ensure_future(self._watch())]
         return answer["ready"]
 
-    async def _first_answer(self) -> Payload:
+    async def _first_answer(self, reader: asyncio.StreamReader) -> Payload:
         deadline = Deadline(
             what=f"env.id = {self.config.id!r} to be made",
             timeout_s=self.config.startup_timeout_s,
             hint="env.startup_timeout_s allows no more",
         )
-        reading = asyncio.ensure_future(receive(self._reader))
+        reading = asyncio.ensure_future(receive(reader))
         try:
             while not reading.done():
                 deadline.check()
@@ -117,6 +118,7 @@ class Worker:
         return answer
 
     async def call(self, request: Payload) -> Any:
+        assert self._writer is not None, "not started"
         number = next(self._numbers)
         # It stays there until it is answered, also if nobody waits any more: its code may still hang.
         call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
@@ -128,19 +130,17 @@ class Worker:
         self.is_lost = True
         for task in self._background:
             task.cancel()
-        self._writer.close()
-        with suppress(ConnectionError):
-            await self._writer.wait_closed()
+        (self._writer or self._ours).close()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._exit_code(), CLOSE_S)
         kill_tree(self.process)
         self._mark.close()
         self._stacks.close()
 
-    async def _read(self) -> None:
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                self._take(await receive(self._reader))
+                self._take(await receive(reader))
 
     def _take(self, answer: Payload) -> None:
         if "started" in answer:
@@ -169,7 +169,7 @@ class Worker:
                 self._lose({running} if running else started, failure)
             elif over and (running is None or running in over):  # else one that still has time keeps the event loop
                 stacks = await self._read_stacks()
-                failure = Failure(over_limit(self.config.score_timeout_s), place_in(stacks), stacks)
+                failure = Failure(over_limit(self.config.score_timeout_s), place_in(stacks), stacks, hung=True)
                 self._lose({running} if running else over, failure)
 
     def _lose(self, culprits: set[int], failure: Failure) -> None:
@@ -213,35 +213,46 @@ class EnvironmentProcess:
         self.eval_tasks = _held_tasks("eval", ready)
         self._fingerprint = ready["fingerprint"]
         self._worker = worker
-        self._replacing = asyncio.Lock()
+        self._replacing: asyncio.Task[None] | None = None
 
     async def score(self, task: Task, completion: str) -> float:
         assert isinstance(task, HeldTask), "a task of another environment"
         request = {"method": "score", "task": [task.split, task.position], "arguments": [completion]}
         while True:
-            worker = await self._living_worker()
+            if self._worker.is_lost:
+                await self._replaced()
             try:
-                return await worker.call(request)
+                return await self._worker.call(request)
             except WorkerLost:
                 continue
 
     async def close(self) -> None:
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.wait([self._replacing])
         await self._worker.close()
 
-    async def _living_worker(self) -> Worker:
-        async with self._replacing:
-            if self._worker.is_lost:
-                logger.warning("the environment's process is replaced")
-                await self._worker.close()
-                self._worker = Worker(self.config)
-                try:
-                    ready = await self._worker.start(with_tasks=False)
-                    if ready["fingerprint"] != self._fingerprint:
-                        raise UserError("its tasks are other ones now; they have to be the same each time")
-                except UserError as error:
-                    self._worker.is_lost = True
-                    raise UserCodeError(Failure(f"the environment cannot be made again: {error}")) from None
-            return self._worker
+    async def _replaced(self) -> None:
+        """Wait for another process. Whoever asks first starts it, and it starts whether or not they go on waiting."""
+        if self._replacing is None or self._replacing.done():
+            self._replacing = asyncio.ensure_future(self._replace())
+        try:
+            await asyncio.shield(self._replacing)
+        except UserError as error:
+            raise UserCodeError(Failure(f"the environment cannot be made again: {error}")) from None
+
+    async def _replace(self) -> None:
+        logger.warning("the environment's process is replaced")
+        await self._worker.close()
+        worker = Worker(self.config)
+        try:
+            ready = await worker.start(with_tasks=False)
+            if ready["fingerprint"] != self._fingerprint:
+                raise UserError("its tasks are other ones now; they have to be the same each time")
+        except BaseException:
+            await worker.close()
+            raise
+        self._worker = worker
 
 
 @asynccontextmanager

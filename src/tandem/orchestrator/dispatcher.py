@@ -70,7 +70,7 @@ class Dispatcher:
             if groups is not None:
                 self._start_groups()
                 return groups
-            deadline.check()
+            self._check(deadline)
             await self._wait_for_progress()
             self._collect()
 
@@ -79,6 +79,14 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         self._in_flight.clear()
+
+    def _check(self, deadline: Deadline) -> None:
+        try:
+            deadline.check()
+        except TimeoutError as error:
+            if self.ledger.latest:  # who was waited for may not be to blame
+                raise self.ledger.too_many(f"{error}; meanwhile rollouts failed") from None
+            raise
 
     def _make_stale_anew(self, step: int) -> None:
         orders = self.buffer.drop_stale(step)

@@ -94,13 +94,15 @@ class FailureLedger:
         """End the run if the share of failures over the last attempts is too large, even if the rest of a window
         that is not full yet were all good."""
         if sum(len(failures) / size for failures, size in self._recent) / WINDOW > self.max_share:
-            num_failed = sum(len(failures) for failures, _ in self._recent)
             num_rollouts = sum(size for _, size in self._recent)
             raise self.too_many(
-                f"{num_failed} of the {num_rollouts} rollouts of the last {len(self._recent)} groups failed "
+                f"{len(self.latest)} of the {num_rollouts} rollouts of the last {len(self._recent)} groups failed "
                 f"(max_failed_share = {self.max_share:g} over {WINDOW} groups)"
             )
 
+    @property
+    def latest(self) -> list[Failure]:
+        return [failure for failures, _ in self._recent for failure in failures]
+
     def too_many(self, what: str) -> TooManyFailures:
-        latest = [failure for failures, _ in self._recent for failure in failures]
-        return TooManyFailures(f"{what}: {top_reasons(latest)}; see {self.run_dir.failures}")
+        return TooManyFailures(f"{what}: {top_reasons(self.latest)}; see {self.run_dir.failures}")

@@ -57,13 +57,29 @@ class RolloutMaker:
                 temperature=temperature,
                 seed=request_seed(seed, "attempt", attempt) if attempt else seed,
             )
-            judged = await asyncio.gather(*(self._judge(task, prompt_ids, completion) for completion in completions))
+            judged = await self._judge_all(task, prompt_ids, completions)
             rollouts += [outcome for outcome in judged if isinstance(outcome, Rollout)]
             failed = [outcome for outcome in judged if isinstance(outcome, RolloutFailure)]
             self.record(Attempt(task, order, attempt, n, failed))
             if not failed:
                 return Group(task, order, rollouts)
         raise TaskFailed([one.failure for one in failed])
+
+    async def _judge_all(
+        self, task: Task, prompt_ids: list[int], completions: list[Completion]
+    ) -> list[Rollout | RolloutFailure]:
+        """What each completion is worth. One that hangs takes along those that are not scored by then: they may have to
+        wait behind it, only to hang as well."""
+        scoring = [asyncio.ensure_future(self._judge(task, prompt_ids, completion)) for completion in completions]
+        try:
+            for ended in asyncio.as_completed(scoring):
+                outcome = await ended
+                if isinstance(outcome, RolloutFailure) and outcome.failure.hung:
+                    return [one.result() if one.done() else outcome for one in scoring]
+            return [one.result() for one in scoring]
+        finally:
+            for one in scoring:
+                one.cancel()
 
     async def _judge(self, task: Task, prompt_ids: list[int], completion: Completion) -> Rollout | RolloutFailure:
         text = self.tokenizer.decode(completion.token_ids)

@@ -35,7 +35,9 @@ def die_with_parent(parent: int) -> bool:
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kill a process and all that it started, and wait for its end."""
+    """Kill a process and all that it started, and wait for its end. Of one that has ended nothing is known any more."""
+    if process.poll() is not None:
+        return
     tree = descendants(process.pid)
     process.kill()
     process.wait()

@@ -319,3 +319,16 @@ def test_the_deadline_is_kept(maker: Maker, tmp_path: Path) -> None:
             await dispatcher.next_batch(1, Deadline("the trainer", timeout_s=0.1, hint="see its log"))
 
     run_with(maker, tmp_path, body)
+
+
+def test_a_deadline_that_passes_while_rollouts_fail_names_their_reasons(maker: Maker, tmp_path: Path) -> None:
+    maker.hang = {1}
+    maker.failures = {0: 1}
+
+    async def body(dispatcher: Dispatcher) -> None:
+        with pytest.raises(
+            TooManyFailures, match=r"waited 0\.1 s for the trainer.*failed: 1 × ConnectionError: no answer"
+        ):
+            await dispatcher.next_batch(1, Deadline("the trainer", timeout_s=0.1, hint="see its log"))
+
+    run_with(maker, tmp_path, body)

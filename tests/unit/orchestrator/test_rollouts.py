@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.failures import Failure, UserCodeError
 from tandem.orchestrator.failures import Attempt, TaskFailed
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.tasks import request_seed
@@ -40,6 +41,8 @@ class Judge:
 
     async def score(self, task: Task, completion: str) -> float:
         reward = self.rewards.get(completion, 1.0)
+        if reward == "waits behind another":
+            await asyncio.Event().wait()
         if isinstance(reward, BaseException):
             raise reward
         return reward
@@ -96,3 +99,12 @@ def test_a_task_whose_rollouts_keep_failing_has_failed(tokenizer: Tokenizer) -> 
     assert group is None
     assert [request["n"] for request in client.requests] == [3, 3]
     assert [attempt.number for attempt in attempts] == [0, 1]
+
+
+def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: Tokenizer) -> None:
+    """b hangs, and c is not scored by then: both are lost, and sampled again."""
+    hung = UserCodeError(Failure("took too long", hung=True))
+    group, client, attempts = make(tokenizer, {"b": hung, "c": "waits behind another"})
+    assert group is not None and [rollout.text for rollout in group.rollouts] == ["a", "d", "e"]
+    assert [request["n"] for request in client.requests] == [3, 2]
+    assert [[one.completion for one in attempt.failed] for attempt in attempts] == [["b", "b"], []]
