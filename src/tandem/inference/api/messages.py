@@ -84,12 +84,14 @@ def refuse_size(limit: TextLimit, size: int, param: str) -> None:
 
 
 def conversation_size(messages: list[ChatMessage], options: ChatOptions) -> int:
-    """Characters of all that a template may write."""
-    size = size_of(options.chat_template_kwargs) + sum(size_of(tool.function.parameters) for tool in options.tools)
-    size += sum(len(tool.function.description or "") for tool in options.tools)
+    """Characters of all that a template may write; no message and no call is written with less than one."""
+    size = size_of(options.chat_template_kwargs)
+    for function in (tool.function for tool in options.tools):
+        size += len(function.name) + len(function.description or "") + size_of(function.parameters)
     for message in messages:
-        size += len(text_of(message))
-        size += sum(len(call.function.arguments) for call in message.tool_calls or [])
+        size += 1 + len(text_of(message)) + len(message.name or "") + len(message.tool_call_id or "")
+        for call in message.tool_calls or []:
+            size += 1 + len(call.id) + len(call.function.name) + len(call.function.arguments)
     return size
 
 

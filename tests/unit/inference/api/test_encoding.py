@@ -56,6 +56,7 @@ def test_all_text_counts() -> None:
             {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": TOO_LONG}},
             "messages",
         ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (LEAST_LIMIT + 1)}, "messages"),
         ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "text", "text": TOO_LONG}]}]}, "messages"),
     ],
 )
