@@ -95,7 +95,8 @@ class DataConfig(Config):
         unknown = [name for name in self.fields if name not in FIELD_NAMES]
         if unknown:
             raise ValueError(f"fields.{unknown[0]} is not a field; known: {', '.join(FIELD_NAMES)}")
-        if "shuffle_buffer" in self.model_fields_set and not (self.streaming and self.shuffle):
+        usual = type(self).model_fields["shuffle_buffer"].default
+        if self.shuffle_buffer != usual and not (self.streaming and self.shuffle):
             raise ValueError(f"shuffle_buffer = {self.shuffle_buffer} has no use without streaming and shuffle")
         return self
 

@@ -64,6 +64,9 @@ class OfflineConfig(Config):
     resume: bool = False
     """Go on with the run in output_dir from its newest complete checkpoint."""
 
+    allow_changes: bool = False
+    """Resume although options differ that make it another run."""
+
     clean: bool = False
     """Delete a run that output_dir holds."""
 

@@ -1,5 +1,6 @@
 """Options that more than one process takes. Each is defined here once and included where it is needed."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -28,13 +29,17 @@ class CheckpointConfig(Config):
     """When to save everything needed to go on."""
 
     every: int | None = Field(default=None, ge=1)
-    """Save after every so many steps; None: never."""
+    """Save after every so many steps; None: only when a signal ends the run."""
 
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest complete checkpoints to keep."""
 
     keep_every: int | None = Field(default=None, ge=1)
     """Keep those of every so many steps for good, besides; None: no others."""
+
+    on_signal_timeout_s: float = Field(default=25.0, ge=0)
+    """Asked to end (Ctrl-C, SIGTERM), the trainer finishes its step and saves a checkpoint, for at most so long; a
+    second signal ends at once. SLURM kills 30 s after SIGTERM. 0: end at once, save nothing."""
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> "CheckpointConfig":
@@ -99,6 +104,17 @@ class SchedulerConfig(Config):
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The last learning rate, as a fraction of the peak; for linear and cosine."""
+
+
+def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
+    """The learning rate of `step` (from 1) as a fraction of the peak."""
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    if config.type == "constant":
+        return 1.0
+    progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+    decay = 1 - progress if config.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -1,18 +1,22 @@
 """What `sft` and `align` do before and after training: checks, the dataset, the run directory, metrics."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+from tandem.config.changes import review_changes
 from tandem.config.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
 from tandem.models.files import check_model_dir
-from tandem.transport.checkpoints import prepare_run
+from tandem.transport.checkpoints import is_finished, prepare_run
+from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.log import setup_logging
-from tandem.utils.metrics import MetricsForwarder, open_forwarder, refuse_missing_trackers
+from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.processes import is_first_rank
 from tandem.utils.provenance import write_run_config
-from tandem.utils.run_dir import RunDir
+from tandem.utils.run_dir import RunDir, steps_with
+from tandem.utils.run_lock import hold_run
 
 Train = Callable[[Dataset[Any], MetricsForwarder], None]
 
@@ -25,23 +29,36 @@ def run_offline(
     run_dir = RunDir(config.output_dir)
     check_model_dir(config.model.name, config.model.impl)
     refuse_missing_trackers(config.metrics.report_to)
-    if is_first_rank():
-        run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
-    data = load_dataset(config.data, make_encoder(), seq_len=config.seq_len, seed=config.seed)
-    resolved = {name: config.model_dump(mode="json")}
-    if config.dry_run:
-        write_run_config(run_dir.dry_run, resolved)
-        learned = "streamed rows" if data.num_train is None else f"{data.num_train} rows"
-        held_out = f"{len(data.held_out)} held out"
-        print(f"dry run: {learned} to learn from, {held_out}; the resolved configuration is in {run_dir.dry_run}")
-        return
-    spread_over_ranks(f"tandem.entrypoints.{name}", config.parallel.ranks)
-    if is_first_rank():
-        prepare_run(run_dir, resume=config.resume, clean=config.clean)
-        write_run_config(run_dir.config, resolved)
-    train = load_train()
-    forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), enabled=is_first_rank())
-    try:
-        train(data, forwarder)
-    finally:
-        forwarder.close()
+    with nullcontext() if config.dry_run else hold_run(run_dir.root, name):
+        if is_first_rank():
+            run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
+        data = load_dataset(config.data, make_encoder(), seq_len=config.seq_len, seed=config.seed)
+        if config.resume and is_finished(run_dir, [name], config.max_steps):
+            print(f"the run in {run_dir.root} is finished: all {config.max_steps} steps are done")
+            return
+        changes = _review(name, config, run_dir) if config.resume and is_first_rank() else {}
+        resolved = {name: config.model_dump(mode="json")}
+        if config.dry_run:
+            write_run_config(run_dir.dry_run, resolved)
+            learned = "streamed rows" if data.num_train is None else f"{data.num_train} rows"
+            held_out = f"{len(data.held_out)} held out"
+            print(f"dry run: {learned} to learn from, {held_out}; the resolved configuration is in {run_dir.dry_run}")
+            return
+        spread_over_ranks(f"tandem.entrypoints.{name}", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
+        if is_first_rank():
+            prepare_run(run_dir, resume=config.resume, clean=config.clean)
+            write_run_config(run_dir.config, resolved)
+            if changes:
+                RunLog(run_dir, name).event("options_changed", changes=changes)
+        train = load_train()
+        forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), enabled=is_first_rank())
+        try:
+            train(data, forwarder)
+        finally:
+            forwarder.close()
+
+
+def _review(name: str, config: OfflineConfig, run_dir: RunDir) -> dict[str, Any]:
+    """What a resumed run is told differently. Its checkpoints are not checked yet: that takes long."""
+    newest = steps_with(run_dir.checkpoints, MANIFEST)[-1:]
+    return review_changes(config, run_dir.config / f"{name}.json", sum(newest), allowed=config.allow_changes)

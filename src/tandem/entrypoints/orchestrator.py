@@ -10,7 +10,14 @@ from tandem.utils.processes import run_entrypoint
 
 def main() -> None:
     config = parse(OrchestratorConfig, "orchestrator", "Writes training batches from the rollouts of a server.")
-    run_entrypoint("orchestrator", lambda: orchestrate(config))
+    run_entrypoint("orchestrator", lambda: own_run(config))
+
+
+def own_run(config: OrchestratorConfig) -> None:
+    from tandem.utils.run_lock import hold_run
+
+    with hold_run(config.output_dir, "orchestrator", ["orchestrator"]):
+        orchestrate(config)
 
 
 def orchestrate(config: OrchestratorConfig) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import Any
 
 from tandem.config.base import parse
 from tandem.config.rl import RLConfig
@@ -22,6 +23,39 @@ def main() -> None:
 
 
 def launch(config: RLConfig) -> None:
+    from tandem.launch import preflight
+    from tandem.utils.log import setup_logging
+    from tandem.utils.run_lock import hold_run
+
+    setup_logging(config.log_level)
+    if config.dry_run:
+        preflight.check(config)
+        write_plan(config)
+        return
+    with hold_run(config.output_dir, "rl"):
+        if config.resume and preflight.is_finished(config):
+            print(f"the run in {config.output_dir} is finished: all {config.max_steps} steps are done")
+            return
+        run(config, preflight.check(config))
+
+
+def write_plan(config: RLConfig) -> None:
+    """What `--dry-run` leaves."""
+    from tandem.launch.plan import make_plan
+    from tandem.utils.provenance import write_run_config
+    from tandem.utils.run_dir import RunDir
+
+    folder = RunDir(config.output_dir).dry_run
+    plans = make_plan(config, folder)
+    resolved = {plan.name: plan.config for plan in plans}
+    write_run_config(
+        folder, {"rl": shared_options(config) | resolved, **resolved, "plan": {p.name: p.describe() for p in plans}}
+    )
+    print(f"dry run: everything fits; configuration and process plan are in {folder}")
+
+
+def run(config: RLConfig, start_step: int) -> None:
+    """The run directory is ours, and everything was checked."""
     from rich.console import Console
 
     from tandem.launch import preflight
@@ -30,21 +64,12 @@ def launch(config: RLConfig) -> None:
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import rewind
-    from tandem.utils.log import setup_logging
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
 
-    setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
-    start_step = preflight.check(config)
-    folder = run_dir.dry_run if config.dry_run else run_dir.config
-    plans = make_plan(config, folder)
+    plans = make_plan(config, run_dir.config)
     resolved = {plan.name: plan.config for plan in plans}
-    shared = config.model_dump(mode="json", exclude={"trainer", "orchestrator", "inference"})
-    if config.dry_run:
-        write_run_config(folder, {"rl": shared | resolved, **resolved, "plan": {p.name: p.describe() for p in plans}})
-        print(f"dry run: everything fits; configuration and process plan are in {folder}")
-        return
     listening = preflight.take_port(config)
     if config.clean:
         run_dir.clean()
@@ -52,13 +77,13 @@ def launch(config: RLConfig) -> None:
         removed = rewind(run_dir, start_step)
         print(f"resuming after step {start_step}" + (f"; removed {', '.join(removed)}" if removed else ""))
     run_dir.create()
-    write_run_config(folder, {"rl": shared | resolved, **resolved})
+    write_run_config(run_dir.config, {"rl": shared_options(config) | resolved, **resolved})
 
     console = Console()
     view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)
     started = time.monotonic()
     try:
-        Supervisor(plans, listening).run(view.tick)
+        Supervisor(plans, listening, config.checkpoint.on_signal_timeout_s).run(view.tick)
     except RunFailed as error:
         view.close()
         print(f"rl: {error}", file=sys.stderr)
@@ -69,6 +94,10 @@ def launch(config: RLConfig) -> None:
         raise SystemExit(128 + error.signal_number) from None
     view.close()
     print_summary(console, run_dir, time.monotonic() - started)
+
+
+def shared_options(config: RLConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude={"trainer", "orchestrator", "inference"})
 
 
 if __name__ == "__main__":

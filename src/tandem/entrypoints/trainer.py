@@ -13,13 +13,15 @@ def main() -> None:
 def train(config: TrainerConfig) -> None:
     from tandem.launch.ranks import spread_over_ranks
     from tandem.utils.log import setup_logging
-
-    spread_over_ranks("tandem.entrypoints.trainer", config.parallel.ranks)
-
-    from tandem.trainer.train_rl import train_rl
+    from tandem.utils.run_lock import hold_run
 
     setup_logging(config.log_level)
-    train_rl(config)
+    with hold_run(config.output_dir, "trainer", ["trainer"]):
+        spread_over_ranks("tandem.entrypoints.trainer", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
+
+        from tandem.trainer.train_rl import train_rl
+
+        train_rl(config)
 
 
 if __name__ == "__main__":

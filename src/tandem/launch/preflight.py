@@ -5,6 +5,7 @@ import json
 import socket
 import urllib.request
 
+from tandem.config.changes import review_changes
 from tandem.config.inference import ServerConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
@@ -14,9 +15,10 @@ from tandem.envs.trial import try_environment
 from tandem.inference.vllm.serve import check_vllm
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.tasks import check_prompts
+from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.errors import UserError
-from tandem.utils.metrics import refuse_missing_trackers
+from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.run_dir import RunDir
 
@@ -28,11 +30,19 @@ def check(config: RLConfig) -> int:
     run_dir = RunDir(config.output_dir)
     run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
     start = _starting_step(config, run_dir)
+    if config.resume:
+        changes = review_changes(config, run_dir.config / "rl.json", start, allowed=config.allow_changes)
+        if changes and not config.dry_run:
+            RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model_dir(config.model.name, config.model.impl)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)
     return start
+
+
+def is_finished(config: RLConfig) -> bool:
+    return checkpoints.is_finished(RunDir(config.output_dir), ("orchestrator", "trainer"), config.max_steps)
 
 
 async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
@@ -45,7 +55,7 @@ def _starting_step(config: RLConfig, run_dir: RunDir) -> int:
     if not config.resume:
         return 0
     step = require_checkpoint(run_dir)
-    if step >= config.max_steps:
+    if step > config.max_steps:
         raise UserError(
             f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step} and max_steps = "
             f"{config.max_steps}; give a larger max_steps to go on"

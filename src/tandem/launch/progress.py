@@ -1,6 +1,5 @@
 """What a user sees while a run goes on: a live display on a terminal, prefixed log lines elsewhere."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from rich.text import Text
 from tandem.launch.curve import sparkline
 from tandem.launch.plan import ProcessPlan
 from tandem.utils.files import Follower
+from tandem.utils.metrics import parse_metrics_line
 
 STYLES = {"inference": "cyan", "orchestrator": "green", "trainer": "magenta"}
 
@@ -66,7 +66,8 @@ class LiveDisplay:
 
     def tick(self) -> None:
         for line in self._metrics.lines():
-            self._take(json.loads(line))
+            if (record := parse_metrics_line(line)) is not None:
+                self._take(record)
         for name, follower in self._logs.items():
             for line in follower.lines():
                 if " WARNING " in line or " ERROR " in line:
@@ -83,7 +84,7 @@ class LiveDisplay:
     def _take(self, line: dict[str, Any]) -> None:
         if "eval/reward" in line:
             self.held_out[line["step"]] = line["eval/reward"]
-        elif line["process"] == "orchestrator":
+        elif line["process"] == "orchestrator" and "reward/mean" in line:
             self.orchestrator = line
             self.rewards.append(line["reward/mean"])
         elif line["process"] == "trainer":

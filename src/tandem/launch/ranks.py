@@ -3,19 +3,24 @@
 Across machines people call torchrun themselves, one a machine; its workers come here too, and go on as they are.
 """
 
+import math
 import os
 import sys
 
 from tandem.utils.processes import SUPERVISOR_PID
 
 
-def spread_over_ranks(module: str, num_ranks: int) -> None:
-    """Returns in a process that trains; where several are wanted and this is none of them yet, it never returns."""
+def spread_over_ranks(module: str, num_ranks: int, on_signal_timeout_s: float) -> None:
+    """Returns in a process that trains; where several are wanted and this is none of them yet, it never returns.
+
+    torchrun passes signals on to its ranks, and gives them the time that they take to save a checkpoint.
+    """
     if num_ranks == 1 or "RANK" in os.environ:
         return
     # The process stays the same, so whoever watches over this one watches over torchrun, and torchrun over the ranks.
     os.environ[SUPERVISOR_PID] = str(os.getpid())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command += [f"--shutdown-timeout={math.ceil(on_signal_timeout_s) + 3}"]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [*command, "-m", module, *sys.argv[1:]])

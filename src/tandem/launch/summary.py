@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.launch.curve import plot
-from tandem.utils.files import read_json_lines
+from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
 
 
 def print_summary(console: Console, run_dir: RunDir, seconds: float) -> None:
-    lines = read_json_lines(run_dir.metrics)
+    lines = read_metrics(run_dir)
     # A resumed run writes the steps after its checkpoint again: the last line of a step counts.
     steps = {line["step"]: line for line in lines if "reward/mean" in line}
     rewards = [steps[step]["reward/mean"] for step in sorted(steps)]

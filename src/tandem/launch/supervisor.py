@@ -1,25 +1,33 @@
 """Starts the processes of a run, watches them, and ends all of them together.
 
 Children write straight into their log files, so that nothing is lost if the supervisor dies; the kernel
-then ends them too (utils.processes.die_with_supervisor). Whatever ends first ends the run: the trainer and
-the orchestrator by finishing, anyone by failing, the user by a signal.
+then ends them too (utils.processes.die_with_supervisor), and launch/guard.py what they have started. Whatever ends
+first ends the run: the trainer and the orchestrator by finishing, anyone by failing, the user by a signal, on which
+the trainer first saves a checkpoint.
 """
 
+import logging
 import os
 import signal
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.launch.guard import MARK, Guard
 from tandem.launch.plan import ProcessPlan
+from tandem.utils.errors import shorten
 from tandem.utils.ports import handed_over
-from tandem.utils.processes import SUPERVISOR_PID
+from tandem.utils.processes import REPEATED_WITHIN_S, SUPERVISOR_PID
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 GRACE_S = 6.0
 LAST_LINES = 15
+TAIL_BYTES = 1 << 18
 
 # Processes whose end is the end of the run; the others serve until they are told to stop.
 WORKERS = ("orchestrator", "trainer")
@@ -38,28 +46,39 @@ class Interrupted(Exception):
 
 
 class Supervisor:
-    """`listening`: what the inference server listens on, where the run has one."""
+    """`listening`: what the inference server listens on, where the run has one. `save_timeout_s`: how long the trainer
+    may take to save a checkpoint when a signal ends the run."""
 
-    def __init__(self, plans: list[ProcessPlan], listening: socket.socket | None = None) -> None:
+    def __init__(
+        self, plans: list[ProcessPlan], listening: socket.socket | None = None, save_timeout_s: float = 0.0
+    ) -> None:
         self.plans = {plan.name: plan for plan in plans}
         self.listening = listening
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.save_timeout_s = save_timeout_s
+        self._mark = uuid.uuid4().hex
+        self._asked: tuple[int, float] | None = None  # the first signal, and when it came
 
     def run(self, on_tick: Callable[[], None]) -> None:
         """Start everything and wait for the end; no process is left when this returns or raises."""
-        handlers = {number: signal.signal(number, _raise_interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+        guard = Guard(self._mark)
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for plan in self.plans.values():
                 self._start(plan)
             while not self._is_finished():
                 on_tick()
                 time.sleep(POLL_S)
+                if self._asked is not None:
+                    self._let_trainer_save(on_tick)
+                    raise Interrupted(self._asked[0])
             on_tick()
         finally:
             # A second Ctrl-C must not leave the clean-up half done.
             for number in handlers:
                 signal.signal(number, signal.SIG_IGN)
             self.stop()
+            guard.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -73,9 +92,30 @@ class Supervisor:
         for process in self.processes.values():
             process.wait()
 
+    def _on_signal(self, number: int, _frame: object) -> None:
+        """The first one is noted, for the loop to see; a second one, unless it is the same, ends the run at once."""
+        if self._asked is None:
+            self._asked = number, time.monotonic()
+        elif time.monotonic() - self._asked[1] > REPEATED_WITHIN_S:
+            raise Interrupted(number)
+
+    def _let_trainer_save(self, on_tick: Callable[[], None]) -> None:
+        """The trainer alone is told: it needs nobody else for its checkpoint (trainer/stopping.py)."""
+        trainer = self.processes.get("trainer")
+        if trainer is None or self.save_timeout_s == 0:
+            return
+        trainer.terminate()
+        deadline = time.monotonic() + self.save_timeout_s + POLL_S
+        while trainer.poll() is None and time.monotonic() < deadline:
+            on_tick()
+            time.sleep(POLL_S)
+        if trainer.poll() not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
+            how = "had no time to save" if trainer.poll() is None else "could not save"
+            logger.error("the trainer %s a checkpoint; see %s", how, self.plans["trainer"].log)
+
     def _start(self, plan: ProcessPlan) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
+        environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid()), MARK: self._mark}
         handed = self.listening if plan.name == "inference" else None
         if handed is not None:
             environment |= handed_over(handed)
@@ -93,9 +133,15 @@ class Supervisor:
     def _is_finished(self) -> bool:
         codes = {name: process.poll() for name, process in self.processes.items()}
         for name, code in codes.items():
-            if code is not None and (code != 0 or name not in WORKERS):
+            if code is not None and (code != 0 or name not in WORKERS) and not self._is_asked_to_end():
                 raise RunFailed(self._explain(name, code))
         return all(codes[name] == 0 for name in WORKERS if name in codes)
+
+    def _is_asked_to_end(self) -> bool:
+        """A scheduler's signal goes to all processes of a job, and may have ended one before it is known here."""
+        if self._asked is None:
+            time.sleep(4 * POLL_S)
+        return self._asked is not None
 
     def _explain(self, name: str, code: int) -> str:
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -112,9 +158,10 @@ class Supervisor:
 
 
 def last_lines(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
-    return "\n".join(f"  {line}" for line in lines) or "  (nothing was logged)"
-
-
-def _raise_interrupted(signal_number: int, _frame: object) -> None:
-    raise Interrupted(signal_number)
+    """What a process said last, each line of it bounded, and the log read from its end only."""
+    if not log.exists():
+        return "  (nothing was logged)"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join(f"  {shorten(line)}" for line in lines) or "  (nothing was logged)"

@@ -13,6 +13,7 @@ The trainer is met only through the run directory, the inference server only thr
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
@@ -30,10 +31,10 @@ from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.shaping import shape_rewards, shaping_metrics
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, request_seed
+from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
-from tandem.transport.weights.manifest import MANIFEST
 from tandem.types.rollout import Group
-from tandem.utils.metrics import MetricsForwarder, RunLog
+from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
 
@@ -57,6 +58,7 @@ class Orchestrator:
         self.run_log = RunLog(self.run_dir, "orchestrator")
         self.client = client
         self.forwarder = forwarder
+        self._evaluating = False
         self.start = resumed_from or OrchestratorState(step=0, next_order=0, unfinished=[])
         self.tasks = TaskOrder(environment.train_tasks, config.seed, self.start.set_aside)
         self.ledger = FailureLedger(self.run_dir, config.max_failed_share)
@@ -80,7 +82,7 @@ class Orchestrator:
                 await self._run(tasks)
         except BaseExceptionGroup as errors:
             raise cause_of(errors) from None
-        self.run_log.event("finished", version=self.policy.version)
+        self.run_log.event("finished", step=self.policy.version)
 
     async def _run(self, tasks: asyncio.TaskGroup) -> None:
         policy = self.policy
@@ -88,12 +90,11 @@ class Orchestrator:
         watching = tasks.create_task(policy.watch())
         await self._serve_first_version()
         self.run_log.event("started", version=policy.version, run=self.client.run)
-        if self.start.step == 0:
-            await self.evaluator.run(0, self.run_dir)
+        await self._evaluate_start()
         forwarding = tasks.create_task(self._forward_metrics())
         following = tasks.create_task(policy.follow(self.config.max_steps, self._on_version))
         await self._write_batches(policy)
-        await self._wait_for_last_version(following)
+        await self._wait_for_last_version(policy, following)
         forwarding.cancel()
         watching.cancel()
 
@@ -102,11 +103,16 @@ class Orchestrator:
         version = self.start.step
         path = self.config.model.name if version == 0 else self.run_dir.weights / step_name(version)
         if version > 0:
-            deadline = self._weights_deadline(version)
-            while not (path / MANIFEST).exists():
-                deadline.check()
-                await asyncio.sleep(0.02)
+            await wait_for_whole(path, version, self._weights_deadline(version))
         await self.policy.load(path, version)
+
+    async def _evaluate_start(self) -> None:
+        """What a new run begins with; of a resumed one, what it was ended before."""
+        version = self.start.step
+        is_due = version == 0 or self.evaluator.is_due(version - 1, version, self.config.max_steps)
+        lines = read_metrics(self.run_dir)
+        if is_due and not any("eval/reward" in line and line["step"] == version for line in lines):
+            await self.evaluator.run(version, self.run_dir)
 
     async def _write_batches(self, policy: Policy) -> None:
         config, step_size = self.config, self.config.prompts_per_step
@@ -127,11 +133,9 @@ class Orchestrator:
             for step in range(self.start.step + 1, config.max_steps + 1):
                 started = time.monotonic()
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
-                if config.checkpoint.is_due(step):
-                    set_aside = sorted(self.tasks.set_aside)
-                    state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders, set_aside)
-                    state.save(self.run_dir)
-                self._write_batch(groups, step)
+                set_aside = sorted(self.tasks.set_aside)
+                state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders, set_aside)
+                self._write_batch(groups, step, state)
                 seconds = time.monotonic() - started
                 self._log_step(groups, step, policy.version, seconds, buffer.num_dropped_stale)
         finally:
@@ -148,11 +152,11 @@ class Orchestrator:
             seed=request_seed(config.seed, "train", order),
         )
 
-    def _write_batch(self, groups: list[Group], step: int) -> None:
+    def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config
         advantages = self.advantages(shape_rewards(groups, config.sampling.max_tokens, config.overlong))
         batch = make_batch(groups, advantages, step, config.sampling.temperature)
-        self.writer.write(batch)
+        self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)
 
     def _log_step(self, groups: list[Group], step: int, version: int, seconds: float, num_stale: int) -> None:
@@ -180,11 +184,17 @@ class Orchestrator:
         self.run_log.event("version_served", version=version)
         self.writer.remove_trained(version)
         if self.evaluator.is_due(previous, version, self.config.max_steps):
+            self._evaluating = True
             await self.evaluator.run(version, self.run_dir)
+            self._evaluating = False
 
-    async def _wait_for_last_version(self, following: asyncio.Task[None]) -> None:
-        deadline = self._weights_deadline(self.config.max_steps)
+    async def _wait_for_last_version(self, policy: Policy, following: asyncio.Task[None]) -> None:
+        """The deadline is the trainer's: while an evaluation goes on, nobody waits for weights."""
+        last = self.config.max_steps
+        deadline = self._weights_deadline(last)
         while not following.done():
+            if self._evaluating or policy.version == last:
+                deadline = self._weights_deadline(last)
             deadline.check()
             await asyncio.wait([following], timeout=1.0)
 

@@ -2,10 +2,10 @@
 
 from dataclasses import asdict, dataclass, field
 
-from tandem.utils.files import read_json, write_json
+from tandem.transport.checkpoints import ORCHESTRATOR
+from tandem.utils.errors import UserError
+from tandem.utils.files import json_text, read_json
 from tandem.utils.run_dir import RunDir, step_name
-
-FILE = "orchestrator.json"
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,14 @@ class OrchestratorState:
     unfinished: list[int]
     set_aside: list[int] = field(default_factory=list)
 
-    def save(self, run_dir: RunDir) -> None:
-        write_json(run_dir.checkpoints / step_name(self.step) / FILE, asdict(self))
+    def encode(self) -> bytes:
+        """It goes with the batch, and from there into the checkpoint of the step."""
+        return json_text(asdict(self))
 
     @classmethod
     def load(cls, run_dir: RunDir, step: int) -> "OrchestratorState":
-        return cls(**read_json(run_dir.checkpoints / step_name(step) / FILE))
+        path = run_dir.checkpoints / step_name(step) / ORCHESTRATOR
+        try:
+            return cls(**read_json(path))
+        except (FileNotFoundError, TypeError) as error:
+            raise UserError(f"resume: {path} does not say where the orchestrator was: {error}") from error

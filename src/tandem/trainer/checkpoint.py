@@ -3,6 +3,8 @@
     loop     copies of weights, optimizer and random state ──┐      the next steps
     thread                                                   └─► shards ─► all ranks done ─► rename ─► manifest
 
+A save that fails is told at once and made again after the next step; failing again, it ends the run.
+
 trainer/shard_00000.safetensors   what is trained and the optimizer's state of it, as the ranks hold it
 trainer/random_00000.json         the random number generators of each rank
 trainer/state.json                the number of ranks, and what the loop wants to find again
@@ -10,10 +12,11 @@ trainer/state.json                the number of ranks, and what the loop wants t
 The learning rate is a function of the step, and frozen weights are those of model.name: neither is saved.
 """
 
+import errno
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +35,14 @@ from tandem.trainer.shards import Layout, local_part, read_layout, read_shards, 
 from tandem.transport.checkpoints import TRAINER, remove_superseded
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
-from tandem.utils.files import json_text, publish_directory, read_json
+from tandem.utils.files import json_text, publish_directory, read_json, write_atomic
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
 
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
+STAGING = f".{TRAINER}.tmp"
 MODEL, OPTIMIZER = "model/", "optimizer/"  # optimizer/exp_avg/<name of the parameter>
 SAVE_TIMEOUT_S = 3600.0
 WORTH_A_WARNING_S = 1.0
@@ -50,10 +55,15 @@ class Snapshot:
     step: int
     tensors: Mapping[str, Tensor]
     files: Mapping[str, bytes]
+    beside: Mapping[str, bytes]  # files of others, next to the trainer's folder
 
 
 class Checkpointer:
-    """Every rank makes one and calls its methods at the same steps; `close` at the end, which waits for the last."""
+    """Every rank makes one and calls its methods at the same steps; `close` at the end, which waits for the last.
+
+    What is saved of a step besides the model: `extra_state` (JSON), which `load` gives back, and `beside`, files that
+    others want to find in the checkpoint.
+    """
 
     def __init__(
         self,
@@ -62,28 +72,54 @@ class Checkpointer:
         ranks: Ranks,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        run_log: RunLog | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.config = config
         self.ranks = ranks
         self.parameters = trained_parameters(model)
         self.optimizer = optimizer
+        self.run_log = run_log or RunLog(run_dir, "trainer", enabled=False)
         # Messages of a save must not meet those of the steps that go on beside it.
         self._group = new_group() if ranks.size > 1 else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
+        self._newest = 0  # the step that was saved or loaded last
+        self._num_failed = 0  # saves, in a row
 
-    def maybe_save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
-        if self.config.is_due(step):
-            self.save(step, extra_state)
+    def maybe_save(
+        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Save if it is due, or if the save before has failed."""
+        if self.config.is_due(step) or self._has_failed():
+            self.save(step, extra_state, beside)
 
-    def save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
-        """Copy the state and have it written; `extra_state` (JSON) is what `load` gives back."""
-        asked = time.monotonic()
+    def save_now(
+        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Return once `step` is saved, or what was saved last is found to be that step."""
+        if step != self._newest or self._has_failed():
+            self.save(step, extra_state, beside)
         self.wait()
+
+    def finish(
+        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+    ) -> None:
+        """After the last step: wait for the save under way, and make up for one that fails."""
+        if not self._settle():
+            self.save(step, extra_state, beside)
+            self.wait()
+
+    def save(
+        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Copy the state and have it written."""
+        asked = time.monotonic()
+        self._settle()
         if (waited_s := time.monotonic() - asked) > WORTH_A_WARNING_S:
             logger.warning("step %d waited %.1f s for the checkpoint before its own; save less often", step, waited_s)
-        self._saving = self._thread.submit(self._write, self._snapshot(step, extra_state or {}))
+        self._newest = step
+        self._saving = self._thread.submit(self._write, self._snapshot(step, extra_state or {}, beside or {}))
 
     def wait(self) -> None:
         """Until the save under way is complete; raises what went wrong with it."""
@@ -97,12 +133,31 @@ class Checkpointer:
                 f"waited {SAVE_TIMEOUT_S:.0f} s for a checkpoint to be written to {self.run_dir.checkpoints}; "
                 "does its file system answer?"
             ) from error
+        self._num_failed = 0
 
     def close(self) -> None:
         try:
             self.wait()
         finally:
             self._thread.shutdown()
+
+    def _has_failed(self) -> bool:
+        """Whether a rank knows that the save under way has failed. Ranks ask together: their threads differ in time."""
+        if self._saving is None:
+            return False
+        failed = self._saving.done() and self._saving.exception() is not None
+        return bool(self.ranks.all_max(torch.tensor(int(failed), device=self.ranks.device)))
+
+    def _settle(self) -> bool:
+        """Until the save under way is complete; False if it failed, raises if it was the second to fail."""
+        try:
+            self.wait()
+        except Exception:
+            self._num_failed += 1
+            if self._num_failed > 1:
+                raise
+            return False
+        return True
 
     def load(self, step: int) -> dict[str, Any]:
         """Go on from a checkpoint that was verified; returns its extra state."""
@@ -114,38 +169,87 @@ class Checkpointer:
         read_shards(weights | moments, folder, self._group)
         load_optimizer(self.optimizer, moments, self.parameters)
         self._restore_random_state(folder, step)
+        self._newest = step
         return read_json(folder / STATE)["extra_state"]
 
-    def _snapshot(self, step: int, extra_state: Mapping[str, Any]) -> Snapshot:
+    def _snapshot(self, step: int, extra_state: Mapping[str, Any], beside: Mapping[str, bytes]) -> Snapshot:
         weights = {MODEL + name: copy_to_cpu(parameter, parameter) for name, parameter in self.parameters.items()}
         moments = dict(optimizer_copies(self.optimizer, self.parameters))
         files = {random_file(self.ranks.rank): json_text(capture_random_state(self.ranks.device))}
         if self.ranks.is_first:
             files[STATE] = json_text({"num_ranks": self.ranks.size, "extra_state": extra_state})
-        return Snapshot(step, weights | moments, files)
+        return Snapshot(step, weights | moments, files, beside)
 
     def _write(self, snapshot: Snapshot) -> None:
-        """Written aside and renamed; the manifest comes last, and only then are older ones deleted."""
+        """The thread's whole task. Whoever asks for the outcome may do so much later, so a failure is told here."""
         started = time.monotonic()
         folder = self.run_dir.checkpoints / step_name(snapshot.step)
-        staging = folder / f".{TRAINER}.tmp"
+        try:
+            self._write_all(snapshot, folder)
+        except Exception as error:
+            if self.ranks.is_first:
+                shutil.rmtree(folder / STAGING, ignore_errors=True)  # the disk may be full
+            reason = f"{type(error).__name__}: {error}"
+            logger.error(
+                "the checkpoint of step %d could not be saved (%s); it is tried again after the next step, and if "
+                "that fails as well, the run ends",
+                *(snapshot.step, reason),
+            )
+            self.run_log.event("checkpoint_failed", step=snapshot.step, error=reason)
+            raise
         if self.ranks.is_first:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        self._meet()
+            logger.info("checkpoint %s is complete after %.1f s", folder, time.monotonic() - started)
+        self.run_log.event("checkpoint", step=snapshot.step)
+
+    def _write_all(self, snapshot: Snapshot, folder: Path) -> None:
+        """Written aside and renamed; the manifest comes last, and only then are older ones deleted."""
+        size_bytes = self._size_bytes(snapshot)
+        self._first_rank_alone(lambda: make_room(folder / STAGING, size_bytes))
+        self._together(lambda: self._write_part(snapshot, folder / STAGING))
+        self._first_rank_alone(lambda: self._complete(snapshot, folder))
+
+    def _write_part(self, snapshot: Snapshot, staging: Path) -> None:
         write_shards(snapshot.tensors, staging, self._group)
         for name, content in snapshot.files.items():
             (staging / name).write_bytes(content)
-        self._meet()
-        if self.ranks.is_first:
-            publish_directory(staging, folder / TRAINER)
-            write_manifest(folder, snapshot.step)
-            logger.info("checkpoint %s is complete after %.1f s", folder, time.monotonic() - started)
-            remove_superseded(self.run_dir, snapshot.step, self.config)
 
-    def _meet(self) -> None:
+    def _complete(self, snapshot: Snapshot, folder: Path) -> None:
+        publish_directory(folder / STAGING, folder / TRAINER)
+        for name, content in snapshot.beside.items():
+            write_atomic(folder / name, content)
+        write_manifest(folder, snapshot.step)
+        remove_superseded(self.run_dir, snapshot.step, self.config)
+
+    def _first_rank_alone(self, action: Callable[[], None]) -> None:
+        self._together(action if self.ranks.is_first else lambda: None)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """What fails on one rank fails on all: none is left waiting."""
+        error: BaseException | None = None
+        try:
+            action()
+        except BaseException as caught:  # DCP's own is no Exception
+            error = caught
         if self._group is not None:
-            dist.barrier(self._group)
+            failed = torch.tensor(int(error is not None))
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+            if error is None and failed:
+                raise RuntimeError("another rank could not write its part; see the first error in the log")
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _size_bytes(self, snapshot: Snapshot) -> int:
+        """Of the tensors on all ranks; what all hold alike is divided among them."""
+        own = sum(
+            local_part(tensor).nbytes // (1 if isinstance(tensor, DTensor) else self.ranks.size)
+            for tensor in snapshot.tensors.values()
+        )
+        total = torch.tensor(own, dtype=torch.int64)
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        return int(total)
 
     def _restore_random_state(self, folder: Path, step: int) -> None:
         file = folder / random_file(self.ranks.rank)
@@ -160,6 +264,20 @@ class Checkpointer:
             folder,
             read_json(folder / STATE)["num_ranks"],
             seed,
+        )
+
+
+def make_room(staging: Path, size_bytes: int) -> None:
+    """An empty directory on a disk that has the space."""
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    free_bytes = shutil.disk_usage(staging).free
+    if free_bytes < size_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint takes {size_bytes / 1e9:.2f} GB, {free_bytes / 1e9:.2f} GB are free; free some space, or "
+            "keep fewer with checkpoint.keep_last",
+            str(staging.parent),
         )
 
 

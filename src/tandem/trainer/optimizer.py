@@ -1,13 +1,12 @@
-"""AdamW, in CPU memory where asked, and the learning rate over the steps."""
+"""AdamW, in CPU memory where asked."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tandem.config.shared import OptimizerConfig, SchedulerConfig
+from tandem.config.shared import OptimizerConfig
 
 
 def make_optimizer(
@@ -77,17 +76,6 @@ def _pinned(tensor: Tensor) -> Tensor:
 def _local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
-    """The learning rate of `step` (from 1) as a fraction of the peak."""
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    if config.type == "constant":
-        return 1.0
-    progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
-    decay = 1 - progress if config.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import asdict
 
 from tandem.config.align import AlignConfig
+from tandem.config.shared import lr_factor
 from tandem.data.dataset import Dataset
 from tandem.models.scorer import scorer_config
 from tandem.trainer.aligner import Aligner
@@ -14,13 +15,14 @@ from tandem.trainer.begin import agree_on_start, joined_ranks
 from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.frozen import FrozenModel
 from tandem.trainer.losses.unpaired import RewardShift
-from tandem.trainer.optimizer import lr_factor, set_lr
+from tandem.trainer.optimizer import set_lr
 from tandem.trainer.preferences import AlignBatch, AlignRow, mismatches
 from tandem.trainer.ranks import Ranks
 from tandem.trainer.reference import ReferenceOf, References, no_reference, precompute, stream_reference
 from tandem.trainer.scoring import TrainedScorer, load_trained_scorer
 from tandem.trainer.setup import Trained, load_trained
 from tandem.trainer.step import Stepper
+from tandem.trainer.stopping import StopSignal
 from tandem.trainer.train_sft import ProgressLine
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.metrics import MetricsForwarder, RunLog
@@ -44,13 +46,15 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     batches = Batches(config, data, trained.stepper)
     aligner = Aligner(config.loss, trained.stepper, reference_of(config, ranks), config.tokens_per_microbatch)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, 1, published_config(config))
-    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer)
+    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log)
     if start > 0:
         aligner.shift = RewardShift(**checkpoints.load(start))
     progress = ProgressLine(config.max_steps, enabled=ranks.is_first)
 
-    with closing(checkpoints):
+    with closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
         for step in range(start + 1, config.max_steps + 1):
+            if stop.is_agreed():
+                stop.end(checkpoints, run_log, step - 1, asdict(aligner.shift))
             started = time.monotonic()
             ranks.report(step, "training")
             rows, mismatched = batches.at(step)
@@ -69,9 +73,10 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
             checkpoints.maybe_save(step, asdict(aligner.shift))
             progress.show(step, summary(stats, speed["tokens_per_s"]))
 
-    trained.publish(weights.publish, version=config.max_steps)
-    if isinstance(trained, Trained):
-        trained.save_adapter(run_dir.adapter, version=config.max_steps)
+        trained.publish(weights.publish, version=config.max_steps)
+        if isinstance(trained, Trained):
+            trained.save_adapter(run_dir.adapter, version=config.max_steps)
+        checkpoints.finish(config.max_steps, asdict(aligner.shift))
     run_log.event("data", **data.summary)
     run_log.event("finished", step=config.max_steps)
     if ranks.is_first:

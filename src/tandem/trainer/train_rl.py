@@ -4,15 +4,18 @@ import logging
 import time
 from contextlib import closing
 
+from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.begin import agree_on_start, joined_ranks
 from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.frozen import FrozenModel
 from tandem.trainer.learner import Learner, judges_of
 from tandem.trainer.losses import needs_entropy_gradient
-from tandem.trainer.optimizer import lr_factor, set_lr
+from tandem.trainer.optimizer import set_lr
 from tandem.trainer.ranks import Ranks
 from tandem.trainer.setup import load_trained
+from tandem.trainer.stopping import StopSignal
+from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.metrics import RunLog
@@ -56,18 +59,23 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         adapter_config=trained.adapter_config,
     )
     publish = trained.publish if config.lora is None else trained.publish_adapter
-    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer)
+    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log)
     if start > 0:
         checkpoints.load(start)
         publish(weights.republish, version=start)
     run_log.event("started", step=start, ranks=ranks.size)
     logger.info("ready on %s; waiting for the batch of step %d", ranks.device, start + 1)
 
-    with closing(checkpoints):
+    beside: dict[str, bytes] = {}
+    with closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
         for step in range(start + 1, config.max_steps + 1):
             waiting = time.monotonic()
             ranks.report(step, "waiting for the batch")
+            batches.wait(step, give_up=stop.is_asked)
+            if stop.is_agreed():
+                stop.end(checkpoints, run_log, step - 1, beside=beside)
             batch = batches.read(step)
+            beside = {ORCHESTRATOR: batch.orchestrator_state}
             started = time.monotonic()
             ranks.report(step, "training")
             lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
@@ -83,10 +91,11 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
                 "publish_s": time.monotonic() - trained_at,
             }
             run_log.metrics(step, stats | times)
-            checkpoints.maybe_save(step)
+            checkpoints.maybe_save(step, beside=beside)
             if ranks.is_first:
                 logger.info("step %d: loss %.4f, grad norm %.3f", step, stats["loss"], stats["grad_norm"])
-    if config.lora is not None:
-        merged = WeightsPublisher(run_dir.merged, config.model.name, config.model.dtype, keep=1)
-        trained.publish(merged.publish, version=config.max_steps)
+        if config.lora is not None:
+            merged = WeightsPublisher(run_dir.merged, config.model.name, config.model.dtype, keep=1)
+            trained.publish(merged.publish, version=config.max_steps)
+        checkpoints.finish(config.max_steps, beside=beside)
     run_log.event("finished", step=config.max_steps)

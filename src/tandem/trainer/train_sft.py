@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from tandem.config.sft import SFTConfig
+from tandem.config.shared import lr_factor
 from tandem.data.dataset import Dataset
 from tandem.data.packing import divide, pack
 from tandem.trainer.begin import agree_on_start, joined_ranks
 from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.losses.streams import LossOutput
-from tandem.trainer.optimizer import lr_factor, set_lr
+from tandem.trainer.optimizer import set_lr
 from tandem.trainer.ranks import Ranks
 from tandem.trainer.setup import load_trained
 from tandem.trainer.step import Predictions, Stepper
+from tandem.trainer.stopping import StopSignal
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import PackedBatch, Sample
 from tandem.utils.metrics import MetricsForwarder, RunLog
@@ -36,7 +38,7 @@ def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder
     throughput = trained.throughput()
     run_log = RunLog(run_dir, "sft", enabled=ranks.is_first)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, keep=1)
-    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer)
+    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log)
     if start > 0:
         checkpoints.load(start)
     run_log.event("started", step=start, ranks=ranks.size)
@@ -44,8 +46,10 @@ def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder
     held_out = HeldOut(data.held_out, config, ranks)
     progress = ProgressLine(config.max_steps, enabled=ranks.is_first)
 
-    with closing(checkpoints):
+    with closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
         for step in range(start + 1, config.max_steps + 1):
+            if stop.is_agreed():
+                stop.end(checkpoints, run_log, step - 1)
             started = time.monotonic()
             ranks.report(step, "training")
             batch = pack(data.train.batch((step - 1) * config.batch_size, config.batch_size))
@@ -62,8 +66,9 @@ def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder
             checkpoints.maybe_save(step)
             progress.show(step, f"loss {stats['loss']:.4f}, {speed['tokens_per_s']:.0f} tokens/s")
 
-    trained.publish(weights.publish, version=config.max_steps)
-    trained.save_adapter(run_dir.adapter, version=config.max_steps)
+        trained.publish(weights.publish, version=config.max_steps)
+        trained.save_adapter(run_dir.adapter, version=config.max_steps)
+        checkpoints.finish(config.max_steps)
     run_log.event("data", **data.summary)
     run_log.event("finished", step=config.max_steps)
     if ranks.is_first:

@@ -1,25 +1,27 @@
 """Checkpoints on disk: which are complete, which is the newest, which may go, and what lies beyond. No torch.
 
-checkpoints/step_000012/orchestrator.json   written by the orchestrator, with the batch of that step
-checkpoints/step_000012/trainer/            written by the trainer, after that step
+checkpoints/step_000012/trainer/            what the trainer needs to go on after that step
+checkpoints/step_000012/orchestrator.json   what the orchestrator needs; it came with the batch of that step
 checkpoints/step_000012/manifest.json       written last, over all of it
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tandem.config.shared import CheckpointConfig
 from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
 from tandem.utils.errors import UserError
-from tandem.utils.files import write_atomic
+from tandem.utils.files import read_json_lines, write_atomic
+from tandem.utils.metrics import parse_metrics_line
 from tandem.utils.run_dir import RunDir, step_name, step_of, steps_with
 
 logger = logging.getLogger(__name__)
 
 TRAINER = "trainer"
+ORCHESTRATOR = "orchestrator.json"
 # A checkpoint on its way out: no longer a step, and swept up with everything else that is temporary.
 REMOVED = ".removed.tmp"
 
@@ -87,6 +89,22 @@ def remove_superseded(run_dir: RunDir, newest: int, config: CheckpointConfig) ->
         shutil.rmtree(removed, ignore_errors=True)
 
 
+def is_finished(run_dir: RunDir, processes: Sequence[str], max_steps: int) -> bool:
+    """Whether all of them have said so of this length since they were last started, and the weights are whole."""
+    last: dict[str, dict[str, Any]] = {}
+    for event in read_json_lines(run_dir.events):
+        if event.get("event") in ("started", "finished"):
+            last[str(event.get("process"))] = event
+    ends = [last.get(process, {}) for process in processes]
+    if not all(end.get("event") == "finished" and end.get("step") == max_steps for end in ends):
+        return False
+    try:
+        verify_manifest(run_dir.weights / step_name(max_steps), max_steps)
+    except DamagedWeights:
+        return False
+    return True
+
+
 def rewind(run_dir: RunDir, step: int) -> list[str]:
     """Delete what was written after `step`, so that a resumed run cannot meet it. Returns the names."""
     removed = []
@@ -112,11 +130,15 @@ def prepare_run(run_dir: RunDir, *, resume: bool, clean: bool) -> None:
 
 
 def drop_lines_after(path: Path, step: int) -> int:
-    """Leave out the lines of later steps, which will be written again, and a line that was cut short."""
+    """Leave out the lines of later steps, which will be written again, and those that are damaged or cut short."""
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+    records = [parse_metrics_line(line) if line.endswith(b"\n") else None for line in lines]
+    if (num_damaged := records.count(None)) > 0:
+        logger.warning("%s: %d damaged lines are removed", path, num_damaged)
+    pairs = zip(lines, records, strict=True)
+    kept = [line for line, record in pairs if record is not None and record["step"] <= step]
     if len(kept) < len(lines):
         write_atomic(path, b"".join(kept))
     return len(lines) - len(kept)

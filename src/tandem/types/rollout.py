@@ -135,6 +135,7 @@ class TrainBatch:
     step: int
     temperature: float
     packed: PackedBatch
+    orchestrator_state: bytes = b"{}"  # JSON; the trainer puts it into its checkpoint, unread
 
     def require_usable(self) -> None:
         """ValueError if it holds a number that would train the model on nonsense in silence."""

@@ -1,5 +1,34 @@
-"""The one exception for mistakes a user can mend. Entrypoints print it and leave with exit code 2."""
+"""The one exception for mistakes a user can mend, and the bound on what any error may say.
+
+Entrypoints print a UserError and leave with exit code 2.
+"""
+
+import errno
+
+# What is shown of one text: errors of user code, and of servers, may hold whole responses.
+MAX_CHARS = 2000
+
+# The file system says no, whatever the program does: the message is all there is to know.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class UserError(ValueError):
     """Says what is wrong, the value that is wrong, and what would be right."""
+
+
+def shorten(text: str, max_chars: int = MAX_CHARS) -> str:
+    """The beginning and the end of a text that is too long, and how much is left out between them."""
+    if len(text) <= max_chars:
+        return text
+    head, tail = max_chars * 3 // 4, max_chars // 4
+    return f"{text[:head]} … [{len(text) - head - tail} characters left out] … {text[-tail:]}"
+
+
+def shorten_lines(text: str, max_lines: int = 100) -> str:
+    """The same for a text of many lines, such as a traceback: each is bounded, and so is their number."""
+    lines = [shorten(line) for line in text.splitlines()]
+    if len(lines) > max_lines:
+        half = max_lines // 2
+        lines = [*lines[:half], f"… [{len(lines) - 2 * half} lines left out] …", *lines[-half:]]
+    return "\n".join(lines)

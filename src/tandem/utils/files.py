@@ -7,6 +7,7 @@ complete only once its marker file is there. Readers trust markers and nothing e
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tandem.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def fsync_path(path: Path) -> None:
@@ -111,11 +114,24 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a JSON-lines file; none if there is no file yet."""
+    """All complete lines of a JSON-lines file; none if there is no file yet. Damaged ones are left out and counted."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines if line]
+    records = [parse_json_line(line) for line in lines]
+    whole = [record for record in records if record is not None]
+    if len(whole) < len(lines):
+        logger.warning("%s: %d damaged lines are left out", path, len(lines) - len(whole))
+    return whole
+
+
+def parse_json_line(line: bytes | str) -> dict[str, Any] | None:
+    """One line of a JSON-lines file; None if it is blank, damaged, or no table of keys."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class Follower:

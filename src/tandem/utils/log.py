@@ -9,11 +9,12 @@ import re
 import sys
 from types import TracebackType
 
+from tandem.utils.errors import shorten_lines
+
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 # Control characters, line separators of Unicode, marks that turn the direction of text, halves of characters.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
 
 def printable(text: str) -> str:
     """The text in one line, with what cannot be seen written out."""
@@ -21,10 +22,14 @@ def printable(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """A message is one line; a traceback follows it, each of its lines indented, so that none passes for a message."""
+    """A message is one line; a traceback follows it, each of its lines indented, so that none passes for a message.
+    Whatever text an error carries, lines stay ones that people can read."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shorten_lines(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record).rstrip())

@@ -5,7 +5,7 @@ that owns the run (the orchestrator, or `sft`) also forwards new metric lines to
 or trackio, so that one run shows up there once, whoever wrote the line.
 """
 
-import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.utils.errors import UserError
-from tandem.utils.files import Follower, append_json_line
+from tandem.utils.errors import UserError, shorten
+from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines
 from tandem.utils.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
 
 Number = int | float
 
@@ -32,11 +34,27 @@ class RunLog:
         self._append(self.run_dir.metrics, {"step": step, **values})
 
     def event(self, name: str, **details: Any) -> None:
-        self._append(self.run_dir.events, {"event": name, **details})
+        shown = {key: shorten(value) if isinstance(value, str) else value for key, value in details.items()}
+        self._append(self.run_dir.events, {"event": name, **shown})
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
         if self.enabled:
             append_json_line(path, {"time": time.time(), "process": self.process, **values})
+
+
+def parse_metrics_line(line: bytes | str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl with its step and its process; None if it is damaged."""
+    record = parse_json_line(line)
+    return record if record is not None and _is_metrics(record) else None
+
+
+def _is_metrics(record: Mapping[str, Any]) -> bool:
+    return type(record.get("step")) is int and isinstance(record.get("process"), str)
+
+
+def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
+    """All lines of metrics.jsonl but damaged ones."""
+    return [line for line in read_json_lines(run_dir.metrics) if _is_metrics(line)]
 
 
 class Tracker(Protocol):
@@ -120,11 +138,16 @@ class MetricsForwarder:
         if not self._trackers:
             return
         for line in self._follower.lines():
-            record = json.loads(line)
-            process = record.pop("process")
-            step = record.pop("step")
-            record.pop("time")
-            values = {f"{process}/{name}": value for name, value in record.items()}
+            record = parse_metrics_line(line)
+            if record is None:
+                logger.warning("a damaged line of %s is not forwarded", self._follower.path)
+                continue
+            process, step = record["process"], record["step"]
+            values = {
+                f"{process}/{name}": value
+                for name, value in record.items()
+                if name not in ("process", "step", "time") and isinstance(value, Number)
+            }
             for tracker in self._trackers:
                 tracker.log(step, values)
 

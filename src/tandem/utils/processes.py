@@ -5,15 +5,26 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from tandem.utils.errors import UserError
+from tandem.utils.errors import NOT_WRITABLE, UserError, shorten_lines
 
 SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
 PR_SET_PDEATHSIG = 1
+# Schedulers send a signal to all processes of a job, and parents pass it on: within this time it is one.
+REPEATED_WITHIN_S = 1.0
+
+
+class Stopped(Exception):
+    """A process was asked to end, and did so in order. The exit code is 128 + the signal."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
 
 
 def die_with_supervisor() -> None:
@@ -49,14 +60,44 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
 def descendants(pid: int) -> list[int]:
     """The children of a process, their children, and so on. Linux only; elsewhere none are found."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
+    for folder in Path("/proc").glob("[0-9]*"):
+        if fields := _stat(int(folder.name)):
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
     found = children.get(pid, [])[:]
     for child in found:  # grows as it is walked
         found += children.get(child, [])
     return found
+
+
+def process_state(pid: int) -> str | None:
+    """One letter as `ps` shows it (R, S, T, Z, …); None where there is no such process, or no /proc."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in ticks since boot: with the pid, it names a process for good."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def process_exists(pid: int) -> bool:
+    """Also where another user's processes are hidden."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc/pid/stat says after the name of the process, which may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def is_first_rank() -> bool:
@@ -65,12 +106,24 @@ def is_first_rank() -> bool:
 
 
 def run_entrypoint(name: str, body: Callable[[], None]) -> None:
-    """Run a process's main part; a user's mistake becomes one line on standard error and exit code 2."""
+    """Run a process's main part and give its end an exit code; whatever an error says, it stays readable.
+
+    2: a user's mistake, in one line. 128 + signal: asked to end. 1: anything else.
+    """
     die_with_supervisor()
     try:
         body()
     except UserError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _exit(f"{name}: {error}", 2)
+    except Stopped as stopped:
+        _exit(f"{name}: {stopped}", 128 + stopped.signal_number)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except Exception as error:
+        in_one_line = isinstance(error, OSError) and error.errno in NOT_WRITABLE
+        _exit(f"{name}: {error}" if in_one_line else traceback.format_exc(), 1)
+
+
+def _exit(message: str, code: int) -> NoReturn:
+    print(shorten_lines(message), file=sys.stderr)
+    raise SystemExit(code) from None

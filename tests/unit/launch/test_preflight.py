@@ -12,7 +12,7 @@ import pytest
 from tandem.launch import preflight
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json, write_json
+from tandem.utils.files import read_json, read_json_lines, write_json
 
 
 @pytest.fixture
@@ -51,8 +51,22 @@ def test_resuming(good, tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     write_manifest(checkpoint, 6)
     assert preflight.check(good(resume=True, max_steps=7)) == 6
-    with pytest.raises(UserError, match="is at step 6 and max_steps = 6; give a larger max_steps"):
-        preflight.check(good(resume=True, max_steps=6))
+    assert preflight.check(good(resume=True, max_steps=6)) == 6  # what is missing after the last step is made
+    with pytest.raises(UserError, match="is at step 6 and max_steps = 5; give a larger max_steps"):
+        preflight.check(good(resume=True, max_steps=5))
+
+
+def test_resuming_another_run(good, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000006"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, 6)
+    write_json(tmp_path / "run" / "config" / "rl.json", good(seed=1).model_dump(mode="json"))
+    assert preflight.check(good(resume=True, seed=1)) == 6
+    with pytest.raises(UserError, match=r"seed = 1 → 2; give the old values, or go on all the same with --allow-chan"):
+        preflight.check(good(resume=True, seed=2))
+    assert preflight.check(good(resume=True, seed=2, allow_changes=True)) == 6
+    (event,) = read_json_lines(tmp_path / "run" / "events.jsonl")
+    assert (event["event"], event["step"], event["changes"]["seed"]) == ("options_changed", 6, [1, 2])
 
 
 def test_a_model_that_is_not_there(good, tmp_path: Path) -> None:

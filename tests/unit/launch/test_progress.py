@@ -118,3 +118,13 @@ def test_the_view_follows_the_option_and_the_terminal(make_process, tmp_path: Pa
     assert view_of("auto", terminal=False) is LogLines
     assert view_of("live", terminal=False) is LiveDisplay
     assert view_of("lines", terminal=True) is LogLines
+
+
+def test_a_damaged_line_is_passed_over(tmp_path: Path) -> None:
+    console, metrics = make_console(terminal=True), RunDir(tmp_path).metrics
+    view = LiveDisplay(console, [], metrics, 0, 10)
+    append(metrics, '\n{"process": "orchestrator", "st\n[]\n{"process": "orchestrator", "step": 1}\n')
+    RunLog(RunDir(tmp_path), "orchestrator").metrics(2, {"reward/mean": 0.75})
+    RunLog(RunDir(tmp_path), "trainer").metrics(2, {"loss": 0.1})
+    view.close()
+    assert "step 2/10" in shown(console) and "reward 0.750" in shown(console)

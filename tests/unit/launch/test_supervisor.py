@@ -157,6 +157,100 @@ def test_a_signal_ends_everybody_and_is_told(make_process, number: signal.Signal
     assert_all_ended(supervisor)
 
 
+SAVE = """\
+import pathlib, signal, sys, time
+def save(number, frame):
+    time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0.3)
+    pathlib.Path(sys.argv[1], "saved").touch()
+    raise SystemExit(128 + number)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+
+def signals_when_ready(folder: Path, *numbers: signal.Signals, apart_s: float = 0.0) -> threading.Thread:
+    def send() -> None:
+        wait_until((folder / "ready").exists, 60)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(apart_s)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_the_trainer_saves_before_a_signal_ends_the_run(make_process, tmp_path: Path) -> None:
+    """Sent twice at once, as a scheduler and a parent may do, it is still one signal."""
+    supervisor = Supervisor([make_process("orchestrator", SERVE), make_process("trainer", SAVE)], save_timeout_s=60)
+    sending = signals_when_ready(tmp_path, signal.SIGTERM, signal.SIGTERM)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        supervisor.run(nothing)
+    sending.join()
+    assert (tmp_path / "saved").exists()
+    assert supervisor.processes["trainer"].returncode == 143
+    assert_all_ended(supervisor)
+
+
+def test_a_second_signal_ends_the_run_at_once(make_process, tmp_path: Path) -> None:
+    slow = SAVE.replace("time.sleep(float", "time.sleep(600) or (float")
+    supervisor = Supervisor([make_process("trainer", slow)], save_timeout_s=600)
+    sending = signals_when_ready(tmp_path, signal.SIGINT, signal.SIGINT, apart_s=1.2)
+    with pytest.raises(Interrupted, match="SIGINT"):
+        supervisor.run(nothing)
+    sending.join()
+    assert not (tmp_path / "saved").exists()
+    assert_all_ended(supervisor)
+
+
+def test_a_save_that_takes_too_long_is_given_up(make_process, tmp_path: Path, caplog) -> None:
+    slow = SAVE.replace("time.sleep(float", "time.sleep(600) or (float")
+    supervisor = Supervisor([make_process("trainer", slow)], save_timeout_s=0.5)
+    sending = signals_when_ready(tmp_path, signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        supervisor.run(nothing)
+    sending.join()
+    assert "the trainer had no time to save a checkpoint" in caplog.text
+    assert_all_ended(supervisor)
+
+
+def test_a_signal_to_the_whole_job_is_no_failure_of_who_ends_first(make_process, tmp_path: Path) -> None:
+    """The server ends at once; the supervisor hears of the signal a moment later."""
+    server = make_process("inference", SERVE.replace("time.sleep(60)", "time.sleep(0.3); raise SystemExit(143)"))
+    supervisor = Supervisor([server, make_process("trainer", SAVE)], save_timeout_s=60)
+
+    def scheduler() -> None:
+        wait_until(lambda: bool(supervisor.processes) and supervisor.processes["inference"].poll() is not None, 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sending = threading.Thread(target=scheduler)
+    sending.start()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        supervisor.run(nothing)
+    sending.join()
+
+
+LEAVES_DAEMON = """\
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path(sys.argv[1], "left").write_text(str(child.pid))
+"""
+
+
+def test_what_went_into_a_session_of_its_own_is_ended_too(make_process, tmp_path: Path) -> None:
+    Supervisor([make_process("trainer", LEAVES_DAEMON)]).run(nothing)
+    assert not is_running(int((tmp_path / "left").read_text()))
+
+
+def test_the_last_words_of_a_process_are_bounded(make_process) -> None:
+    supervisor = Supervisor([make_process("trainer", "print('x' * 200_000); raise SystemExit(1)")])
+    with pytest.raises(RunFailed) as caught:
+        supervisor.run(nothing)
+    assert len(str(caught.value)) < 4000 and "characters left out]" in str(caught.value)
+
+
 def test_a_view_that_fails_leaves_nobody_behind(make_process) -> None:
     supervisor = Supervisor([make_process("trainer", SERVE)])
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.config.shared import OptimizerConfig, SchedulerConfig
-from tandem.trainer.optimizer import lr_factor, make_optimizer, set_lr
+from tandem.config.shared import OptimizerConfig, SchedulerConfig, lr_factor
+from tandem.trainer.optimizer import make_optimizer, set_lr
 
 
 def factors(max_steps: int, **options: object) -> list[float]:

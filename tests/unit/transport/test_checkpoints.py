@@ -8,10 +8,19 @@ from hypothesis import given, strategies
 
 from tandem.config.shared import CheckpointConfig
 from tandem.transport import checkpoints
-from tandem.transport.checkpoints import newest_checkpoint, remove_superseded, rewind, start_step, superseded
+from tandem.transport.checkpoints import (
+    is_finished,
+    newest_checkpoint,
+    remove_superseded,
+    rewind,
+    start_step,
+    superseded,
+)
 from tandem.transport.weights.manifest import MANIFEST, write_manifest
+from tandem.utils import files
 from tandem.utils.errors import UserError
 from tandem.utils.files import append_json_line, read_json_lines
+from tandem.utils.metrics import RunLog, read_metrics
 from tandem.utils.run_dir import RunDir, step_name, steps_with
 
 
@@ -83,11 +92,31 @@ def test_the_newest_always_stays(steps: list[int], keep_last: int, keep_every: i
     assert keep_every is None or not any(step % keep_every == 0 for step in gone)
 
 
+def test_every_flipped_bit_of_a_manifest_leaves_a_right_choice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The damaged one is passed over by name, and the next older one is taken; nothing is ever raised."""
+    run_dir = RunDir(tmp_path)
+    for step in (4, 8):
+        save(run_dir.checkpoints, step)
+    path = run_dir.checkpoints / step_name(8) / MANIFEST
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        caplog.clear()
+        assert newest_checkpoint(run_dir) == 4, bytes(flipped)
+        assert "step_000008 is passed over" in caplog.text
+    path.write_bytes(content)
+    assert newest_checkpoint(run_dir) == 8
+
+
 def test_older_checkpoints_go_and_what_is_to_come_stays(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (2, 6, 8):
         save(run_dir.checkpoints, step)
-    for step in (4, 10):  # an unfinished one, and one the orchestrator has begun
+    for step in (4, 10):  # an unfinished one, and one to come
         (run_dir.checkpoints / step_name(step)).mkdir()
     remove_superseded(run_dir, 8, config(keep_last=2))
     assert names(run_dir.checkpoints) == ["step_000006", "step_000008", "step_000010"]
@@ -152,6 +181,59 @@ def test_rewind_takes_back_the_metrics_of_later_steps(tmp_path: Path) -> None:
     append_json_line(run_dir.metrics, {"process": "trainer", "step": 5})
     assert [line["step"] for line in read_json_lines(run_dir.metrics)] == [3, 4, 5]
     assert rewind(run_dir, 5) == []
+
+
+def test_every_flipped_bit_of_the_metrics_costs_two_lines_at_most(tmp_path: Path, monkeypatch) -> None:
+    """A flipped end of line makes one of two. The lines that are left are those that were there."""
+    monkeypatch.setattr(files.os, "fsync", lambda _: None)  # two thousand times
+    run_dir = RunDir(tmp_path)
+    lines = [{"time": 1.5, "process": "trainer", "step": step, "loss": -0.5} for step in (1, 2, 3)]
+    for line in lines:
+        append_json_line(run_dir.metrics, line)
+    content = run_dir.metrics.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        run_dir.metrics.write_bytes(flipped)
+        rewind(run_dir, 10)
+        left = read_metrics(run_dir)
+        assert len(left) >= 1 and sum(line in lines for line in left) >= 1
+        assert all(type(line["step"]) is int for line in left)
+
+
+def test_rewind_leaves_out_blank_and_damaged_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = RunDir(tmp_path)
+    good = b'{"process": "trainer", "step": 1}\n'
+    bad = [b"\n", b"{\n", b"[1]\n", b"\xff\xfe\n", b'{"process": "trainer", "step": "1"}\n', b'{"step": 1}\n', b"\0\n"]
+    for line in bad:
+        run_dir.metrics.write_bytes(good + line + good)
+        assert rewind(run_dir, 1) == ["1 lines of metrics.jsonl"]
+        assert run_dir.metrics.read_bytes() == 2 * good
+    assert caplog.text.count("metrics.jsonl: 1 damaged lines are removed") == len(bad)
+
+
+def finish(run_dir: RunDir, **ends: int) -> None:
+    for process, step in ends.items():
+        RunLog(run_dir, process).event("finished", step=step)
+
+
+def test_finished_is_what_all_have_said_since_they_were_started(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    both = ("orchestrator", "trainer")
+    assert not is_finished(run_dir, both, 5)
+    save(run_dir.weights, 5)
+    finish(run_dir, trainer=5)
+    assert not is_finished(run_dir, both, 5) and is_finished(run_dir, ["trainer"], 5)
+    finish(run_dir, orchestrator=5)
+    assert is_finished(run_dir, both, 5) and not is_finished(run_dir, both, 6)
+    with run_dir.events.open("ab") as file:
+        file.write(b"\n[]\n{\n")  # a damaged line says nothing
+    assert is_finished(run_dir, both, 5)
+    (run_dir.weights / step_name(5) / "trainer" / "model.safetensors").write_text("weights of 6")
+    assert not is_finished(run_dir, both, 5)
+    (run_dir.weights / step_name(5) / "trainer" / "model.safetensors").write_text("weights of 5")
+    RunLog(run_dir, "trainer").event("started", step=3)
+    assert not is_finished(run_dir, both, 5)
 
 
 def test_rewind_of_an_empty_directory(tmp_path: Path) -> None:

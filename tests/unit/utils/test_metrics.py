@@ -43,6 +43,33 @@ def test_lines_say_when_who_and_what(tmp_path: Path) -> None:
     assert (event["process"], event["event"], event["step"]) == ("trainer", "finished", 3)
 
 
+def test_what_events_say_is_bounded(tmp_path: Path) -> None:
+    RunLog(RunDir(tmp_path), "orchestrator").event("group_failed", error="x" * 200_000, order=3)
+    (event,) = read_json_lines(tmp_path / "events.jsonl")
+    assert len(event["error"]) < 3000 and event["order"] == 3
+    assert "[198000 characters left out]" in event["error"]
+
+
+DAMAGED = (
+    b'\n{"process": "trainer", "step": 1, "loss": 0.\n[1, 2]\nnull\n\xff\xfe\n{"process": "trainer"}\n{"step": 3}\n'
+)
+
+
+def test_damaged_lines_are_neither_read_nor_forwarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = FakeTracker()
+    run_dir = RunDir(tmp_path)
+    forwarder = MetricsForwarder(run_dir.metrics, [tracker])
+    log = RunLog(run_dir, "trainer")
+    log.metrics(1, {"loss": 0.5})
+    with run_dir.metrics.open("ab") as file:
+        file.write(DAMAGED)
+    log.metrics(2, {"loss": 0.25, "note": "no number"})  # pyright: ignore[reportArgumentType]
+    forwarder.close()
+    assert tracker.logged == [(1, {"trainer/loss": 0.5}), (2, {"trainer/loss": 0.25})]
+    assert [line["step"] for line in metrics.read_metrics(run_dir)] == [1, 2]
+    assert "5 damaged lines are left out" in caplog.text
+
+
 def test_every_line_is_forwarded_once_to_every_tracker(tmp_path: Path) -> None:
     trackers = [FakeTracker(), FakeTracker()]
     forwarder = MetricsForwarder(tmp_path / "metrics.jsonl", list(trackers))

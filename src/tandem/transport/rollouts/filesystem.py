@@ -1,16 +1,22 @@
-"""Training batches through the run directory: rollouts/step_000012/batch.safetensors, then done.json.
+"""Training batches through the run directory: rollouts/step_000012/batch.safetensors, orchestrator.json, done.json.
 
-The orchestrator writes, the trainer reads. The directory is filled under a temporary name and renamed,
-and the marker goes in last: a reader that sees the marker sees everything.
+The orchestrator writes, the trainer reads. The directory is filled under a temporary name, the marker last, and
+renamed: a reader that sees the marker sees everything, and finds sizes and checksums in it.
+
+orchestrator.json is where the orchestrator was after this batch. The trainer does not read it: it goes into the
+checkpoint of the step, so that one can be saved after any step.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tandem.transport.checkpoints import ORCHESTRATOR
+from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
 from tandem.types.rollout import PackedBatch, TrainBatch
-from tandem.utils.files import publish_directory, read_json, staging_directory, write_json
+from tandem.utils.files import publish_directory, staging_directory
 from tandem.utils.run_dir import remove_old_steps, step_name
 from tandem.utils.waiting import Deadline, wait_for
 
@@ -18,6 +24,10 @@ MARKER = "done.json"
 BATCH_FILE = "batch.safetensors"
 LAYOUT = ("token_ids", "positions", "segment_lengths", "segment_parents", "targets", "sequences")
 STREAM = "streams."
+
+
+class DamagedBatch(RuntimeError):
+    """A batch that must not be trained on, with the reason."""
 
 
 class RolloutWriter:
@@ -37,9 +47,9 @@ class RolloutWriter:
             "num_sequences": str(packed.num_sequences),
         }
         save_file(tensors, staging / BATCH_FILE, metadata=metadata)
+        (staging / ORCHESTRATOR).write_bytes(batch.orchestrator_state)
+        write_manifest(staging, batch.step, MARKER)
         publish_directory(staging, final)
-        size_bytes = (final / BATCH_FILE).stat().st_size
-        write_json(final / MARKER, {"step": batch.step, "files": {BATCH_FILE: size_bytes}})
 
     def remove_trained(self, version: int) -> None:
         """Delete batches that version `version` has been trained on, but for the newest few."""
@@ -51,27 +61,39 @@ class RolloutReader:
         self.folder = folder
         self.timeout_s = timeout_s
 
-    def read(self, step: int) -> TrainBatch:
-        """Wait for the batch of `step` and load it."""
-        path = self.folder / step_name(step)
+    def wait(self, step: int, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Until the batch of `step` is there; False where `give_up` says so first."""
+        marker = self.folder / step_name(step) / MARKER
         deadline = Deadline(
-            what=f"the orchestrator's batch {path}",
+            what=f"the orchestrator's batch {marker.parent}",
             timeout_s=self.timeout_s,
             hint="is the orchestrator running? see logs/orchestrator.log",
         )
-        wait_for(lambda: True if (path / MARKER).exists() else None, deadline, poll_s=0.001)
-        sizes = read_json(path / MARKER)["files"]
-        actual = (path / BATCH_FILE).stat().st_size
-        if actual != sizes[BATCH_FILE]:
-            raise ValueError(f"{path / BATCH_FILE} is damaged: {actual} bytes, {sizes[BATCH_FILE]} were written")
-        return _load(path / BATCH_FILE)
+        return wait_for(lambda: marker.exists() or (False if give_up() else None), deadline, poll_s=0.001)
+
+    def read(self, step: int) -> TrainBatch:
+        """Wait for the batch of `step`, check it and load it.
+
+        Every rank checks what it reads: they do so side by side, and SHA-256 takes a millisecond or two a megabyte.
+        """
+        self.wait(step)
+        folder = self.folder / step_name(step)
+        try:
+            verify_manifest(folder, step, MARKER)
+        except DamagedWeights as error:
+            raise DamagedBatch(
+                f"the batch of step {step} is damaged and not trained on: {error}; go on from the newest checkpoint "
+                "with --resume, which makes it again"
+            ) from error
+        return _load(folder)
 
 
-def _load(path: Path) -> TrainBatch:
-    with safe_open(path, framework="numpy") as file:
+def _load(folder: Path) -> TrainBatch:
+    with safe_open(folder / BATCH_FILE, framework="numpy") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     streams = {name.removeprefix(STREAM): stream for name, stream in tensors.items() if name.startswith(STREAM)}
     layout = {name: tensors[name] for name in LAYOUT}
     packed = PackedBatch(**layout, num_sequences=int(metadata["num_sequences"]), streams=streams)
-    return TrainBatch(int(metadata["step"]), float(metadata["temperature"]), packed)
+    orchestrator_state = (folder / ORCHESTRATOR).read_bytes()
+    return TrainBatch(int(metadata["step"]), float(metadata["temperature"]), packed, orchestrator_state)

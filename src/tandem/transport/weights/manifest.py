@@ -1,13 +1,14 @@
-"""The manifest of a weights directory: which files, how large, with which checksums. No torch.
+"""The manifest of a directory: which files, how large, with which checksums. No torch.
 
-A directory without a manifest is not there yet; one whose files do not match it is damaged.
+A directory without a manifest is not there yet; one whose files do not match it is damaged. Weights and checkpoints
+have one, and batches (transport/rollouts), where it is the marker.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
-from tandem.utils.errors import UserError
-from tandem.utils.files import checksum, is_plain, read_table, write_json
+from tandem.utils.files import checksum, is_plain, write_json
 from tandem.utils.run_dir import step_name, step_of
 
 MANIFEST = "manifest.json"
@@ -15,7 +16,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class DamagedWeights(ValueError):
-    """A weights directory that must not be loaded, with the reason."""
+    """A directory that must not be loaded, with the reason."""
 
 
 def newest_version(folder: Path) -> int | None:
@@ -31,49 +32,69 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).exists()
 
 
-def write_manifest(folder: Path, version: int) -> None:
+def write_manifest(folder: Path, version: int, name: str = MANIFEST) -> None:
     files = {
         str(path.relative_to(folder)): {"size_bytes": path.stat().st_size, "sha256": checksum(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
+        if path.is_file() and path.name != name
     }
-    write_json(folder / MANIFEST, {"version": version, "files": files})
+    write_json(folder / name, {"version": version, "files": files})
 
 
-def read_manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     """The version, and size and checksum of every file. Raises DamagedWeights with the key that is wrong."""
     try:
-        manifest = read_table(path)
-    except (UserError, OSError) as error:
+        manifest = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedWeights(f"{path} cannot be read: {error}") from error
-    version, files = manifest.get("version"), manifest.get("files")
+    if not isinstance(manifest, dict):
+        raise DamagedWeights(f"{path} cannot be read: it must hold a JSON object, not {type(manifest).__name__}")
+    version, entries = manifest.get("version"), manifest.get("files")
     if type(version) is not int:
         raise DamagedWeights(f"{path} cannot be read: version = {version!r} is not a number")
-    if not isinstance(files, dict):
-        raise DamagedWeights(f"{path} cannot be read: files must be a table, not {type(files).__name__}")
-    for name, entry in files.items():
+    if not isinstance(entries, dict):
+        raise DamagedWeights(f"{path} cannot be read: files must be a table, not {type(entries).__name__}")
+    files: dict[str, tuple[int, str]] = {}
+    for name, entry in entries.items():
         described = isinstance(entry, dict) and type(entry.get("size_bytes")) is int
         if not described or not isinstance(entry.get("sha256"), str):
             raise DamagedWeights(f"{path} cannot be read: files.{name} must have size_bytes and sha256")
-        if not is_plain(name):
-            raise DamagedWeights(f"{path} cannot be read: files.{name} is not a file of this directory")
+        if not name.isprintable() or not is_plain(name):
+            raise DamagedWeights(f"{path} cannot be read: files.{name!r} is not a file of this directory")
+        files[name] = entry["size_bytes"], entry["sha256"]
     return version, files
 
 
-def verify_manifest(folder: Path, version: int | None = None) -> None:
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One flipped bit makes two names the same, and a file would go unchecked."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key is there twice")
+    return table
+
+
+def verify_manifest(folder: Path, version: int | None = None, name: str = MANIFEST) -> None:
     """Raise DamagedWeights unless every file is there, of the right size and content."""
     if not folder.is_dir():
         raise DamagedWeights(f"there is no directory {folder}")
-    if not (folder / MANIFEST).exists():
-        raise DamagedWeights(f"{folder} has no {MANIFEST}: it is unfinished or not a published version")
-    written_version, files = read_manifest(folder / MANIFEST)
+    if not (folder / name).exists():
+        raise DamagedWeights(f"{folder} has no {name}: it is unfinished or not a published version")
+    written_version, files = read_manifest(folder / name)
     if version is not None and written_version != version:
         raise DamagedWeights(f"{folder} holds version {written_version}, not {version}")
-    for name, expected in files.items():
-        path = folder / name
+    for file, (size_bytes, sha256) in files.items():
+        _verify_file(folder / file, size_bytes, sha256)
+
+
+def _verify_file(path: Path, size_bytes: int, sha256: str) -> None:
+    try:
         if not path.is_file():
             raise DamagedWeights(f"{path} is missing")
-        if path.stat().st_size != expected["size_bytes"]:
-            raise DamagedWeights(f"{path} has {path.stat().st_size} bytes, the manifest says {expected['size_bytes']}")
-        if checksum(path) != expected["sha256"]:
+        if path.stat().st_size != size_bytes:
+            raise DamagedWeights(f"{path} has {path.stat().st_size} bytes, the manifest says {size_bytes}")
+        if checksum(path) != sha256:
             raise DamagedWeights(f"{path} does not match its checksum")
+    except DamagedWeights:
+        raise
+    except OSError as error:  # a name that is none, a disk that does not answer
+        raise DamagedWeights(f"{str(path)!r} cannot be read: {error}") from error

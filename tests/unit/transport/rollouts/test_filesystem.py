@@ -3,7 +3,7 @@
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.transport.rollouts.filesystem import RolloutReader, RolloutWriter
+from tandem.transport.rollouts.filesystem import DamagedBatch, RolloutReader, RolloutWriter
 from tandem.types.rollout import PackedBatch, TrainBatch
 
 
@@ -68,8 +68,43 @@ def test_a_truncated_file_is_refused(make_batch, tmp_path: Path) -> None:
     path = tmp_path / "step_000001" / "batch.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size // 2])
-    with pytest.raises(ValueError, match=rf"is damaged: {size // 2} bytes, {size} were written"):
+    with pytest.raises(DamagedBatch, match=rf"the batch of step 1 is damaged and not trained on: .* {size // 2} bytes"):
         RolloutReader(tmp_path, timeout_s=1).read(1)
+
+
+def test_a_flipped_bit_is_refused(make_batch, tmp_path: Path) -> None:
+    """Of the numbers, of the header, of the orchestrator's state and of the marker itself: every third of them all."""
+    RolloutWriter(tmp_path, keep=4).write(make_batch())
+    reader = RolloutReader(tmp_path, timeout_s=1)
+    for path in sorted((tmp_path / "step_000001").iterdir()):
+        content = path.read_bytes()
+        for bit in range(0, 8 * len(content), 3):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(flipped)
+            with pytest.raises(DamagedBatch, match="is damaged and not trained on"):
+                reader.read(1)
+        path.write_bytes(content)
+    assert_same(reader.read(1), make_batch())
+
+
+def test_the_state_of_the_orchestrator_goes_with_the_batch(make_batch, tmp_path: Path) -> None:
+    batch = replace(make_batch(), orchestrator_state=b'{"next_order": 12}')
+    RolloutWriter(tmp_path, keep=4).write(batch)
+    assert RolloutReader(tmp_path, timeout_s=1).read(1).orchestrator_state == b'{"next_order": 12}'
+
+
+def test_a_wait_may_be_given_up(make_batch, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def give_up() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
+    reader = RolloutReader(tmp_path, timeout_s=60)
+    assert not reader.wait(1, give_up)
+    RolloutWriter(tmp_path, keep=4).write(make_batch())
+    assert reader.wait(1, lambda: True)
 
 
 def test_what_a_writer_that_died_left_is_ignored(make_batch, tmp_path: Path) -> None:

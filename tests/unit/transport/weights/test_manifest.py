@@ -1,5 +1,6 @@
 """Only what matches its manifest is weights."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,40 @@ def test_a_manifest_that_is_none(published: Path, text: str) -> None:
     (published / "manifest.json").write_text(text)
     with pytest.raises(DamagedWeights, match=r"manifest\.json cannot be read"):
         verify_manifest(published)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1", "null", '"x"', '{"version": 3, "files": []}', '{"version": "3", "files": {}}', "[" * 100_000),
+        *('{"version": true, "files": {}}', '{"version": 3, "files": {"a": 1}}', '{"version": 3, "files": {"a": {}}}'),
+        '{"version": 3, "files": {"a": {"size_bytes": "1", "sha256": "x"}}}',
+        '{"version": 3, "files": {"a": {"size_bytes": 1, "sha256": null}}}',
+    ],
+)
+def test_a_manifest_of_another_shape(published: Path, text: str) -> None:
+    (published / "manifest.json").write_text(text)
+    with pytest.raises(DamagedWeights, match=r"manifest\.json cannot be read"):
+        verify_manifest(published)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "\ud800"])
+def test_a_file_name_that_is_none(published: Path, name: str) -> None:
+    files = {name: {"size_bytes": 1, "sha256": "x"}}
+    (published / "manifest.json").write_text(json.dumps({"version": 3, "files": files}))
+    with pytest.raises(DamagedWeights, match="cannot be read"):
+        verify_manifest(published)
+
+
+def test_two_files_that_became_one(tmp_path: Path) -> None:
+    """One bit apart: where their names are the same, one of them would go unchecked."""
+    for name in ("random_0", "random_1"):
+        (tmp_path / name).write_text(name)
+    write_manifest(tmp_path, 1)
+    text = (tmp_path / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text(text.replace("random_0", "random_1"))
+    with pytest.raises(DamagedWeights, match="a key is there twice"):
+        verify_manifest(tmp_path)
 
 
 def test_another_version(published: Path) -> None:

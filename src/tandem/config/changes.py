@@ -1,0 +1,132 @@
+"""What a resumed run is told differently from what it was started with, and whether that makes it another run."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tandem.config.base import Config
+from tandem.config.rl import SECTIONS, SHARED_KEYS
+from tandem.config.shared import SchedulerConfig, lr_factor
+from tandem.config.sources import Tree
+from tandem.utils.errors import UserError, shorten
+from tandem.utils.files import read_json
+
+logger = logging.getLogger(__name__)
+
+# Options that change where, when and how fast things happen, or what is shown, but not what is learned.
+HARMLESS = (
+    *("output_dir", "show", "log_level"),
+    *("checkpoint.*", "metrics.*", "client.*", "inference", "inference.*", "eval.*", "data.eval_path"),
+    *("parallel.*", "device", "threads", "deterministic", "tokens_per_microbatch"),
+    *("keep_weights", "keep_rollouts", "*timeout_s", "*retries", "max_failed_groups"),
+)
+SWITCHES = ("resume", "allow_changes", "clean", "dry_run")  # of a command, not of a run
+MAX_CHARS = 80
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def is_harmless(self) -> bool:
+        section, _, rest = self.key.partition(".")
+        key = rest if section in ("trainer", "orchestrator") else self.key
+        return any(fnmatchcase(key, pattern) for pattern in HARMLESS)
+
+    def __str__(self) -> str:
+        if "api_key" in self.key:
+            return f"{self.key} (not shown)"
+        return f"{self.key} = {shorten(repr(self.old), MAX_CHARS)} → {shorten(repr(self.new), MAX_CHARS)}"
+
+
+def review_changes(config: Config, stored: Path, step: int, *, allowed: bool) -> dict[str, list[Any]]:
+    """Tell what differs from the configuration in `stored`; UserError where it would be another run and is not
+    allowed to. `step` is where the run goes on from. Returns old and new values by key, for the record."""
+    old = _read(stored, type(config))
+    if old is None:
+        return {}
+    new = config.model_dump(mode="json")
+    changes = find_changes(old, new)
+    for change in changes:
+        logger.info("resume: %s", change)
+    serious = [change for change in changes if not change.is_harmless and not _keeps_the_schedule(change, old, new)]
+    if serious:
+        told = ", ".join(str(change) for change in serious) + _rate_jump(old, new, step + 1)
+        if not allowed:
+            raise UserError(
+                f"resume: this would be another run than the one that was started ({stored}): {told}; give the old "
+                "values, or go on all the same with --allow-changes"
+            )
+        logger.warning("resume: goes on as another run: %s", told)
+    return {change.key: [change.old, change.new] for change in changes if "api_key" not in change.key}
+
+
+def find_changes(old: Tree, new: Tree) -> list[Change]:
+    """By key, in the order of `new`; a value that several sections share is told once, at the top."""
+    found = [change for change in _differences(old, new, "") if change.key.rpartition(".")[2] not in SWITCHES]
+    shared = {change.key for change in found if change.key.split(".")[0] in SHARED_KEYS}
+    return [change for change in found if _below_section(change.key) not in shared]
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**new, **old}:
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new and not _same_path(old, new):
+        yield Change(key, old, new)
+
+
+def _below_section(key: str) -> str | None:
+    section, _, rest = key.partition(".")
+    return rest if section in SECTIONS else None
+
+
+def _same_path(old: Any, new: Any) -> bool:
+    """Whether two texts name one place, from here."""
+    if not isinstance(old, str) or not isinstance(new, str):
+        return False
+    try:
+        return Path(old).exists() and Path(old).resolve() == Path(new).resolve()
+    except (OSError, ValueError):
+        return False
+
+
+def _keeps_the_schedule(change: Change, old: Tree, new: Tree) -> bool:
+    """A run may be made longer or shorter where its learning rate does not depend on the length."""
+    return change.key == "max_steps" and _scheduler(old).type == _scheduler(new).type == "constant"
+
+
+def _rate_jump(old: Tree, new: Tree, step: int) -> str:
+    before, after = _rate(old, step), _rate(new, step)
+    return f" (the learning rate of step {step} becomes {after:.4g} instead of {before:.4g})" if before != after else ""
+
+
+def _rate(tree: Tree, step: int) -> float:
+    trainer = _trainer(tree)
+    return trainer["optimizer"]["lr"] * lr_factor(step, trainer["max_steps"], _scheduler(tree))
+
+
+def _scheduler(tree: Tree) -> SchedulerConfig:
+    return SchedulerConfig.model_validate(_trainer(tree)["scheduler"])
+
+
+def _trainer(tree: Tree) -> Mapping[str, Any]:
+    return tree.get("trainer", tree)
+
+
+def _read(stored: Path, cls: type[Config]) -> Tree | None:
+    """The stored configuration with the defaults of options that have come since; None if there is none to read."""
+    try:
+        return cls.model_validate(read_json(stored)).model_dump(mode="json")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"{len(error.errors())} keys do not fit" if isinstance(error, ValidationError) else str(error)
+        logger.warning("resume: what the run was started with is not known: %s cannot be read (%s)", stored, reason)
+        return None

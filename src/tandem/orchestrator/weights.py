@@ -1,0 +1,36 @@
+"""Waiting for a version that is whole: a resumed run's may be damaged until the trainer has published it again."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
+from tandem.utils.waiting import Deadline
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.02
+
+
+async def wait_for_whole(path: Path, version: int, deadline: Deadline) -> None:
+    """Every file is read and compared, but only once for each time that the version is published."""
+    looked_at = None
+    while True:
+        published = _stamp(path / MANIFEST)
+        if published is not None and published != looked_at:
+            looked_at = published
+            try:
+                await asyncio.to_thread(verify_manifest, path, version)
+            except DamagedWeights as error:
+                logger.warning("%s; waiting for the trainer to publish version %d again", error, version)
+            else:
+                return
+        deadline.check()
+        await asyncio.sleep(POLL_S)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns

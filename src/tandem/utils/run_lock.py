@@ -1,0 +1,308 @@
+"""One owner a run directory: `trainer.lock` and `orchestrator.lock`, one for each role in a run.
+
+A command takes the roles that it fills before it touches anything: `rl`, `sft` and `align` both, `trainer` and
+`orchestrator` their own. The file appears by a hard link, which one of several succeeds with on any file system, also
+across nodes; it says who holds it, and its owner changes it every few seconds.
+
+    same machine    the lock is stale if its process is gone, or is another one by its start time
+    elsewhere       the lock is stale if it did not change for STALE_S while it was watched: clocks need not agree
+
+What a command starts (the processes of `rl`, the ranks of torchrun) finds the lock in its environment: it is covered
+by it, and keeps it fresh as well, so that a run whose supervisor is stopped does not look dead from another machine.
+"""
+
+import errno
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tandem.utils.errors import NOT_WRITABLE, UserError
+from tandem.utils.processes import is_first_rank, process_exists, process_state, start_time
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("orchestrator", "trainer")  # always taken in this order
+BEAT_S = 5.0
+STALE_S = 60.0
+TOKEN = "TANDEM_RUN_LOCK"
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system without hard links
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, as the file says. `machine` is None where processes cannot be looked up by pid."""
+
+    token: str
+    command: str
+    host: str
+    machine: str | None
+    pid: int
+    process_started: int | None
+    since: str
+
+    @classmethod
+    def this_process(cls, command: str) -> "Holder":
+        return cls(
+            token=uuid.uuid4().hex,
+            command=command,
+            host=socket.gethostname(),
+            machine=_this_machine(),
+            pid=os.getpid(),
+            process_started=start_time(os.getpid()),
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
+
+    def is_on_this_machine(self) -> bool:
+        return self.machine is not None and self.machine == _this_machine()
+
+    def is_alive(self) -> bool:
+        """Asked on its own machine only."""
+        started = start_time(self.pid)
+        if started is None:
+            return process_exists(self.pid)  # of another user, and hidden
+        return started == self.process_started and process_state(self.pid) not in ("Z", "X")
+
+    def describe(self) -> str:
+        look = f"ps -fp {self.pid}"
+        command = look if self.is_on_this_machine() else f"ssh {shlex.quote(self.host)} {look}"
+        return (
+            f"`{self.command}` (pid {self.pid} on {self.host}, since {self.since}); look at it with: {command}; "
+            "wait for it, end it, or choose another --output-dir"
+        )
+
+
+@contextmanager
+def hold_run(root: Path, command: str, roles: Sequence[str] = ROLES) -> Iterator[None]:
+    """Own these roles of the run in `root`; UserError if somebody else does. Of several ranks, the first owns them."""
+    if not is_first_rank():
+        yield
+        return
+    holder = Holder.this_process(command)
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, _make_directory(root))
+        for role in roles:
+            path = root / f"{role}.lock"
+            owner = read_holder(path)
+            if owner is not None and owner.token == os.environ.get(TOKEN):
+                holder = owner
+                lock = RunLock(path, owner)
+            else:
+                lock = take(path, holder)
+            stack.callback(lock.release)
+        stack.enter_context(_told_to_children(holder.token))
+        yield
+
+
+@contextmanager
+def _told_to_children(token: str) -> Iterator[None]:
+    before = os.environ.get(TOKEN)
+    os.environ[TOKEN] = token
+    try:
+        yield
+    finally:
+        del os.environ[TOKEN]
+        if before is not None:
+            os.environ[TOKEN] = before
+
+
+def take(path: Path, holder: Holder) -> "RunLock":
+    """Create the lock, in place of a stale one; UserError if it is held."""
+    while True:
+        with _explained(path.parent):
+            created = _create(path, holder)
+        if created:
+            return RunLock(path, holder)
+        found = read_holder(path)
+        if is_held(path, found):
+            who = "another process" if found is None else found.describe()
+            raise UserError(f"output_dir = {str(path.parent)!r} is in use by {who}")
+        _remove_stale(path, found)
+
+
+class RunLock:
+    """A lock that is held, or that covers this process; a thread keeps it fresh until `release`."""
+
+    def __init__(self, path: Path, holder: Holder) -> None:
+        self.path = path
+        self.holder = holder
+        self._released = threading.Event()
+        self._file = path.open("r+b", buffering=0)
+        self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_own(self) -> bool:
+        """Held by this process, or by what it was before it became torchrun and started this rank."""
+        return self.holder.pid == os.getpid() or ("RANK" in os.environ and self.holder.pid == os.getppid())
+
+    def release(self) -> None:
+        self._released.set()
+        self._thread.join(BEAT_S)
+        if self.is_own and self._is_in_place():
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _keep(self) -> None:
+        num_lost = 0
+        warned = False
+        while not self._released.wait(BEAT_S):
+            self._beat()
+            # Whoever examines a stale lock may move this one for a moment.
+            num_lost = 0 if self._is_in_place() else num_lost + 1
+            if num_lost > 1:
+                _leave(f"the lock {self.path} was taken or removed: this process ends, so that no two write to one run")
+            if not self.is_own and not warned and self.holder.is_on_this_machine():
+                warned = self._warn_if_stopped()
+
+    def _beat(self) -> None:
+        """Through the open file: it cannot write over the lock of somebody else."""
+        try:
+            os.pwrite(self._file.fileno(), _content(self.holder, time.monotonic_ns()), 0)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            logger.warning("the lock %s could not be kept fresh: %s", self.path, error)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except OSError:
+            return False
+
+    def _warn_if_stopped(self) -> bool:
+        stopped = process_state(self.holder.pid) in ("T", "t")
+        if stopped:
+            logger.warning(
+                "`%s` (pid %d) is stopped: the run goes on, but nobody watches it; wake it with: kill -CONT %d",
+                *(self.holder.command, self.holder.pid, self.holder.pid),
+            )
+        return stopped
+
+
+def is_held(path: Path, holder: Holder | None) -> bool:
+    """Whether the lock is not stale; of another machine, that takes watching."""
+    if holder is not None and holder.is_on_this_machine():
+        return holder.is_alive()
+    logger.warning("%s: watching for up to %g s whether its owner on another machine is alive", path, STALE_S)
+    return _changes(lambda: _bytes_of(path))
+
+
+def _changes(look: Callable[[], bytes | None]) -> bool:
+    before, deadline = look(), time.monotonic() + STALE_S
+    while before is not None and time.monotonic() < deadline:
+        time.sleep(min(0.2, STALE_S / 10))
+        now = look()
+        if now is None:
+            return False  # released meanwhile
+        if now != before:
+            return True
+    return False
+
+
+def read_holder(path: Path) -> Holder | None:
+    """None where there is no lock, or none that can be read."""
+    content = _bytes_of(path)
+    try:
+        record = json.loads(content or b"")
+        return Holder(**{key: value for key, value in record.items() if key != "beat"})
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _content(holder: Holder, beat: int) -> bytes:
+    """Of the same length at every beat, so that it is written in place."""
+    return (json.dumps(asdict(holder) | {"beat": f"{beat:020d}"}) + "\n").encode()
+
+
+def _create(path: Path, holder: Holder) -> bool:
+    """The whole file at once, or not at all."""
+    content = _content(holder, time.monotonic_ns())
+    temporary = path.with_name(f".{path.name}.{holder.token}.tmp")
+    try:
+        temporary.write_bytes(content)
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            with path.open("xb") as file:
+                file.write(content)
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+def _remove_stale(path: Path, judged: Holder | None) -> None:
+    """Another process may have judged the same lock and taken it meanwhile: a new one is put back."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.stale")
+    with suppress(FileNotFoundError):
+        if read_holder(path) != judged:
+            return
+        path.rename(aside)
+        if read_holder(aside) != judged:
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink()
+
+
+def _make_directory(root: Path) -> list[Path]:
+    """The directories that were not there before, innermost first."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    if root.exists() and not root.is_dir():
+        raise UserError(f"output_dir = {str(root)!r} is a file; give a directory")
+    with _explained(root):
+        root.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """A command that was refused leaves nothing behind."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+@contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE and not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise
+        raise UserError(
+            f"output_dir = {str(root)!r} cannot be written: {error.strerror}; free some space, or choose another "
+            "--output-dir"
+        ) from error
+
+
+def _this_machine() -> str | None:
+    """Equal exactly where a pid means the same process: one boot of one system, one namespace of processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
+
+
+def _leave(reason: str) -> None:
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,109 @@
+"""What a resumed run may be told differently."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.changes import review_changes
+from tandem.config.rl import RLConfig
+from tandem.config.sft import SFTConfig
+from tandem.utils.errors import UserError
+from tandem.utils.files import write_json
+
+
+def rl(**options: Any) -> RLConfig:
+    tree: dict[str, Any] = {"model": {"name": "some/model"}, "seq_len": 256, "inference": {}}
+    return RLConfig.model_validate(tree | options)
+
+
+def sft(**options: Any) -> SFTConfig:
+    return SFTConfig.model_validate({"model": {"name": "m"}, "data": {"path": "rows.jsonl"}} | options)
+
+
+def review(old: RLConfig | SFTConfig, new: RLConfig | SFTConfig, folder: Path, **options: Any) -> dict[str, list[Any]]:
+    write_json(folder / "stored.json", old.model_dump(mode="json"))
+    return review_changes(new, folder / "stored.json", 50, **({"allowed": False} | options))
+
+
+def test_the_same_run(tmp_path: Path) -> None:
+    assert review(rl(), rl(resume=True), tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"seed": 7}, "seed = 0 → 7"),
+        ({"orchestrator": {"prompts_per_step": 4}}, "orchestrator.prompts_per_step = 16 → 4"),
+        ({"orchestrator": {"group_size": 4}}, "orchestrator.group_size = 8 → 4"),
+        ({"orchestrator": {"env": {"id": "a:B"}}}, "orchestrator.env.id = 'reverse-text' → 'a:B'"),
+        ({"orchestrator": {"env": {"args": {"n": 1}}}}, "orchestrator.env.args.n = None → 1"),
+        ({"orchestrator": {"sampling": {"temperature": 0.5}}}, "orchestrator.sampling.temperature = 1.0 → 0.5"),
+        ({"trainer": {"loss": {"type": "gspo"}}}, "trainer.loss.type = 'grpo' → 'gspo'"),
+        ({"trainer": {"lora": {"rank": 4}}}, "trainer.lora = None → {"),
+        ({"model": {"name": "other"}}, "model.name = 'some/model' → 'other'"),
+        (
+            {"trainer": {"optimizer": {"lr": 1e-3}}},
+            r"trainer.optimizer.lr = 1e-05 → 0.001 (the learning rate of step 51 becomes 0.001 instead of 1e-05)",
+        ),
+    ],
+)
+def test_another_run_is_refused_unless_told(tmp_path: Path, options: dict[str, Any], told: str, caplog) -> None:
+    with pytest.raises(UserError) as caught:
+        review(rl(), rl(**options), tmp_path)
+    assert f"resume: this would be another run than the one that was started ({tmp_path}/stored.json): {told}" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("; give the old values, or go on all the same with --allow-changes")
+    changes = review(rl(), rl(**options), tmp_path, allowed=True)
+    assert len(changes) == 1
+    assert f"goes on as another run: {told}" in caplog.text
+
+
+def test_harmless_changes_are_told_and_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    options = {
+        "checkpoint": {"every": 5},
+        "orchestrator": {"eval": {"every": 3}, "metrics": {"report_to": ["wandb"]}, "weights_timeout_s": 5},
+        "trainer": {"parallel": {"ranks": 2}, "tokens_per_microbatch": 4096, "rollout_timeout_s": 7},
+        "inference": {"server": {"port": 8123, "api_key": "secret"}},
+        "log_level": "error",
+        "max_steps": 400,
+    }
+    changes = review(rl(), rl(**options), tmp_path)
+    assert "resume: max_steps = 100 → 400" in caplog.text and "secret" not in caplog.text + str(changes)
+    assert {"checkpoint.every", "orchestrator.eval.every", "inference.server.port", "max_steps"} <= changes.keys()
+    assert not any(key.startswith(("trainer.checkpoint", "orchestrator.max_steps")) for key in changes), "told once"
+
+
+def test_another_length_of_a_decaying_schedule_is_refused_with_the_jump(tmp_path: Path) -> None:
+    linear = {"scheduler": {"type": "linear"}, "optimizer": {"lr": 1e-3}}
+    with pytest.raises(
+        UserError,
+        match=r"max_steps = 100 → 200 \(the learning rate of step 51 becomes 0\.000745 instead of 0\.00049\)",
+    ):
+        review(sft(**linear), sft(**linear, max_steps=200), tmp_path)
+    assert review(sft(**linear), sft(**linear, max_steps=200), tmp_path, allowed=True) == {"max_steps": [100, 200]}
+
+
+def test_one_place_under_two_names_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert review(sft(), sft(data={"path": str(tmp_path / "rows.jsonl")}), tmp_path) == {}
+    with pytest.raises(UserError, match=r"data\.path"):
+        review(sft(), sft(data={"path": "others.jsonl"}), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"seed": "x"}', "[" * 100_000])
+def test_a_damaged_record_is_told_and_does_not_stop_anybody(tmp_path: Path, text: str, caplog) -> None:
+    (tmp_path / "stored.json").write_text(text)
+    assert review_changes(rl(), tmp_path / "stored.json", 5, allowed=False) == {}
+    assert review_changes(rl(), tmp_path / "nowhere.json", 5, allowed=False) == {}
+    assert caplog.text.count("what the run was started with is not known") == 2
+
+
+def test_an_option_that_has_come_since_counts_as_its_default(tmp_path: Path) -> None:
+    tree = rl().model_dump(mode="json")
+    del tree["trainer"]["loss"]
+    write_json(tmp_path / "stored.json", tree)
+    assert review_changes(rl(), tmp_path / "stored.json", 5, allowed=False) == {}

@@ -1,0 +1,252 @@
+"""One owner a run directory; a dead one's lock does not stay in the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem.utils import run_lock
+from tandem.utils.errors import UserError
+from tandem.utils.run_lock import TOKEN, Holder, hold_run, read_holder
+
+# Says what became of it, and holds on until it is told to end.
+TAKE = """\
+import sys
+from pathlib import Path
+from tandem.utils.errors import UserError
+from tandem.utils.run_lock import hold_run
+sys.stdin.readline()
+try:
+    with hold_run(Path(sys.argv[1]), "rl"):
+        print("held", flush=True)
+        sys.stdin.readline()
+except UserError as error:
+    print(error, flush=True)
+"""
+
+
+def start_taker(root: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", TAKE, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def taker(tmp_path: Path):
+    process = start_taker(tmp_path)
+    tell(process)
+    assert answer(process) == "held"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def elsewhere(root: Path, role: str = "trainer") -> Path:
+    """The lock of a process on another machine."""
+    path = root / f"{role}.lock"
+    holder = replace(Holder.this_process("rl"), host="node-7", machine="another boot", pid=4711)
+    path.write_bytes(run_lock._content(holder, 1))
+    return path
+
+
+def test_the_holder_is_named_and_how_to_look_at_it(taker, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught, hold_run(tmp_path, "sft"):
+        pass
+    message = str(caught.value)
+    assert message.startswith(f"output_dir = '{tmp_path}' is in use by `rl` (pid {taker.pid} on ")
+    assert time.strftime(", since %Y-") in message and f"ps -fp {taker.pid}" in message
+    assert "\n" not in message
+
+
+def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
+    for _ in range(2):
+        with hold_run(tmp_path / "run", "rl"):
+            assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["orchestrator.lock", "trainer.lock"]
+    assert not (tmp_path / "run").exists(), "nothing was written: not even the directory stays"
+    assert TOKEN not in os.environ
+
+
+def test_a_killed_holder_does_not_block(taker, tmp_path: Path) -> None:
+    taker.kill()  # not waited for: a zombie holds nothing
+    while run_lock.process_state(taker.pid) not in ("Z", None):
+        time.sleep(0.01)
+    with hold_run(tmp_path, "rl"):
+        found = read_holder(tmp_path / "trainer.lock")
+        assert found is not None and found.pid == os.getpid()
+
+
+def test_a_stopped_holder_still_holds(taker, tmp_path: Path) -> None:
+    taker.send_signal(signal.SIGSTOP)
+    with pytest.raises(UserError, match="is in use"), hold_run(tmp_path, "rl"):
+        pass
+
+
+def test_another_process_with_the_same_pid_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.lock"
+    path.write_bytes(run_lock._content(replace(Holder.this_process("rl"), process_started=1), 1))
+    with hold_run(tmp_path, "trainer", ["trainer"]):
+        found = read_holder(path)
+        assert found is not None and found.process_started != 1
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_many_at_once_exactly_one_wins(tmp_path: Path, stale: bool) -> None:
+    if stale:
+        for role in run_lock.ROLES:
+            gone = replace(Holder.this_process("rl"), process_started=1)
+            (tmp_path / f"{role}.lock").write_bytes(run_lock._content(gone, 1))
+    takers = [start_taker(tmp_path) for _ in range(6)]
+    time.sleep(0.5)  # they read a line before they begin
+    for process in takers:
+        tell(process)
+    answers = [answer(process) for process in takers]
+    for process in takers:
+        process.communicate("\n")
+    assert answers.count("held") == 1, answers
+    assert sum("is in use by `rl`" in text for text in answers) == 5
+
+
+def test_roles_exclude_themselves_and_whole_runs_only(tmp_path: Path) -> None:
+    with hold_run(tmp_path, "trainer", ["trainer"]):
+        token = os.environ.pop(TOKEN)
+        with hold_run(tmp_path, "orchestrator", ["orchestrator"]):
+            pass
+        for command, roles in (("trainer", ["trainer"]), ("rl", run_lock.ROLES), ("sft", run_lock.ROLES)):
+            with pytest.raises(UserError, match="is in use by `trainer`"), hold_run(tmp_path, command, roles):
+                pass
+        os.environ[TOKEN] = token
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_holder_starts_is_covered(tmp_path: Path) -> None:
+    with hold_run(tmp_path, "rl"):
+        environment = os.environ | {"RANK": "0"}
+        script = "import sys; from pathlib import Path; from tandem.utils.run_lock import hold_run\n"
+        script += "with hold_run(Path(sys.argv[1]), 'trainer', ['trainer']): print('covered')"
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+        assert done.stdout == "covered\n"
+        assert (tmp_path / "trainer.lock").exists(), "it is for the one who took it to remove it"
+        # As after this process became torchrun: the first rank is the one to remove it.
+        subprocess.run(command, env=environment, capture_output=True, check=True)
+        assert not (tmp_path / "trainer.lock").exists()
+
+
+def test_ranks_but_the_first_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with hold_run(tmp_path, "trainer"):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_another_machine_is_held_while_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "STALE_S", 30.0)
+    path = elsewhere(tmp_path)
+    content = path.read_bytes()
+    ended = threading.Event()
+
+    def beat() -> None:
+        for number in range(2, 10**6):
+            if ended.wait(0.05):
+                return
+            path.write_bytes(content[:-25] + f'{number:020d}"}}\n'.encode())
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    told = r"pid 4711 on node-7, since .*; look at it with: ssh node-7 ps -fp 4711"
+    with pytest.raises(UserError, match=told), hold_run(tmp_path, "rl"):
+        pass
+    ended.set()
+    beating.join()
+
+
+def test_a_lock_of_another_machine_that_never_changes_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "STALE_S", 0.3)
+    os.utime(elsewhere(tmp_path), (time.time() + 1e6, time.time() + 1e6))  # its clock means nothing
+    started = time.monotonic()
+    with hold_run(tmp_path, "rl"):
+        assert time.monotonic() - started >= 0.3
+        found = read_holder(tmp_path / "trainer.lock")
+        assert found is not None and found.pid == os.getpid()
+
+
+def test_a_lock_that_cannot_be_read_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "STALE_S", 0.1)
+    for content in (b"", b"\xff", b"[]", b"{}", b'{"token": 1}'):
+        (tmp_path / "trainer.lock").write_bytes(content)
+        with hold_run(tmp_path, "rl"):
+            pass
+
+
+def test_a_holder_changes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.02)
+    with hold_run(tmp_path, "rl"):
+        path = tmp_path / "trainer.lock"
+        seen = {path.read_bytes()}
+        deadline = time.monotonic() + 10
+        while len(seen) < 3 and time.monotonic() < deadline:
+            seen.add(path.read_bytes())
+        assert len(seen) >= 3
+        assert all(json.loads(content)["pid"] == os.getpid() for content in seen)
+
+
+def test_whoever_lost_its_lock_ends(tmp_path: Path) -> None:
+    script = f"import tandem.utils.run_lock as lock; lock.BEAT_S = 0.02\n{TAKE}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    tell(process)
+    assert answer(process) == "held"
+    elsewhere(tmp_path).replace(tmp_path / "orchestrator.lock")  # as a taker does that found it stale
+    assert process.wait(timeout=30) == 1
+    assert "was taken or removed" in process.communicate()[1]
+    assert (tmp_path / "orchestrator.lock").exists(), "the other's lock is left alone"
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = r"output_dir = '/proc/run' cannot be written: .*choose another --output-dir"
+    with pytest.raises(UserError, match=told), hold_run(Path("/proc/run"), "rl"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file; give a directory"), hold_run(tmp_path / "file", "rl"):
+        pass
+
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match="cannot be written: No space left on device"), hold_run(tmp_path, "rl"):
+        pass
+
+
+def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(run_lock.os, "link", no_links)
+    with hold_run(tmp_path, "rl"):
+        token = os.environ.pop(TOKEN)
+        with pytest.raises(UserError, match="is in use by `rl`"), hold_run(tmp_path, "rl"):
+            pass
+        os.environ[TOKEN] = token
