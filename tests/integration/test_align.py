@@ -108,6 +108,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     whole = metrics(run_dir)
     weights = (run_dir.weights / "latest" / "model.safetensors").read_bytes()
     shutil.rmtree(run_dir.checkpoints / "step_000006")
+    shutil.rmtree(run_dir.weights)  # or it would count as finished
     align("run", warm_model, preferences / "labeled.jsonl", *arguments, "--resume")
     assert metrics(run_dir) == whole
     assert (run_dir.weights / "latest" / "model.safetensors").read_bytes() == weights

@@ -88,7 +88,7 @@ def logprobs_of(model: Any, batch: PackedBatch) -> torch.Tensor:
 
 def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp_path):
     on_policy = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestrator.prompts-per-step", "4"]
-    arguments = [*rl_arguments, *LORA, *on_policy, "--checkpoint.every", "2"]
+    arguments = [*rl_arguments, *LORA, *on_policy, "--checkpoint.every", "2", "--trainer.scheduler.type", "constant"]
     succeed(starter.run("rl", *arguments, "--max-steps", "4", "--output-dir", str(tmp_path / "whole")))
     halves = [*arguments, "--output-dir", str(tmp_path / "halves")]
     succeed(starter.run("rl", *halves, "--max-steps", "3"))

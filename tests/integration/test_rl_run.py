@@ -57,6 +57,7 @@ def weights_of(run: Path, step: int) -> bytes:
     return (run / "weights" / f"step_{step:06d}" / "model.safetensors").read_bytes()
 
 
+CONSTANT = ["--trainer.scheduler.type", "constant"]  # so that a run may be made longer
 ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestrator.prompts-per-step", "4"]
 
 
@@ -71,7 +72,7 @@ def test_deterministic_runs_are_bit_identical(starter, rl_arguments, tmp_path):
 
 
 def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp_path):
-    on_policy = [*rl_arguments, *ON_POLICY, "--checkpoint.every", "2"]
+    on_policy = [*rl_arguments, *ON_POLICY, *CONSTANT, "--checkpoint.every", "2"]
     succeed(starter.run("rl", *on_policy, "--max-steps", "6", "--output-dir", str(tmp_path / "whole")))
     # The second run stops after step 5, one step past its newest checkpoint.
     halves = [*on_policy, "--output-dir", str(tmp_path / "halves")]
@@ -85,7 +86,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp
 
 def test_resume_without_overlap_loses_no_task(starter, rl_arguments, tmp_path):
     """Asynchronous: groups that were under way at the checkpoint are made again after it."""
-    arguments = [*rl_arguments, "--orchestrator.prompts-per-step", "4", "--checkpoint.every", "3"]
+    arguments = [*rl_arguments, *CONSTANT, "--orchestrator.prompts-per-step", "4", "--checkpoint.every", "3"]
     succeed(starter.run("rl", *arguments, "--max-steps", "4"))
     succeed(starter.run("rl", *arguments, "--max-steps", "8", "--resume"))
     trained = [

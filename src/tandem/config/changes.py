@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 HARMLESS = (
     *("output_dir", "show", "log_level"),
     *("checkpoint.*", "metrics.*", "client.*", "inference", "inference.*", "eval.*", "data.eval_path"),
-    *("parallel.*", "device", "threads", "deterministic", "tokens_per_microbatch"),
+    *("parallel.*", "device", "deterministic", "tokens_per_microbatch"),
     *("keep_weights", "keep_rollouts", "*timeout_s", "*retries", "max_failed_groups"),
 )
-SWITCHES = ("resume", "allow_changes", "clean", "dry_run")  # of a command, not of a run
+UNTOLD = ("resume", "allow_changes", "clean", "dry_run", "threads")  # of a command or a machine, not of a run
 MAX_CHARS = 80
 
 
@@ -71,7 +71,7 @@ def review_changes(config: Config, stored: Path, step: int, *, allowed: bool) ->
 
 def find_changes(old: Tree, new: Tree) -> list[Change]:
     """By key, in the order of `new`; a value that several sections share is told once, at the top."""
-    found = [change for change in _differences(old, new, "") if change.key.rpartition(".")[2] not in SWITCHES]
+    found = [change for change in _differences(old, new, "") if change.key.rpartition(".")[2] not in UNTOLD]
     shared = {change.key for change in found if change.key.split(".")[0] in SHARED_KEYS}
     return [change for change in found if _below_section(change.key) not in shared]
 
@@ -105,8 +105,12 @@ def _keeps_the_schedule(change: Change, old: Tree, new: Tree) -> bool:
 
 
 def _rate_jump(old: Tree, new: Tree, step: int) -> str:
+    """What the changes do to the learning rate, at the next step or at least later."""
     before, after = _rate(old, step), _rate(new, step)
-    return f" (the learning rate of step {step} becomes {after:.4g} instead of {before:.4g})" if before != after else ""
+    if before != after:
+        return f" (the learning rate of step {step} becomes {after:.4g} instead of {before:.4g})"
+    decays = _trainer(old)["max_steps"] != _trainer(new)["max_steps"] and _scheduler(new).type != "constant"
+    return f" (the learning rate, scheduler.type = {_scheduler(new).type!r}, depends on it)" if decays else ""
 
 
 def _rate(tree: Tree, step: int) -> float:

@@ -1,7 +1,7 @@
 """Saving and loading everything the trainer needs to go on, while training goes on.
 
     loop     copies of weights, optimizer and random state ──┐      the next steps
-    thread                                                   └─► shards ─► all ranks done ─► rename ─► manifest
+    thread   (trainer/snapshot.py)                           └─► shards ─► all ranks done ─► rename ─► manifest
 
 A save that fails is told at once and made again after the next step; failing again, it ends the run.
 
@@ -12,13 +12,10 @@ trainer/state.json                the number of ranks, and what the loop wants t
 The learning rate is a function of the step, and frozen weights are those of model.name: neither is saved.
 """
 
-import errno
 import logging
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +28,20 @@ from torch.distributed.tensor import DTensor
 from tandem.config.shared import CheckpointConfig
 from tandem.trainer.random_state import capture_random_state, restore_random_state, seed_random_state
 from tandem.trainer.ranks import Ranks
-from tandem.trainer.shards import Layout, local_part, read_layout, read_shards, write_shards
-from tandem.transport.checkpoints import TRAINER, remove_superseded
-from tandem.transport.weights.manifest import write_manifest
+from tandem.trainer.shards import Layout, local_part, read_layout, read_shards
+from tandem.trainer.snapshot import Snapshot, SnapshotWriter
+from tandem.transport.checkpoints import TRAINER
 from tandem.utils.errors import UserError
-from tandem.utils.files import json_text, publish_directory, read_json, write_atomic
+from tandem.utils.files import json_text, read_json
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
 
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
-STAGING = f".{TRAINER}.tmp"
 MODEL, OPTIMIZER = "model/", "optimizer/"  # optimizer/exp_avg/<name of the parameter>
 SAVE_TIMEOUT_S = 3600.0
 WORTH_A_WARNING_S = 1.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One rank's state after a step, in memory that training does not touch."""
-
-    step: int
-    tensors: Mapping[str, Tensor]
-    files: Mapping[str, bytes]
-    beside: Mapping[str, bytes]  # files of others, next to the trainer's folder
 
 
 class Checkpointer:
@@ -79,9 +65,10 @@ class Checkpointer:
         self.ranks = ranks
         self.parameters = trained_parameters(model)
         self.optimizer = optimizer
-        self.run_log = run_log or RunLog(run_dir, "trainer", enabled=False)
         # Messages of a save must not meet those of the steps that go on beside it.
         self._group = new_group() if ranks.size > 1 else None
+        run_log = run_log or RunLog(run_dir, "trainer", enabled=False)
+        self._writer = SnapshotWriter(run_dir, config, ranks, self._group, run_log)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
         self._newest = 0  # the step that was saved or loaded last
@@ -119,7 +106,7 @@ class Checkpointer:
         if (waited_s := time.monotonic() - asked) > WORTH_A_WARNING_S:
             logger.warning("step %d waited %.1f s for the checkpoint before its own; save less often", step, waited_s)
         self._newest = step
-        self._saving = self._thread.submit(self._write, self._snapshot(step, extra_state or {}, beside or {}))
+        self._saving = self._thread.submit(self._writer.write, self._snapshot(step, extra_state or {}, beside or {}))
 
     def wait(self) -> None:
         """Until the save under way is complete; raises what went wrong with it."""
@@ -180,77 +167,6 @@ class Checkpointer:
             files[STATE] = json_text({"num_ranks": self.ranks.size, "extra_state": extra_state})
         return Snapshot(step, weights | moments, files, beside)
 
-    def _write(self, snapshot: Snapshot) -> None:
-        """The thread's whole task. Whoever asks for the outcome may do so much later, so a failure is told here."""
-        started = time.monotonic()
-        folder = self.run_dir.checkpoints / step_name(snapshot.step)
-        try:
-            self._write_all(snapshot, folder)
-        except Exception as error:
-            if self.ranks.is_first:
-                shutil.rmtree(folder / STAGING, ignore_errors=True)  # the disk may be full
-            reason = f"{type(error).__name__}: {error}"
-            logger.error(
-                "the checkpoint of step %d could not be saved (%s); it is tried again after the next step, and if "
-                "that fails as well, the run ends",
-                *(snapshot.step, reason),
-            )
-            self.run_log.event("checkpoint_failed", step=snapshot.step, error=reason)
-            raise
-        if self.ranks.is_first:
-            logger.info("checkpoint %s is complete after %.1f s", folder, time.monotonic() - started)
-        self.run_log.event("checkpoint", step=snapshot.step)
-
-    def _write_all(self, snapshot: Snapshot, folder: Path) -> None:
-        """Written aside and renamed; the manifest comes last, and only then are older ones deleted."""
-        size_bytes = self._size_bytes(snapshot)
-        self._first_rank_alone(lambda: make_room(folder / STAGING, size_bytes))
-        self._together(lambda: self._write_part(snapshot, folder / STAGING))
-        self._first_rank_alone(lambda: self._complete(snapshot, folder))
-
-    def _write_part(self, snapshot: Snapshot, staging: Path) -> None:
-        write_shards(snapshot.tensors, staging, self._group)
-        for name, content in snapshot.files.items():
-            (staging / name).write_bytes(content)
-
-    def _complete(self, snapshot: Snapshot, folder: Path) -> None:
-        publish_directory(folder / STAGING, folder / TRAINER)
-        for name, content in snapshot.beside.items():
-            write_atomic(folder / name, content)
-        write_manifest(folder, snapshot.step)
-        remove_superseded(self.run_dir, snapshot.step, self.config)
-
-    def _first_rank_alone(self, action: Callable[[], None]) -> None:
-        self._together(action if self.ranks.is_first else lambda: None)
-
-    def _together(self, action: Callable[[], None]) -> None:
-        """What fails on one rank fails on all: none is left waiting."""
-        error: BaseException | None = None
-        try:
-            action()
-        except BaseException as caught:  # DCP's own is no Exception
-            error = caught
-        if self._group is not None:
-            failed = torch.tensor(int(error is not None))
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
-            if error is None and failed:
-                raise RuntimeError("another rank could not write its part; see the first error in the log")
-        if isinstance(error, Exception):
-            raise error
-        if error is not None:
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    def _size_bytes(self, snapshot: Snapshot) -> int:
-        """Of the tensors on all ranks; what all hold alike is divided among them."""
-        own = sum(
-            local_part(tensor).nbytes // (1 if isinstance(tensor, DTensor) else self.ranks.size)
-            for tensor in snapshot.tensors.values()
-        )
-        total = torch.tensor(own, dtype=torch.int64)
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-        return int(total)
-
     def _restore_random_state(self, folder: Path, step: int) -> None:
         file = folder / random_file(self.ranks.rank)
         if file.exists():
@@ -264,20 +180,6 @@ class Checkpointer:
             folder,
             read_json(folder / STATE)["num_ranks"],
             seed,
-        )
-
-
-def make_room(staging: Path, size_bytes: int) -> None:
-    """An empty directory on a disk that has the space."""
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    free_bytes = shutil.disk_usage(staging).free
-    if free_bytes < size_bytes:
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint takes {size_bytes / 1e9:.2f} GB, {free_bytes / 1e9:.2f} GB are free; free some space, or "
-            "keep fewer with checkpoint.keep_last",
-            str(staging.parent),
         )
 
 

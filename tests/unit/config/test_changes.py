@@ -77,13 +77,16 @@ def test_harmless_changes_are_told_and_pass(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_another_length_of_a_decaying_schedule_is_refused_with_the_jump(tmp_path: Path) -> None:
-    linear = {"scheduler": {"type": "linear"}, "optimizer": {"lr": 1e-3}}
+    linear: dict[str, Any] = {"scheduler": {"type": "linear"}, "optimizer": {"lr": 1e-3}}
     with pytest.raises(
         UserError,
         match=r"max_steps = 100 → 200 \(the learning rate of step 51 becomes 0\.000745 instead of 0\.00049\)",
     ):
         review(sft(**linear), sft(**linear, max_steps=200), tmp_path)
     assert review(sft(**linear), sft(**linear, max_steps=200), tmp_path, allowed=True) == {"max_steps": [100, 200]}
+    linear["scheduler"]["warmup_steps"] = 60
+    with pytest.raises(UserError, match=r"200 \(the learning rate, scheduler\.type = 'linear', depends on it\)"):
+        review(sft(**linear), sft(**linear, max_steps=200), tmp_path)
 
 
 def test_one_place_under_two_names_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,11 @@
 """A run that was saved and loaded goes on bit for bit."""
 
+import errno
 import random
+import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,20 +14,23 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tandem.config.shared import CheckpointConfig
-from tandem.trainer import checkpoint
+from tandem.trainer import checkpoint, snapshot
 from tandem.trainer.checkpoint import Checkpointer
 from tandem.trainer.ranks import Ranks
 from tandem.trainer.shards import read_whole, shard_file
+from tandem.trainer.snapshot import Snapshot, SnapshotWriter
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json, write_json
+from tandem.utils.files import read_json, read_json_lines, write_json
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 CPU = Ranks.single(torch.device("cpu"))
 
 
 def checkpointer(stepper, root: Path, **options: int) -> Checkpointer:
-    return Checkpointer(RunDir(root), CheckpointConfig.model_validate(options), CPU, stepper.model, stepper.optimizer)
+    config, run_log = CheckpointConfig.model_validate(options), RunLog(RunDir(root), "trainer")
+    return Checkpointer(RunDir(root), config, CPU, stepper.model, stepper.optimizer, run_log)
 
 
 def save(stepper, root: Path, step: int) -> Path:
@@ -75,15 +82,15 @@ def test_training_goes_on_while_the_state_is_written(make_stepper, train, tmp_pa
     train(stepper, range(1, 2))
     expected = {name: value.detach().clone() for name, value in stepper.model.named_parameters()}
     saver = checkpointer(stepper, tmp_path)
-    write = saver._write
+    write = saver._writer.write
     going_on = []
 
-    def late(snapshot: checkpoint.Snapshot) -> None:
+    def late(_: SnapshotWriter, snapshot: Snapshot) -> None:
         while not going_on:
             pass
         write(snapshot)
 
-    monkeypatch.setattr(saver, "_write", late)
+    monkeypatch.setattr(SnapshotWriter, "write", late)
     saver.save(1)
     train(stepper, range(2, 3))
     going_on.append(True)
@@ -170,6 +177,114 @@ def test_an_error_of_the_writing_is_raised_by_what_comes_next(make_stepper, tmp_
         saver.save(1)
         with pytest.raises(OSError):
             getattr(saver, finish)()
+
+
+def until_failed(saver: Checkpointer) -> None:
+    deadline = time.monotonic() + 60
+    while saver._saving is not None and not saver._saving.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def failing(saver: Checkpointer, monkeypatch, times: int) -> None:
+    """The first saves fail as they would on a full disk."""
+    write_part, count = saver._writer._write_part, [0]
+
+    def write(_: SnapshotWriter, *arguments: Any) -> None:
+        count[0] += 1
+        if count[0] <= times:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_part(*arguments)
+
+    monkeypatch.setattr(SnapshotWriter, "_write_part", write)
+
+
+def events(root: Path) -> list[tuple[str, int]]:
+    return [(event["event"], event["step"]) for event in read_json_lines(root / "events.jsonl")]
+
+
+def test_a_failed_save_is_told_at_once_and_made_again_after_the_next_step(
+    make_stepper, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    saver = checkpointer(make_stepper(), tmp_path, every=10)
+    failing(saver, monkeypatch, times=1)
+    saver.maybe_save(10)
+    until_failed(saver)
+    assert events(tmp_path) == [("checkpoint_failed", 10)]
+    assert "the checkpoint of step 10 could not be saved (OSError: [Errno 28] No space left" in caplog.text
+    assert not (tmp_path / "checkpoints" / "step_000010" / ".trainer.tmp").exists(), "what fills the disk is removed"
+    saver.maybe_save(11)
+    saver.maybe_save(12)
+    saver.close()
+    assert events(tmp_path) == [("checkpoint_failed", 10), ("checkpoint", 11)]
+    verify_manifest(tmp_path / "checkpoints" / "step_000011", 11)
+
+
+def test_a_second_failure_in_a_row_ends_the_run(make_stepper, tmp_path: Path, monkeypatch) -> None:
+    saver = checkpointer(make_stepper(), tmp_path, every=1)
+    failing(saver, monkeypatch, times=2)
+    saver.maybe_save(1)
+    saver.maybe_save(2)
+    until_failed(saver)
+    with pytest.raises(OSError, match="No space left"):
+        saver.maybe_save(3)
+    assert events(tmp_path) == [("checkpoint_failed", 1), ("checkpoint_failed", 2)]
+    saver.close()
+
+
+def test_failures_that_are_not_in_a_row_are_made_good(make_stepper, tmp_path: Path, monkeypatch) -> None:
+    saver = checkpointer(make_stepper(), tmp_path, every=2)
+    for step in (2, 4):
+        failing(saver, monkeypatch, times=1)
+        saver.maybe_save(step)
+        until_failed(saver)
+        saver.maybe_save(step + 1)
+        saver.wait()
+    saver.close()
+    assert [step for name, step in events(tmp_path) if name == "checkpoint"] == [3, 5]
+
+
+def test_a_failure_of_the_last_save_is_made_good_at_the_end(make_stepper, tmp_path: Path, monkeypatch) -> None:
+    saver = checkpointer(make_stepper(), tmp_path, every=2)
+    failing(saver, monkeypatch, times=1)
+    saver.maybe_save(2)
+    saver.finish(2)
+    saver.close()
+    verify_manifest(tmp_path / "checkpoints" / "step_000002", 2)
+    failing(saver := checkpointer(make_stepper(), tmp_path, every=2), monkeypatch, times=2)
+    saver.maybe_save(4)
+    with pytest.raises(OSError, match="No space left"):
+        saver.finish(4)
+
+
+def test_room_is_looked_for_before_anything_is_written(make_stepper, tmp_path: Path, monkeypatch) -> None:
+    stepper = make_stepper()
+    size_bytes = sum(parameter.nbytes for parameter in stepper.model.parameters())
+    usage = type(shutil.disk_usage(tmp_path))
+    for free_bytes, told in ((size_bytes - 1, True), (size_bytes, False)):
+        monkeypatch.setattr(snapshot.shutil, "disk_usage", lambda _, free=free_bytes: usage(10**12, 0, free))
+        saver = checkpointer(stepper, tmp_path)
+        saver.save(1)
+        if told:
+            with pytest.raises(OSError, match=r"a checkpoint takes 0\.00 GB, 0\.00 GB are free; free some space"):
+                saver.wait()
+        saver.close()
+
+
+def test_now_means_now_and_once(make_stepper, tmp_path: Path) -> None:
+    saver = checkpointer(make_stepper(), tmp_path)
+    saver.save_now(3, beside={"orchestrator.json": b'{"step": 3}'})
+    folder = tmp_path / "checkpoints" / "step_000003"
+    verify_manifest(folder, 3)
+    assert (folder / "orchestrator.json").read_bytes() == b'{"step": 3}'
+    assert "orchestrator.json" in read_json(folder / "manifest.json")["files"]
+    before = (folder / "manifest.json").stat().st_mtime_ns
+    saver.save_now(3)
+    assert (folder / "manifest.json").stat().st_mtime_ns == before
+    again = checkpointer(make_stepper(), tmp_path)
+    again.load(3)
+    again.save_now(3)
+    assert (folder / "manifest.json").stat().st_mtime_ns == before
 
 
 def test_saved_when_due_and_only_the_newest_are_kept(make_stepper, train, tmp_path: Path) -> None:

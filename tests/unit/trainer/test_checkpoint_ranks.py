@@ -12,16 +12,16 @@ from tests.unit.trainer.checkpoint_ranks import everything, load, make_checkpoin
 
 from tandem.trainer.ranks import Ranks
 from tandem.transport.weights.manifest import verify_manifest
-from tandem.utils.files import read_json
+from tandem.utils.files import read_json, read_json_lines
 
 SINGLE = Ranks.single(torch.device("cpu"))
 
 
-def run_ranks(count: int, *arguments: str) -> None:
+def run_ranks(count: int, *arguments: str, script: str = "checkpoint_ranks.py") -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     done = subprocess.run(
-        [*launcher, str(Path(__file__).with_name("checkpoint_ranks.py")), *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [*launcher, str(Path(__file__).with_name(script)), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=120,
@@ -76,3 +76,12 @@ def test_from_one_rank_to_several_and_back(tiny_model: Path, tmp_path: Path, str
     third = load(tiny_model, "ddp", SINGLE)
     assert make_checkpointer(third, several, SINGLE).load(4) == {"row": 7}
     assert_same(everything(third), everything(second))
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_is_made_good(tiny_model: Path, tmp_path: Path) -> None:
+    """None waits for the other; they agree on the step after which it is tried again."""
+    run_ranks(2, str(tiny_model), str(tmp_path), script="failing_ranks.py")
+    events = [(event["event"], event["step"]) for event in read_json_lines(tmp_path / "events.jsonl")]
+    (failed, first), (saved, second) = events
+    assert (failed, first, saved) == ("checkpoint_failed", 10, "checkpoint") and second > 10
+    verify_manifest(tmp_path / "checkpoints" / f"step_{second:06d}", second)

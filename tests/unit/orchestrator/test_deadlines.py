@@ -1,0 +1,42 @@
+"""Whom the orchestrator waits for: evaluations take their own time."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.envs.registry import make_environment
+from tandem.orchestrator.loop import Orchestrator
+
+
+def make_orchestrator(root: Path, timeout_s: float) -> Orchestrator:
+    tree = {"model": {"name": "m"}, "output_dir": root, "max_steps": 5, "weights_timeout_s": timeout_s}
+    config = OrchestratorConfig.model_validate(tree | {"env": {"args": {"num_train": 4, "num_eval": 2}}})
+    unused: Any = None
+    return Orchestrator(config, make_environment(config.env), unused, unused, unused, None)
+
+
+def wait(orchestrator: Orchestrator, version: int, evaluating: bool) -> None:
+    """The last version is followed for three times as long as weights may take."""
+
+    async def run() -> None:
+        orchestrator._evaluating = evaluating
+        policy: Any = SimpleNamespace(version=version)
+        following = asyncio.ensure_future(asyncio.sleep(3 * orchestrator.config.weights_timeout_s))
+        await orchestrator._wait_for_last_version(policy, following)  # pyright: ignore[reportArgumentType]
+        assert following.done()
+
+    asyncio.run(run())
+
+
+def test_an_evaluation_does_not_count_against_the_trainer(tmp_path: Path) -> None:
+    wait(make_orchestrator(tmp_path, 0.7), version=5, evaluating=True)
+    wait(make_orchestrator(tmp_path, 0.7), version=4, evaluating=True)
+
+
+def test_waiting_for_the_trainer_does(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"waited 0\.7 s for the trainer's weights .*step_000005"):
+        wait(make_orchestrator(tmp_path, 0.7), version=4, evaluating=False)
