@@ -2,7 +2,6 @@
 
 import platform
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 
 from tandem.models import ops
 from tandem.models.attention import MAX_SHORT_CONTEXT, PackedAttention
-from tandem.models.cpu import kernels, library
+from tandem.models.cpu import compiler, kernels, library
 from tandem.models.cpu.kernels import Kernels
 from tandem.models.ops import rotate
 
@@ -31,14 +30,17 @@ def forget_kernels() -> None:
     kernels._kernels.cache_clear()
 
 
-# The kernels of this machine, and those that a processor with narrower vectors would get.
-WIDTHS = [[], ["-mno-avx512f"]] if platform.machine() == "x86_64" else [[]]
+# The kernels of this machine; those of one with the narrowest vectors, which are as wide as NEON's on any processor;
+# and those in between.
+PROCESSORS = {"native": compiler.FOR_THIS_PROCESSOR, "plain": [[]]}
+if platform.machine() == "x86_64":
+    PROCESSORS["without AVX-512"] = [["-march=native", "-mno-avx512f"]]
 
 
-@pytest.fixture(params=WIDTHS, ids=lambda flags: "narrow" if flags else "native", autouse=True)
+@pytest.fixture(params=PROCESSORS, autouse=True)
 def compiled(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> Iterator[None]:
     forget_kernels()
-    monkeypatch.setattr(library, "FLAGS", [*library.FLAGS, *request.param])
+    monkeypatch.setattr(compiler, "FOR_THIS_PROCESSOR", PROCESSORS[request.param])
     yield
     forget_kernels()
 
@@ -185,29 +187,6 @@ def test_kernels_are_for_the_cpu_with_gradients_and_without() -> None:
     with torch.enable_grad():
         assert kernels.find(torch.empty(1)) is not None
         assert kernels.find(torch.empty(1, dtype=torch.bfloat16)) is not None
-
-
-@pytest.mark.parametrize(
-    ("variables", "logged"),
-    [
-        ({"CC": "no-such-compiler"}, "no C compiler"),
-        ({"CC": "false"}, "cannot be used"),
-        ({"TANDEM_KERNELS": "0"}, ""),
-    ],
-)
-def test_without_them_nothing_breaks(
-    variables: dict[str, str],
-    logged: str,
-    monkeypatch: MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level("INFO"):
-        assert library.load.__wrapped__() is None
-    assert logged in caplog.text
 
 
 def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

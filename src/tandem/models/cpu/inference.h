@@ -92,21 +92,22 @@ INLINE void NAME(mix)(const ELEMENT *values, const ELEMENT *next, const int64_t 
 }
 
 /* The queries of one row that share a KV head look at `count` tokens, which lie at `offsets`: their states are carried
-   on. There are offsets for whole vectors of tokens. */
+   on. There are offsets for a multiple of TOKENS. */
 INLINE void NAME(attend_own)(const float *queries, const ELEMENT *keys, const ELEMENT *values, const int64_t *offsets,
                              int64_t count, float *states, float *scores, int64_t folded, int64_t size) {
-    int64_t state_size = MIXED + size, padded = (count + LANES - 1) / LANES * LANES;
-    for (int64_t first = 0; first < count; first += LANES) {
+    int64_t state_size = MIXED + size, padded = (count + TOKENS - 1) / TOKENS * TOKENS;
+    for (int64_t first = 0; first < count; first += TOKENS) {
         for (int64_t query = 0; query < folded; query++) {
-            Lanes sums[LANES] = {{0}};
+            Lanes sums[TOKENS] = {{0}};
             for (int64_t i = 0; i < size; i += LANES) {
                 Lanes q = *(const Lanes *)(queries + query * size + i);
 #pragma GCC unroll 16
-                for (int64_t n = 0; n < LANES; n++) sums[n] += q * LOAD_LANES(keys + offsets[first + n] + i);
+                for (int64_t n = 0; n < TOKENS; n++) sums[n] += q * LOAD_LANES(keys + offsets[first + n] + i);
             }
-            *(Lanes *)(scores + query * padded + first) = sums_of(sums);
+            for (int64_t n = 0; n < TOKENS; n += LANES)
+                *(Lanes *)(scores + query * padded + first + n) = sums_of(sums + n);
         }
-        for (int64_t n = 0; n < LANES; n++) NAME(fetch)(values + offsets[first + n], size);
+        for (int64_t n = 0; n < TOKENS; n++) NAME(fetch)(values + offsets[first + n], size);
     }
     for (int64_t query = 0; query < folded; query++) {
         float *own = scores + query * padded, *state = states + query * state_size;
@@ -147,18 +148,18 @@ INLINE void NAME(attend_rows)(const ELEMENT *q, int64_t q_stride, const ELEMENT 
     float scale = 1.0f / sqrtf((float)size);
     int64_t num_queries = rows * folded, padded = (num_queries + TOGETHER - 1) / TOGETHER * TOGETHER, state_size = MIXED + size;
     float *queries = workspace, *states = queries + padded * size, *keys_t = states + padded * state_size;
-    float *few_values = keys_t + LANES * size, *scores = few_values + LANES * size;
+    float *few_values = keys_t + TOKENS * size, *scores = few_values + TOKENS * size;
     memset(queries, 0, sizeof(float) * (size_t)(padded * (size + state_size)));
     for (int64_t query = 0; query < padded; query++) states[query * state_size + LARGEST] = -INFINITY;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < folded * size; i++)
             queries[row * folded * size + i] = LOAD(q[row * q_stride + i]) * scale;
-    for (int64_t first = 0; first < shared; first += LANES) {
-        int64_t count = shared - first < LANES ? shared - first : LANES;
+    for (int64_t first = 0; first < shared; first += TOKENS) {
+        int64_t count = shared - first < TOKENS ? shared - first : TOKENS;
         for (int64_t at = 0; at < count; at++) {
             int64_t token = tables[(first + at) / block_size] * block_size + (first + at) % block_size;
             const ELEMENT *key = keys + token * token_stride, *value = values + token * token_stride;
-            for (int64_t i = 0; i < size; i++) keys_t[i * LANES + at] = LOAD(key[i]);
+            for (int64_t i = 0; i < size; i++) keys_t[i * TOKENS + at] = LOAD(key[i]);
             for (int64_t i = 0; i < size; i++) few_values[at * size + i] = LOAD(value[i]);
         }
         attend_lanes(keys_t, few_values, count, queries, states, padded, size);
@@ -196,9 +197,9 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
         longest = position >= longest ? position + 1 : longest;
     }
     int64_t most_queries = (rows < MAX_RUN ? rows : MAX_RUN) * folded + TOGETHER;
-    int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * LANES * head_dim + (longest + LANES) * folded;
+    int64_t room = most_queries * (2 * head_dim + MIXED) + 2 * TOKENS * head_dim + (longest + TOKENS) * folded;
     float *workspace = malloc(sizeof(float) * (size_t)(room * threads));
-    int64_t *offsets = malloc(sizeof(int64_t) * (size_t)((longest + LANES) * threads));
+    int64_t *offsets = malloc(sizeof(int64_t) * (size_t)((longest + TOKENS) * threads));
     if (workspace == NULL || offsets == NULL) {
         free(workspace);
         free(offsets);
@@ -217,7 +218,7 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
     NAME(attend_rows)(q + row * q_stride + head * folded * size, q_stride, keys + head * size, values + head * size, \
                       tables + row * table_stride, table_stride, positions + row,                                 \
                       out + (row * heads + head * folded) * size, heads * size, count, shared, own,               \
-                      offsets + thread * (longest + LANES), block_size, token_stride, window, folded, size)
+                      offsets + thread * (longest + TOKENS), block_size, token_stride, window, folded, size)
                 BY_HEAD_DIM(ATTEND);
 #undef ATTEND
             }

@@ -13,29 +13,39 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#if defined __AVX2__
 #include <immintrin.h>
+#elif defined __aarch64__
+#include <arm_neon.h>
 #endif
 
 #define MAX_HEAD_DIM 512
 #define INLINE static inline __attribute__((always_inline))
 
-/* Vectors as wide as the machine's: what compilers make of wider ones is slow. */
-#ifdef __AVX512F__
+/* Vectors as wide as the machine's (AVX-512; AVX; NEON and SSE): what compilers make of wider ones is slow. */
+#if defined __AVX512F__
 enum { LANES = 16 };
-#else
+#elif defined __AVX__
 enum { LANES = 8 };
+#else
+enum { LANES = 4 };
 #endif
 enum { CACHE_LINE = 64 };
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+/* So many tokens are looked at together. Of narrow vectors it takes two: one alone would keep too few sums running. */
+enum { TOKENS = LANES < 8 ? 8 : LANES, VECTORS = TOKENS / LANES };
 
 /* Lane n: the sum of the n-th of LANES vectors, which are overwritten. Halves are added to halves, then quarters to
    quarters, and so on, of two vectors at a time. */
+#if defined __clang__ || __GNUC__ >= 12
 #define PICK __builtin_shufflevector
+#else
+#define PICK(x, y, ...) __builtin_shuffle(x, y, (Words){__VA_ARGS__})
+#endif
 INLINE Lanes sums_of(Lanes *x) {
-#ifdef __AVX512F__
+#if defined __AVX512F__
 #pragma GCC unroll 8
     for (int n = 0; n < 8; n++)
         x[n] = PICK(x[n], x[n + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
@@ -50,7 +60,7 @@ INLINE Lanes sums_of(Lanes *x) {
                PICK(x[n], x[n + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return PICK(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            PICK(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-#else
+#elif defined __AVX__
 #pragma GCC unroll 4
     for (int n = 0; n < 4; n++)
         x[n] = PICK(x[n], x[n + 4], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(x[n], x[n + 4], 4, 5, 6, 7, 12, 13, 14, 15);
@@ -58,6 +68,10 @@ INLINE Lanes sums_of(Lanes *x) {
     for (int n = 0; n < 2; n++)
         x[n] = PICK(x[n], x[n + 2], 0, 1, 8, 9, 4, 5, 12, 13) + PICK(x[n], x[n + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     return PICK(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) + PICK(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#else
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) x[n] = PICK(x[n], x[n + 2], 0, 1, 4, 5) + PICK(x[n], x[n + 2], 2, 3, 6, 7);
+    return PICK(x[0], x[1], 0, 4, 2, 6) + PICK(x[0], x[1], 1, 5, 3, 7);
 #endif
 }
 #undef PICK
@@ -108,11 +122,11 @@ enum { TOGETHER = 8 };
 /* weights = exp(scores - largest) of one query, carrying its state on; returns how much what was mixed before fades. */
 INLINE float weigh(float *scores, int64_t count, float *state) {
     float before = state[LARGEST], largest = before, sum = 0.0f;
-    for (int64_t at = count; at < LANES; at++) scores[at] = -INFINITY;
+    for (int64_t at = count; at < TOKENS; at++) scores[at] = -INFINITY;
 #pragma omp simd reduction(max : largest)
-    for (int64_t at = 0; at < LANES; at++) largest = scores[at] > largest ? scores[at] : largest;
+    for (int64_t at = 0; at < TOKENS; at++) largest = scores[at] > largest ? scores[at] : largest;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t at = 0; at < LANES; at++) {
+    for (int64_t at = 0; at < TOKENS; at++) {
         scores[at] = exp_negative(scores[at] - largest);
         sum += scores[at];
     }
@@ -122,20 +136,39 @@ INLINE float weigh(float *scores, int64_t count, float *state) {
     return fading;
 }
 
-/* Keys and values of `count` tokens, at most LANES, for many queries, whose states are carried on. Keys come
-   transposed, (size, LANES); values as (LANES, size). The number of queries is a multiple of TOGETHER. */
+/* sums[n] = query n · keys, of TOGETHER queries; keys come transposed, (size, TOKENS). */
+INLINE void multiply(const float *queries, const float *keys_t, Lanes sums[TOGETHER][VECTORS], int64_t size) {
+    if (VECTORS == 1) {
+        for (int64_t i = 0; i < size; i++) {
+            Lanes key = *(const Lanes *)(keys_t + i * LANES);
+#pragma GCC unroll 8
+            for (int64_t n = 0; n < TOGETHER; n++) sums[n][0] += queries[n * size + i] * key;
+        }
+        return;
+    }
+    /* A query's next numbers come as one vector: NEON multiplies by a lane of it. */
+    for (int64_t i = 0; i < size; i += LANES) {
+        Lanes keys[LANES][VECTORS];
+        memcpy(keys, keys_t + i * TOKENS, sizeof keys);
+#pragma GCC unroll 8
+        for (int64_t n = 0; n < TOGETHER; n++) {
+            Lanes query = *(const Lanes *)(queries + n * size + i);
+#pragma GCC unroll 4
+            for (int64_t lane = 0; lane < LANES; lane++)
+                for (int64_t part = 0; part < VECTORS; part++) sums[n][part] += query[lane] * keys[lane][part];
+        }
+    }
+}
+
+/* Keys and values of `count` tokens, at most TOKENS, for many queries, whose states are carried on. Keys come
+   transposed, (size, TOKENS); values as (TOKENS, size). The number of queries is a multiple of TOGETHER. */
 INLINE void attend_lanes(const float *keys_t, const float *values, int64_t count, const float *queries, float *states,
                          int64_t num_queries, int64_t size) {
     int64_t state_size = MIXED + size;
     for (int64_t query = 0; query < num_queries; query += TOGETHER) {
-        const float *q = queries + query * size;
-        Lanes sums[TOGETHER] = {{0}};
-        for (int64_t i = 0; i < size; i++) {
-            Lanes key = *(const Lanes *)(keys_t + i * LANES);
-#pragma GCC unroll 8
-            for (int64_t n = 0; n < TOGETHER; n++) sums[n] += q[n * size + i] * key;
-        }
-        float scores[TOGETHER][LANES];
+        Lanes sums[TOGETHER][VECTORS] = {{{0}}};
+        multiply(queries + query * size, keys_t, sums, size);
+        float scores[TOGETHER][TOKENS];
         memcpy(scores, sums, sizeof scores);
         for (int64_t n = 0; n < TOGETHER; n += 2) {
             float *one = states + (query + n) * state_size, *two = one + state_size;
@@ -170,15 +203,15 @@ INLINE void attend_lanes(const float *keys_t, const float *values, int64_t count
     else if (head_dim == 128) call(128); \
     else call(head_dim)
 
-/* Where the tokens from `first` to `end` of a sequence lie in its blocks, in elements; the last one again until a vector
-   is full. Returns how many tokens those are. */
+/* Where the tokens from `first` to `end` of a sequence lie in its blocks, in elements; the last one again until
+   TOKENS divides their number. Returns how many tokens those are. */
 static int64_t offsets_of(const int64_t *table, int64_t first, int64_t end, int64_t block_size, int64_t token_stride,
                           int64_t *offsets) {
     int64_t count = 0, at = first % block_size;
     for (int64_t block = first / block_size; first + count < end; block++, at = 0)
         for (; at < block_size && first + count < end; at++)
             offsets[count++] = (table[block] * block_size + at) * token_stride;
-    for (int64_t i = count; i % LANES != 0; i++) offsets[i] = offsets[count - 1];
+    for (int64_t i = count; i % TOKENS != 0; i++) offsets[i] = offsets[count - 1];
     return count;
 }
 
@@ -196,7 +229,7 @@ static int64_t run_of_rows(const int64_t *tables, int64_t table_stride, const in
         int64_t same = 0, most = positions[next] / block_size < blocks ? positions[next] / block_size : blocks;
         const int64_t *other = tables + next * table_stride;
         while (same < most && table[same] == other[same]) same++;
-        if (same * block_size < LANES) break;
+        if (same * block_size < TOKENS) break;
         blocks = same;
     }
     if (next - row < 2) return 1;
@@ -226,15 +259,33 @@ static inline uint16_t bf16_store(float x) {
     return x != x ? (uint16_t)0x7FC0u : rounded;
 }
 
+/* By name, where the machine has an instruction for it: compilers do not always find it. */
+INLINE Lanes bf16_load_lanes(const uint16_t *from) {
+#if defined __AVX512F__
+    return (Lanes)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)) << 16);
+#elif defined __AVX2__
+    return (Lanes)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from)) << 16);
+#elif defined __aarch64__
+    return (Lanes)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(from), vdup_n_u16(0)));
+#else
+    Words bits;
+    for (int n = 0; n < LANES; n++) bits[n] = (uint32_t)from[n] << 16;
+    return (Lanes)bits;
+#endif
+}
+
 #define NAME(name) name##_bf16
 #define ELEMENT uint16_t
 #define LOAD(x) bf16_load(x)
 #define STORE(x) bf16_store(x)
-#ifdef __AVX512F__ /* what GCC 12 makes of the other line takes three times as long */
-#define LOAD_LANES(at) ((Lanes)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(at))) << 16))
-#else
-#define LOAD_LANES(at) ((Lanes)(__builtin_convertvector(*(const Halves *)(at), Words) << 16))
-#endif
+#define LOAD_LANES(at) bf16_load_lanes(at)
 #include "inference.h"
 
 #include "training.h"
+
+/* Whether the compiler took OpenMP's threads; without them everything is computed, one part after the other. */
+#ifdef _OPENMP
+const int uses_threads = 1;
+#else
+const int uses_threads = 0;
+#endif

@@ -1,5 +1,6 @@
-"""Compiles kernels.c for this machine when it is first needed, and keeps the result for the next time.
+"""The kernels as a library, compiled for this machine once and kept for the next time.
 
+Whoever computes on a CPU calls `load_for` when it starts; `python -m tandem.models.cpu.library` compiles them ahead.
 Without a C compiler everything works as well, only slower: callers take PyTorch's operations instead.
 """
 
@@ -8,77 +9,172 @@ import functools
 import hashlib
 import logging
 import os
-import platform
-import shutil
+import stat
 import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
-import torch  # noqa: F401  (its OpenMP runtime is the one our kernels use: it has to be loaded first)
+import torch
+
+from tandem.models.cpu import compiler as c
+from tandem.models.cpu.compiler import Compiler
 
 logger = logging.getLogger(__name__)
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "inference.h", "training.h")]
-FLAGS = [
-    "-O3", "-march=native", "-std=c11", "-fPIC", "-fopenmp",
-    "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-]  # fmt: skip
 SWITCH = "TANDEM_KERNELS"
-COMPILE_TIMEOUT_S = 120
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def load_for(device: torch.device) -> None:
+    """Have the kernels ready, if this device is one they are for, before there is anything to compute."""
+    if device.type == "cpu":
+        load()
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The compiled kernels, or None, with the reason logged, where there are none."""
     if os.environ.get(SWITCH) == "0":
+        logger.info("%s=0: no CPU kernels, PyTorch's own operations are slower", SWITCH)
         return None
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    compiler = Compiler.find()
     if compiler is None:
-        logger.info("no C compiler found: decoding with PyTorch's own operations, which is slower on a CPU")
+        logger.warning("no C compiler found (cc, gcc, clang, or $CC): PyTorch's own operations are slower on a CPU")
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
+        library = _kept_or_compiled(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("the CPU kernels cannot be used, PyTorch's own operations are slower: %s", detail)
         return None
+    if not ctypes.c_int.in_dll(library, "uses_threads").value:
+        program = compiler.command[0]
+        logger.warning("the CPU kernels run on one thread: %s has no OpenMP that works with PyTorch's", program)
+    return library
 
 
-def _compiled(compiler: str) -> Path:
-    path = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh, object_file = Path(folder) / path.name, Path(folder) / "kernels.o"
-            _run(compiler, *FLAGS, "-c", "-o", str(object_file), str(SOURCES[0]))
-            # Linked without an OpenMP runtime: PyTorch has brought one, and two of them would fight for cores.
-            _run(compiler, "-shared", "-o", str(fresh), str(object_file), "-lm")
-            fresh.rename(path)
+def _kept_or_compiled(compiler: Compiler) -> ctypes.CDLL:
+    name = f"kernels-{_fingerprint(compiler, _share_openmp())}.so"
+    folder = _private_folder()
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="tandem-kernels-") as temporary:
+            return ctypes.CDLL(str(_compile(compiler, Path(temporary) / name)))
+    path = folder / name
+    if path.is_symlink() or path.exists():
+        try:
+            _refuse_if_written_by_others(path)
+            library = ctypes.CDLL(str(path))
+            logger.info("CPU kernels: %s", path)
+            return library
+        except OSError as error:
+            logger.warning("the kept CPU kernels are not used: %s", error)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        return ctypes.CDLL(str(_compile(compiler, Path(temporary) / name).rename(path)))
+
+
+def _compile(compiler: Compiler, path: Path) -> Path:
+    logger.info("compiling the CPU kernels with %s, once for this machine", compiler.command[0])
+    began = time.monotonic()
+    suited = compiler.suited_to_this_machine(path.parent)
+    suited.build(SOURCES[0], path).chmod(0o700)
+    logger.info("compiled the CPU kernels in %.1f s (%s)", time.monotonic() - began, " ".join(suited.flags))
     return path
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+def _share_openmp() -> str:
+    """Make PyTorch's OpenMP runtime visible to libraries that are loaded later, which it is not everywhere.
+
+    Returns its name, or nothing where PyTorch has none.
+    """
+    for path in _openmp_runtimes():
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return Path(path).name
+        except OSError as error:
+            logger.debug("%s: %s", path, error)
+    return ""
 
 
-def _fingerprint(compiler: str) -> str:
-    """Another source, compiler or processor needs another library."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_TIMEOUT_S).stdout
-    parts = [*(source.read_bytes() for source in SOURCES), " ".join(FLAGS).encode(), version, _processor()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+def _openmp_runtimes() -> list[str]:
+    """The runtimes that may be PyTorch's, its own first: what it has loaded, then what lies beside it."""
+    package = Path(torch.__file__).parent
+    loaded = [path for path in _loaded_libraries() if _is_openmp(path)]
+    own = [path for path in loaded if path.startswith(str(package))]
+    folders = (package / "lib", Path(sys.prefix) / "lib")
+    beside = [str(path) for folder in folders for path in sorted(folder.glob("lib*omp*")) if _is_openmp(str(path))]
+    return [*own, *loaded, *beside]
 
 
-def _processor() -> bytes:
+def _is_openmp(path: str) -> bool:
+    return Path(path).name.startswith(("libgomp", "libomp", "libiomp"))
+
+
+def _loaded_libraries() -> list[str]:
+    """Linux only; elsewhere none are known."""
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-        return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return platform.processor().encode()
+        return []
+    fields = (line.split(maxsplit=5) for line in lines)
+    return list(dict.fromkeys(field[5] for field in fields if len(field) == 6))
 
 
-def _cache_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "tandem"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="tandem-kernels-"))
-    return folder
+def _fingerprint(compiler: Compiler, openmp: str) -> str:
+    """Another source, compiler, OpenMP runtime or processor needs another library."""
+    tried = [c.FLAGS, c.FOR_THIS_PROCESSOR, c.OPENMP, c.LINK_FLAGS]
+    parts = [repr(tried), repr(compiler.command), compiler.version(), openmp, _processor()]
+    sources = [source.read_bytes() for source in SOURCES]
+    return hashlib.sha256(b"\0".join([*sources, *(part.encode() for part in parts)])).hexdigest()[:16]
+
+
+def _processor() -> str:
+    if sys.platform == "darwin":
+        return c.run("sysctl", "-n", "machdep.cpu.brand_string")
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _private_folder() -> Path | None:
+    """Where compiled kernels are kept: the first usual place that nobody else can write to."""
+    for folder in _usual_places():
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            actual = folder.resolve()
+            _refuse_if_written_by_others(actual)
+            for path in (*folder.absolute().parents, *actual.parents):
+                _refuse_if_replaced_by_others(path)
+            return folder
+        except OSError as error:
+            logger.warning("no CPU kernels are kept in %s: %s", folder, error)
+    return None
+
+
+def _usual_places() -> list[Path]:
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return [Path(base) / "tandem", Path(tempfile.gettempdir()) / f"tandem-{os.geteuid()}"]
+
+
+def _refuse_if_written_by_others(path: Path) -> None:
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
+        raise PermissionError(f"others may have written {path} ({_access(status)}); it has to be yours alone")
+
+
+def _refuse_if_replaced_by_others(folder: Path) -> None:
+    """Whether others could put something else in the place of what lies in this folder; not if it is sticky."""
+    status = folder.stat()
+    shared = status.st_mode & WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX
+    if shared or status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"others may write to {folder} ({_access(status)})")
+
+
+def _access(status: os.stat_result) -> str:
+    return f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    load()

@@ -168,7 +168,7 @@ INLINE void open_segment(const Packed *packed, const float *k, const float *v,
    wait for each of its additions. */
 INLINE void vector_times_few(const float *vector, const float *matrix, int64_t rows, int64_t width, float *out,
                              int64_t count) {
-    Lanes sums[4] = {{0}};
+    Lanes sums[4 * VECTORS] = {{0}};
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < count; i++) sums[i] += vector[row] * *(const Lanes *)(matrix + row * width + i * LANES);
     for (int64_t i = 0; i < count; i++) *(Lanes *)(out + i * LANES) = sums[i];
@@ -178,6 +178,8 @@ INLINE void vector_times_few(const float *vector, const float *matrix, int64_t r
 INLINE void vector_times(const float *vector, const float *matrix, int64_t rows, int64_t width, int64_t from,
                          int64_t to, float *out) {
     int64_t column = from;
+    for (; VECTORS > 1 && column + 4 * TOKENS <= to; column += 4 * TOKENS)
+        vector_times_few(vector, matrix + column, rows, width, out + column, 4 * VECTORS);
     for (; column + 4 * LANES <= to; column += 4 * LANES)
         vector_times_few(vector, matrix + column, rows, width, out + column, 4);
     switch ((to - column) / LANES) {
