@@ -1,7 +1,7 @@
 # make demo    learn reverse-text from scratch on this machine, a few minutes on two cores
 # make test    lint, types, import layers and all tests
 # make check   only lint, types and import layers
-# make setup   only make the environment (.venv)
+# make setup   only make the environment (.venv), and compile the CPU kernels
 # make mutants whether the unit tests notice 150 small mistakes in the code; half an hour, not part of make test
 # make vllm    vLLM's CPU build in an environment of its own (.venv-vllm, 2 GB); its tests are skipped without it
 
@@ -10,13 +10,17 @@ VENV := .venv
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+COMPILE_KERNELS := $(BIN)/python -m tandem.models.cpu.library
 MODEL := models/reverse_text
 DATA := models/reverse_text_sft.jsonl
 
 .PHONY: setup setup-dev vllm demo test check mutants format clean
 
 setup: $(VENV)/.installed
+	@$(COMPILE_KERNELS)
+
 setup-dev: $(VENV)/.installed-dev
+	@$(COMPILE_KERNELS)
 
 $(VENV)/bin/python:
 	@echo "== making the environment in $(VENV)"

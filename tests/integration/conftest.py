@@ -9,6 +9,14 @@ from types import ModuleType
 import pytest
 from tests.integration.processes import Starter, command
 
+from tandem.models.cpu import library
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> None:
+    """Compiled before anything is waited for: the first process that starts would take as long as that."""
+    library.load()
+
 
 @pytest.fixture
 def starter() -> Iterator[Starter]:

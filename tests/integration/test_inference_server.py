@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from tandem.models.cpu.compiler import Compiler
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
 from tandem.transport.weights.filesystem import write_model
@@ -121,6 +123,22 @@ def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def test_kernels_are_compiled_before_the_server_is_healthy(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler.find()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    quick = tmp_path / "quick"
+    quick.write_text(f'#!/bin/sh\nexec {shlex.join(compiler.command)} "$@" -O0\n')
+    quick.chmod(0o755)
+    monkeypatch.setenv("CC", str(quick))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    process, client = start_server(model_dir, "--device", "cpu")
+    end(process, client)
+    assert len(list(tmp_path.rglob("kernels-*.so"))) == 1
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

@@ -38,11 +38,13 @@ def serve(config: RewardServerConfig) -> None:
     from tandem.inference.scoring.app import create_app
     from tandem.inference.scoring.scores import ScoreModel
     from tandem.inference.vocabulary import compare_vocabularies
+    from tandem.models.cpu import library
     from tandem.models.runtime import choose_device, in_own_thread, setup_torch
     from tandem.models.scorer import load_scorer
 
     setup_torch(threads=config.threads, seed=0, deterministic=False)
     device = choose_device(config.device)
+    library.load_for(device)
     scorer = in_own_thread(load_scorer)(config.model.name, getattr(torch, config.model.dtype), device)
     config = within_positions(config, config.model.name)
     spec = scorer.decoder.spec

@@ -7,6 +7,7 @@ import torch
 
 from tandem.config.offline import OfflineConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.models.cpu import library
 from tandem.models.runtime import setup_torch
 from tandem.trainer.ranks import Ranks, joined
 from tandem.trainer.sharding import needs_group
@@ -22,6 +23,7 @@ TrainingConfig = TrainerConfig | OfflineConfig
 def joined_ranks(config: TrainingConfig) -> Iterator[Ranks]:
     setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
     with joined(config.device, config.parallel.timeout_s, group_for_one=needs_group(config.parallel)) as ranks:
+        library.load_for(ranks.device)
         yield ranks
 
 

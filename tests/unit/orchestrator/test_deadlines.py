@@ -19,10 +19,11 @@ def make_orchestrator(root: Path, timeout_s: float) -> Orchestrator:
     return Orchestrator(config, make_environment(config.env), unused, unused, unused, None)
 
 
-def wait(orchestrator: Orchestrator, version: int, evaluating: bool) -> None:
+def wait(root: Path, version: int, evaluating: bool) -> None:
     """The last version is followed for three times as long as weights may take."""
 
     async def run() -> None:
+        orchestrator = make_orchestrator(root, 0.7)
         orchestrator._evaluating = evaluating
         policy: Any = SimpleNamespace(version=version)
         following = asyncio.ensure_future(asyncio.sleep(3 * orchestrator.config.weights_timeout_s))
@@ -33,10 +34,10 @@ def wait(orchestrator: Orchestrator, version: int, evaluating: bool) -> None:
 
 
 def test_an_evaluation_does_not_count_against_the_trainer(tmp_path: Path) -> None:
-    wait(make_orchestrator(tmp_path, 0.7), version=5, evaluating=True)
-    wait(make_orchestrator(tmp_path, 0.7), version=4, evaluating=True)
+    wait(tmp_path, version=5, evaluating=True)
+    wait(tmp_path, version=4, evaluating=True)
 
 
 def test_waiting_for_the_trainer_does(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"waited 0\.7 s for the trainer's weights .*step_000005"):
-        wait(make_orchestrator(tmp_path, 0.7), version=4, evaluating=False)
+        wait(tmp_path, version=4, evaluating=False)

@@ -15,6 +15,7 @@ from tandem.inference.native.graphs import DecodeGraphs
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
+from tandem.models.cpu import library
 from tandem.models.hf import load_decoder
 from tandem.models.lora import AdapterBank
 from tandem.models.runtime import choose_device, in_own_thread
@@ -35,6 +36,7 @@ def build_engine(
 ) -> NativeEngine:
     """Load the model and lay out the cache; the engine is not started yet."""
     device = choose_device(config.device)
+    library.load_for(device)
     dtype = getattr(torch, config.model.dtype)
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec

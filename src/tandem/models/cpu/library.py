@@ -5,6 +5,7 @@ Without a C compiler everything works as well, only slower: callers take PyTorch
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -61,17 +64,25 @@ def _kept_or_compiled(compiler: Compiler) -> ctypes.CDLL:
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="tandem-kernels-") as temporary:
             return ctypes.CDLL(str(_compile(compiler, Path(temporary) / name)))
-    path = folder / name
-    if path.is_symlink() or path.exists():
-        try:
-            _refuse_if_written_by_others(path)
-            library = ctypes.CDLL(str(path))
-            logger.info("CPU kernels: %s", path)
-            return library
-        except OSError as error:
-            logger.warning("the kept CPU kernels are not used: %s", error)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        return ctypes.CDLL(str(_compile(compiler, Path(temporary) / name).rename(path)))
+    with _alone_in(folder):
+        kept = _kept(folder / name)
+        if kept is not None:
+            return kept
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            return ctypes.CDLL(str(_compile(compiler, Path(temporary) / name).rename(folder / name)))
+
+
+def _kept(path: Path) -> ctypes.CDLL | None:
+    try:
+        _refuse_if_written_by_others(path)
+        library = ctypes.CDLL(str(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("the kept CPU kernels are not used: %s", error)
+        return None
+    logger.info("CPU kernels: %s", path)
+    return library
 
 
 def _compile(compiler: Compiler, path: Path) -> Path:
@@ -155,6 +166,23 @@ def _private_folder() -> Path | None:
 def _usual_places() -> list[Path]:
     base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return [Path(base) / "tandem", Path(tempfile.gettempdir()) / f"tandem-{os.geteuid()}"]
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Of processes that start together, such as the ranks of a run, one compiles and the others wait for it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("waiting for another process that compiles the CPU kernels")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:  # some file systems have no locks: then it may be compiled twice, no more
+        logger.debug("no lock on %s: %s", folder, error)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_if_written_by_others(path: Path) -> None:
