@@ -1,6 +1,7 @@
 """A whole run: three processes, through HTTP and the run directory, and reward rises."""
 
 import json
+import shutil
 import statistics
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 from tandem.transport.checkpoints import newest_checkpoint
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
-from tandem.utils.run_dir import RunDir
+from tandem.utils.run_dir import RunDir, step_name
 
 
 def succeed(done: subprocess.CompletedProcess[str]) -> None:
@@ -71,12 +72,18 @@ def test_deterministic_runs_are_bit_identical(starter, rl_arguments, tmp_path):
     assert one == two
 
 
+def forget_checkpoint(run_dir: RunDir, step: int) -> None:
+    """As if the run had been killed before it was written."""
+    shutil.rmtree(run_dir.checkpoints / step_name(step))
+
+
 def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp_path):
     on_policy = [*rl_arguments, *ON_POLICY, *CONSTANT, "--checkpoint.every", "2"]
     succeed(starter.run("rl", *on_policy, "--max-steps", "6", "--output-dir", str(tmp_path / "whole")))
     # The second run stops after step 5, one step past its newest checkpoint.
     halves = [*on_policy, "--output-dir", str(tmp_path / "halves")]
     succeed(starter.run("rl", *halves, "--max-steps", "5"))
+    forget_checkpoint(RunDir(tmp_path / "halves"), 5)
     assert newest_checkpoint(RunDir(tmp_path / "halves")) == 4
     resumed = starter.run("rl", *halves, "--max-steps", "6", "--resume")
     succeed(resumed)
@@ -88,6 +95,7 @@ def test_resume_without_overlap_loses_no_task(starter, rl_arguments, tmp_path):
     """Asynchronous: groups that were under way at the checkpoint are made again after it."""
     arguments = [*rl_arguments, *CONSTANT, "--orchestrator.prompts-per-step", "4", "--checkpoint.every", "3"]
     succeed(starter.run("rl", *arguments, "--max-steps", "4"))
+    forget_checkpoint(RunDir(tmp_path / "run"), 4)  # that of the last step, after which nothing is under way
     succeed(starter.run("rl", *arguments, "--max-steps", "8", "--resume"))
     trained = [
         sample["task"]

@@ -8,14 +8,17 @@ import ast
 import functools
 import inspect
 import json
+import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from tandem.config.explain import explain_validation_error, models_in
+from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
 from tandem.config.sources import Tree, extract_files, merge
 from tandem.utils.errors import UserError
 
@@ -51,15 +54,35 @@ def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = No
     if "--help" in arguments or "-h" in arguments:
         _remember_sources()
     try:
-        return load_config(cls, arguments, prog, description)
+        run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
+        if run is None:
+            return load_config(cls, arguments, prog, description)
+        return _go_on(cls, run.resolve(), rest, prog, description)
     except UserError as error:
         print(f"{prog}: {error}{hint}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def load_config(cls: type[C], arguments: list[str], prog: str = "", description: str = "") -> C:
-    """Defaults < files from left to right < flags. Raises UserError on bad input."""
+def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description: str) -> C:
+    """The configuration of the run in `run`, in the directory it was started in, with what is given besides."""
+    start = starting_directory(run)
+    stays = start is None or not start.is_dir() or start.samefile(Path.cwd())
+    shown = Path(os.path.relpath(run)) if stays else run
+    config = load_config(cls, arguments, prog, description, stored_config(shown, prog))
+    if not stays:
+        assert start is not None
+        print(f"{prog}: going on in {start}, where the run was started", file=sys.stderr)
+        os.chdir(start)
+        sys.argv[1:] = [FLAG, str(run), *arguments]  # ranks are started with this command line
+    return config
+
+
+def load_config(
+    cls: type[C], arguments: list[str], prog: str = "", description: str = "", base: Tree | None = None
+) -> C:
+    """Defaults < `base` < files from left to right < flags. Raises UserError on bad input."""
     files, flags = extract_files(arguments, find_switches(cls))
+    files = merge(base or {}, files)
     # The parser reads files only; what several files give together is handed to it as one.
     with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:
         json.dump({FILES: files}, merged)

@@ -1,6 +1,8 @@
 """What `sft` and `align` have in common: training on a dataset."""
 
+import math
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -17,6 +19,7 @@ from tandem.config.shared import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from tandem.config.sources import Tree
 
 
 class OfflineConfig(Config):
@@ -28,7 +31,10 @@ class OfflineConfig(Config):
     """Run directory; the model ends up in weights/latest."""
 
     max_steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
+    """Optimizer steps; or give epochs."""
+
+    epochs: float | None = Field(default=None, gt=0)
+    """Train for so many passes over the rows, or a part of one, instead of max_steps."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Longest row (of a pair: the prompt with one completion), in tokens."""
@@ -62,7 +68,8 @@ class OfflineConfig(Config):
     """Repeat bit for bit."""
 
     resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint."""
+    """Go on with the run in output_dir from its newest complete checkpoint. --resume DIR: with that in DIR, as it
+    was started; flags given besides win."""
 
     allow_changes: bool = False
     """Resume although options differ that make it another run."""
@@ -76,8 +83,36 @@ class OfflineConfig(Config):
     log_level: LogLevel = "info"
     """Least severe log lines to show."""
 
+    @classmethod
+    def combine(cls, files: Tree, flags: Tree) -> Tree:
+        """A flag that says how long to train wins over what files say of it, in steps or in epochs."""
+        other = {"max_steps": "epochs", "epochs": "max_steps"}
+        overruled = {other[key] for key in other if key in flags} - flags.keys()
+        return super().combine({key: value for key, value in files.items() if key not in overruled}, flags)
+
     @model_validator(mode="after")
     def _parts_fit(self) -> "OfflineConfig":
         check_lora(self.model, self.lora)
         require_held_out(self.eval, self.data)
         return self
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> "OfflineConfig":
+        if self.epochs is None:
+            return self
+        if "max_steps" in self.model_fields_set:
+            raise ValueError(
+                f"max_steps = {self.max_steps} and epochs = {self.epochs:g} contradict each other; give one of them"
+            )
+        if self.data.streaming:
+            raise ValueError(
+                f"epochs = {self.epochs:g} counts rows, which data.streaming does not; give max_steps instead"
+            )
+        return self
+
+    def for_rows(self, num_rows: int | None) -> Self:
+        """With the number of steps that `epochs` comes to; the last step may begin another epoch."""
+        if self.epochs is None or num_rows is None:
+            return self
+        steps = max(1, math.ceil(self.epochs * num_rows / self.batch_size))
+        return self.model_copy(update={"max_steps": steps, "epochs": None})

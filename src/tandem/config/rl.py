@@ -63,7 +63,8 @@ class RLConfig(Config):
     """Left out: no server is started, and the one at orchestrator.client.base-url is used."""
 
     resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint."""
+    """Go on with the run in output_dir from its newest complete checkpoint. --resume DIR: with that in DIR, as it
+    was started; flags given besides win."""
 
     allow_changes: bool = False
     """Resume although options differ that make it another run."""
@@ -134,6 +135,19 @@ class RLConfig(Config):
                 "client; give the key once, at inference.server"
             )
         return self
+
+
+def storable(config: RLConfig) -> Tree:
+    """A file that gives this configuration again, and that other files and flags can be laid over: shared values
+    once, at the top, and nothing that follows from another value."""
+    tree = config.model_dump(mode="json")
+    for name in SECTIONS:
+        if tree[name] is not None:
+            tree[name] = {key: value for key, value in tree[name].items() if key not in SHARED_KEYS}
+    client = tree["orchestrator"]["client"]
+    if config.inference is not None and client["base_url"] == config.inference.server.url:
+        del client["base_url"]
+    return tree
 
 
 def share_values(data: Tree) -> Tree:

@@ -28,8 +28,8 @@ class ModelConfig(Config):
 class CheckpointConfig(Config):
     """When to save everything needed to go on."""
 
-    every: int | None = Field(default=None, ge=1)
-    """Save after every so many steps; None: only when a signal ends the run."""
+    every: int | None = Field(default=25, ge=1)
+    """Save after every so many steps, and after the last; None: only when a signal ends the run."""
 
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest complete checkpoints to keep."""
@@ -54,8 +54,8 @@ class CheckpointConfig(Config):
             )
         return self
 
-    def is_due(self, step: int) -> bool:
-        return self.every is not None and step % self.every == 0
+    def is_due(self, step: int, last_step: int | None = None) -> bool:
+        return self.every is not None and (step % self.every == 0 or step == last_step)
 
 
 class MetricsConfig(Config):

@@ -17,10 +17,10 @@ def align(config: AlignConfig) -> None:
     from tandem.entrypoints.offline import Train, run_offline
     from tandem.trainer.preferences import encode_align_row
 
-    def load_train() -> Train:
+    def load_train() -> Train[AlignConfig]:
         from tandem.trainer.train_align import train_align
 
-        return partial(train_align, config)
+        return train_align
 
     run_offline(
         "align",

@@ -1,28 +1,32 @@
 """What `sft` and `align` do before and after training: checks, the dataset, the run directory, metrics."""
 
+import logging
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.config.changes import review_changes
 from tandem.config.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
 from tandem.models.files import check_model_dir
-from tandem.transport.checkpoints import is_finished, prepare_run
+from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.log import setup_logging
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
-from tandem.utils.processes import is_first_rank
-from tandem.utils.provenance import write_run_config
+from tandem.utils.processes import Stopped, is_first_rank
+from tandem.utils.provenance import own_command, write_run_config
 from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import hold_run
 
-Train = Callable[[Dataset[Any], MetricsForwarder], None]
+logger = logging.getLogger(__name__)
+C = TypeVar("C", bound=OfflineConfig)
+Train = Callable[[C, Dataset[Any], MetricsForwarder], None]
 
 
 def run_offline(
-    name: str, config: OfflineConfig, make_encoder: Callable[[], Encode[Any]], load_train: Callable[[], Train]
+    name: str, config: C, make_encoder: Callable[[], Encode[Any]], load_train: Callable[[], Train[C]]
 ) -> None:
     """Everything is checked before anything is started; what imports torch is loaded last."""
     setup_logging(config.log_level)
@@ -33,6 +37,9 @@ def run_offline(
         if is_first_rank():
             run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
         data = load_dataset(config.data, make_encoder(), seq_len=config.seq_len, seed=config.seed)
+        if config.epochs is not None:
+            epochs, config = config.epochs, config.for_rows(data.num_train)
+            logger.info("epochs = %g: %d steps of %d rows", epochs, config.max_steps, config.batch_size)
         if config.resume and is_finished(run_dir, [name], config.max_steps):
             print(f"the run in {run_dir.root} is finished: all {config.max_steps} steps are done")
             return
@@ -45,17 +52,33 @@ def run_offline(
             print(f"dry run: {learned} to learn from, {held_out}; the resolved configuration is in {run_dir.dry_run}")
             return
         spread_over_ranks(f"tandem.entrypoints.{name}", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
+        start_step = 0
         if is_first_rank():
-            prepare_run(run_dir, resume=config.resume, clean=config.clean)
+            start_step = prepare_run(run_dir, resume=config.resume, clean=config.clean)
             write_run_config(run_dir.config, resolved)
             if changes:
                 RunLog(run_dir, name).event("options_changed", changes=changes)
-        train = load_train()
-        forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), enabled=is_first_rank())
-        try:
-            train(data, forwarder)
-        finally:
-            forwarder.close()
+        _train(name, config, data, load_train(), start_step)
+
+
+def _train(name: str, config: OfflineConfig, data: Dataset[Any], train: Train[Any], start_step: int) -> None:
+    """With the trackers open; whoever stops it is told how to go on."""
+    run_dir, resolved = RunDir(config.output_dir), {name: config.model_dump(mode="json")}
+    forwarder = open_forwarder(
+        run_dir, **config.metrics.model_dump(), config=resolved, start_step=start_step, enabled=is_first_rank()
+    )
+    try:
+        train(config, data, forwarder)
+    except (KeyboardInterrupt, Stopped) as stop:
+        if not is_first_rank():
+            raise
+        hint = how_to_go_on(run_dir, own_command(name))
+        if isinstance(stop, Stopped):
+            raise Stopped(stop.signal_number, f"{stop}; {hint}") from None
+        print(f"{name}: stopped by Ctrl-C; {hint}", file=sys.stderr)
+        raise
+    finally:
+        forwarder.close()
 
 
 def _review(name: str, config: OfflineConfig, run_dir: RunDir) -> dict[str, Any]:

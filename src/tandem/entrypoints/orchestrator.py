@@ -1,11 +1,15 @@
 """`orchestrator`: tasks, rewards, advantages, staleness, batches. Needs an inference server and a trainer."""
 
 import asyncio
+import os
 import sys
+from typing import Any
 
 from tandem.config.base import parse
 from tandem.config.orchestrator import OrchestratorConfig
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.files import read_json
+from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
+from tandem.utils.run_dir import RunDir
 
 
 def main() -> None:
@@ -34,7 +38,6 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.types.identity import new_run_name
     from tandem.utils.log import setup_logging
     from tandem.utils.metrics import open_forwarder, refuse_missing_trackers
-    from tandem.utils.run_dir import RunDir
 
     setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
@@ -48,7 +51,8 @@ def orchestrate(config: OrchestratorConfig) -> None:
             step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
             resumed_from = OrchestratorState.load(run_dir, step) if step else None
             run_dir.create()
-            forwarder = open_forwarder(run_dir, **config.metrics.model_dump())
+            known = whole_config(config, run_dir)
+            forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), config=known, start_step=step)
             client = InferenceClient(config.client, new_run_name(run_dir.root))
             try:
                 await Orchestrator(config, environment, tokenizer, client, forwarder, resumed_from).run()
@@ -61,6 +65,14 @@ def orchestrate(config: OrchestratorConfig) -> None:
     except (ServerLost, TooManyFailures) as error:
         print(f"orchestrator: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def whole_config(config: OrchestratorConfig, run_dir: RunDir) -> dict[str, Any]:
+    """What trackers are told: under `rl`, the configuration of all processes."""
+    stored = run_dir.config / "rl.json"
+    if SUPERVISOR_PID in os.environ and stored.exists():
+        return read_json(stored)
+    return {"orchestrator": config.model_dump(mode="json")}
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.base import parse
 from tandem.config.rl import RLConfig
 from tandem.utils.processes import run_entrypoint
+
+if TYPE_CHECKING:
+    from tandem.launch.plan import ProcessPlan
 
 DESCRIPTION = """\
 Reinforcement learning in one command: starts the inference server, the orchestrator and the trainer.
@@ -14,6 +17,7 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl @ rl.toml                                              one file
   rl --trainer @ t.toml --orchestrator @ o.toml --inference @ i.toml
   rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
+  rl --resume outputs/rl                                    go on with a run that was stopped
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
@@ -47,10 +51,7 @@ def write_plan(config: RLConfig) -> None:
 
     folder = RunDir(config.output_dir).dry_run
     plans = make_plan(config, folder)
-    resolved = {plan.name: plan.config for plan in plans}
-    write_run_config(
-        folder, {"rl": shared_options(config) | resolved, **resolved, "plan": {p.name: p.describe() for p in plans}}
-    )
+    write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
     print(f"dry run: everything fits; configuration and process plan are in {folder}")
 
 
@@ -63,13 +64,12 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch.progress import make_view
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
-    from tandem.transport.checkpoints import rewind
-    from tandem.utils.provenance import write_run_config
+    from tandem.transport.checkpoints import how_to_go_on, rewind
+    from tandem.utils.provenance import own_command, write_run_config
     from tandem.utils.run_dir import RunDir
 
     run_dir = RunDir(config.output_dir)
     plans = make_plan(config, run_dir.config)
-    resolved = {plan.name: plan.config for plan in plans}
     listening = preflight.take_port(config)
     if config.clean:
         run_dir.clean()
@@ -77,7 +77,7 @@ def run(config: RLConfig, start_step: int) -> None:
         removed = rewind(run_dir, start_step)
         print(f"resuming after step {start_step}" + (f"; removed {', '.join(removed)}" if removed else ""))
     run_dir.create()
-    write_run_config(run_dir.config, {"rl": shared_options(config) | resolved, **resolved})
+    write_run_config(run_dir.config, configs_of(config, plans))
 
     console = Console()
     view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)
@@ -86,18 +86,21 @@ def run(config: RLConfig, start_step: int) -> None:
         Supervisor(plans, listening, config.checkpoint.on_signal_timeout_s).run(view.tick)
     except RunFailed as error:
         view.close()
-        print(f"rl: {error}", file=sys.stderr)
+        print(f"rl: {error}\nrl: {how_to_go_on(run_dir, own_command('rl'))}", file=sys.stderr)
         raise SystemExit(1) from None
     except Interrupted as error:
         view.close()
-        print(f"rl: stopped by {error}; the run is in {run_dir.root}", file=sys.stderr)
+        print(f"rl: stopped by {error}; {how_to_go_on(run_dir, own_command('rl'))}", file=sys.stderr)
         raise SystemExit(128 + error.signal_number) from None
     view.close()
     print_summary(console, run_dir, time.monotonic() - started)
 
 
-def shared_options(config: RLConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude={"trainer", "orchestrator", "inference"})
+def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:
+    """The configuration of the run and of each of its processes, by the file it is stored in."""
+    from tandem.launch.plan import run_config
+
+    return {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
 
 
 if __name__ == "__main__":

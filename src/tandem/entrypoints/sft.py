@@ -17,10 +17,10 @@ def fine_tune(config: SFTConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.entrypoints.offline import Train, run_offline
 
-    def load_train() -> Train:
+    def load_train() -> Train[SFTConfig]:
         from tandem.trainer.train_sft import train_sft
 
-        return partial(train_sft, config)
+        return train_sft
 
     roles = config.data.learn_roles
     run_offline(

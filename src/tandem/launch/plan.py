@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.rl import RLConfig
+from tandem.config.rl import RLConfig, storable
+from tandem.config.sources import Tree
 from tandem.config.vllm import adapter_flags
 from tandem.utils.run_dir import RunDir
 
 API_KEY_VAR = "TANDEM_API_KEY"
+SGLANG_KEY_VAR = "TANDEM_SGLANG_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = Non
     secrets: dict[str, str] = {}
     if config.inference is not None:
         configs["inference"] = config.inference.model_dump(mode="json")
-        secrets |= _hide_key(configs["inference"]["server"])
+        secrets |= _hide_server_keys(configs["inference"])
         # The orchestrator hands over what the trainer publishes there.
         configs["inference"]["server"]["weight_roots"].append(str(config.output_dir.resolve()))
         if config.trainer.lora is not None and config.inference.engine == "vllm":
@@ -63,6 +65,15 @@ def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = Non
     ]
 
 
+def run_config(config: RLConfig) -> Tree:
+    """What `rl --resume` reads: the configuration as it was given, without keys."""
+    tree = storable(config)
+    _hide_key(tree["orchestrator"]["client"])
+    if tree["inference"] is not None:
+        _hide_server_keys(tree["inference"])
+    return tree
+
+
 def share_cores(config: RLConfig, num_cores: int) -> dict[str, int]:
     """CPU threads of each of the trainer's ranks and of the server. Overlapped, they split the cores; taking turns,
     each gets all.
@@ -79,11 +90,15 @@ def share_cores(config: RLConfig, num_cores: int) -> dict[str, int]:
     return threads
 
 
-def _hide_key(section: dict[str, Any]) -> dict[str, str]:
+def _hide_server_keys(inference: dict[str, Any]) -> dict[str, str]:
+    return _hide_key(inference["server"]) | _hide_key(inference["sglang"], SGLANG_KEY_VAR)
+
+
+def _hide_key(section: dict[str, Any], variable: str = API_KEY_VAR) -> dict[str, str]:
     """API keys travel in the environment, never in a config file on a shared disk."""
     key = section["api_key"]
     if key is None:
         return {}
     section["api_key"] = None
-    section["api_key_var"] = API_KEY_VAR
-    return {API_KEY_VAR: key}
+    section["api_key_var"] = variable
+    return {variable: key}

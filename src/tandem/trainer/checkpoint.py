@@ -59,9 +59,11 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         run_log: RunLog | None = None,
+        last_step: int | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.config = config
+        self.last_step = last_step
         self.ranks = ranks
         self.parameters = trained_parameters(model)
         self.optimizer = optimizer
@@ -78,7 +80,7 @@ class Checkpointer:
         self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
     ) -> None:
         """Save if it is due, or if the save before has failed."""
-        if self.config.is_due(step) or self._has_failed():
+        if self.config.is_due(step, self.last_step) or self._has_failed():
             self.save(step, extra_state, beside)
 
     def save_now(

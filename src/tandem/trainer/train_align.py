@@ -1,6 +1,5 @@
 """Alignment on preferences: the trainer with pairs, or labeled completions, where the orchestrator would be."""
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -28,8 +27,6 @@ from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir
 
-logger = logging.getLogger(__name__)
-
 
 def train_align(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwarder) -> None:
     with joined_ranks(config) as ranks:
@@ -46,7 +43,9 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     batches = Batches(config, data, trained.stepper)
     aligner = Aligner(config.loss, trained.stepper, reference_of(config, ranks), config.tokens_per_microbatch)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, 1, published_config(config))
-    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log)
+    checkpoints = Checkpointer(
+        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
+    )
     if start > 0:
         aligner.shift = RewardShift(**checkpoints.load(start))
     progress = ProgressLine(config.max_steps, enabled=ranks.is_first)
@@ -71,7 +70,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
             run_log.metrics(step, stats | speed | {"lr": lr})
             forwarder.forward()
             checkpoints.maybe_save(step, asdict(aligner.shift))
-            progress.show(step, summary(stats, speed["tokens_per_s"]))
+            progress.show(step, summary(stats, speed["tokens_per_s"]), stats)
 
         trained.publish(weights.publish, version=config.max_steps)
         if isinstance(trained, Trained):
@@ -79,8 +78,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
         checkpoints.finish(config.max_steps, asdict(aligner.shift))
     run_log.event("data", **data.summary)
     run_log.event("finished", step=config.max_steps)
-    if ranks.is_first:
-        logger.info("the model is in %s", run_dir.weights / "latest")
+    progress.close(run_dir.weights / "latest")
 
 
 class Batches:
@@ -137,4 +135,6 @@ def published_config(config: AlignConfig) -> dict[str, object] | None:
 
 def summary(stats: dict[str, float], tokens_per_s: float) -> str:
     accuracy = f", accuracy {stats['accuracy']:.2f}" if "accuracy" in stats else ""
-    return f"loss {stats['loss']:.4f}, margin {stats.get('margin', 0.0):.3f}{accuracy}, {tokens_per_s:.0f} tokens/s"
+    held_out = f", eval accuracy {stats['eval/accuracy']:.2f}" if "eval/accuracy" in stats else ""
+    loss = f"loss {stats['loss']:.4f}, margin {stats.get('margin', 0.0):.3f}{accuracy}"
+    return f"{loss}, {tokens_per_s:.0f} tokens/s{held_out}"

@@ -59,7 +59,9 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         adapter_config=trained.adapter_config,
     )
     publish = trained.publish if config.lora is None else trained.publish_adapter
-    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log)
+    checkpoints = Checkpointer(
+        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
+    )
     if start > 0:
         checkpoints.load(start)
         publish(weights.republish, version=start)

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 
 from tandem.config.sft import SFTConfig
 from tandem.config.shared import lr_factor
@@ -38,7 +39,9 @@ def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder
     throughput = trained.throughput()
     run_log = RunLog(run_dir, "sft", enabled=ranks.is_first)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, keep=1)
-    checkpoints = Checkpointer(run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log)
+    checkpoints = Checkpointer(
+        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
+    )
     if start > 0:
         checkpoints.load(start)
     run_log.event("started", step=start, ranks=ranks.size)
@@ -64,15 +67,14 @@ def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder
             run_log.metrics(step, stats | speed | {"lr": lr})
             forwarder.forward()
             checkpoints.maybe_save(step)
-            progress.show(step, f"loss {stats['loss']:.4f}, {speed['tokens_per_s']:.0f} tokens/s")
+            progress.show(step, f"loss {stats['loss']:.4f}, {speed['tokens_per_s']:.0f} tokens/s", stats)
 
         trained.publish(weights.publish, version=config.max_steps)
         trained.save_adapter(run_dir.adapter, version=config.max_steps)
         checkpoints.finish(config.max_steps)
     run_log.event("data", **data.summary)
     run_log.event("finished", step=config.max_steps)
-    if ranks.is_first:
-        logger.info("the model is in %s", run_dir.weights / "latest")
+    progress.close(run_dir.weights / "latest")
 
 
 class HeldOut:
@@ -91,17 +93,32 @@ class HeldOut:
 
 
 class ProgressLine:
-    """A log line every few seconds, and one for the last step."""
+    """A log line every few seconds, one for every evaluation, one for the last step; at the end, what came of it."""
 
     def __init__(self, max_steps: int, *, enabled: bool) -> None:
         self.max_steps = max_steps
         self.enabled = enabled
         self._last = 0.0
+        self._eval_losses: dict[int, float] = {}
 
-    def show(self, step: int, text: str) -> None:
-        if self.enabled and (time.monotonic() - self._last > LOG_EVERY_S or step == self.max_steps):
-            self._last = time.monotonic()
-            logger.info("step %d of %d: %s", step, self.max_steps, text)
+    def show(self, step: int, text: str, stats: Mapping[str, float]) -> None:
+        if not self.enabled:
+            return
+        if "eval/loss" in stats:
+            self._eval_losses[step] = stats["eval/loss"]
+            text += f", eval loss {stats['eval/loss']:.4f}"
+        elif time.monotonic() - self._last <= LOG_EVERY_S and step < self.max_steps:
+            return
+        self._last = time.monotonic()
+        logger.info("step %d of %d: %s", step, self.max_steps, text)
+
+    def close(self, model: Path) -> None:
+        if not self.enabled:
+            return
+        if self._eval_losses:
+            ends = sorted({min(self._eval_losses), max(self._eval_losses)})
+            logger.info("eval loss %s", ", ".join(f"{self._eval_losses[step]:.4f} after step {step}" for step in ends))
+        logger.info("the model is in %s", model)
 
 
 def sft_loss(micro_batch: PackedBatch, predictions: Predictions) -> LossOutput:

@@ -6,6 +6,7 @@ checkpoints/step_000012/manifest.json       written last, over all of it
 """
 
 import logging
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,13 +40,21 @@ def newest_checkpoint(run_dir: RunDir) -> int | None:
     return None
 
 
+def how_to_go_on(run_dir: RunDir, command: str) -> str:
+    """Of a run that was stopped: its newest checkpoint, and what to type to go on from there."""
+    complete = steps_with(run_dir.checkpoints, MANIFEST)
+    if not complete:
+        return "there is no checkpoint yet: start the run again with --clean"
+    newest = run_dir.checkpoints / step_name(complete[-1])
+    return f"the newest checkpoint is {newest}; go on with: {command} --resume {shlex.quote(str(run_dir.root))}"
+
+
 def require_checkpoint(run_dir: RunDir) -> int:
     """The newest complete checkpoint, or UserError: there is nothing to resume."""
     step = newest_checkpoint(run_dir)
     if step is None:
         raise UserError(
-            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; set checkpoint.every "
-            "for the next run, and start this one anew with --clean"
+            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; start the run anew with --clean"
         )
     return step
 
@@ -118,15 +127,20 @@ def rewind(run_dir: RunDir, step: int) -> list[str]:
     return [*removed, f"{num_dropped} lines of {run_dir.metrics.name}"] if num_dropped else removed
 
 
-def prepare_run(run_dir: RunDir, *, resume: bool, clean: bool) -> None:
-    """Make the directory ready for a run of one command: emptied, or taken back to where it goes on from."""
+def prepare_run(run_dir: RunDir, *, resume: bool, clean: bool) -> int:
+    """Make the directory ready for a run of one command: emptied, or taken back to where it goes on from.
+
+    Returns the step it goes on from; 0 for a new run.
+    """
     if clean:
         run_dir.clean()
+    step = 0
     if resume:
         step = require_checkpoint(run_dir)
         for name in rewind(run_dir, step):
             logger.info("resume: removed %s, which came after step %d", name, step)
     run_dir.create()
+    return step
 
 
 def drop_lines_after(path: Path, step: int) -> int:

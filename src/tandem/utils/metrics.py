@@ -5,8 +5,10 @@ that owns the run (the orchestrator, or `sft`) also forwards new metric lines to
 or trackio, so that one run shows up there once, whoever wrote the line.
 """
 
+import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -14,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.utils.errors import UserError, shorten
-from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines
+from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines, write_atomic
+from tandem.utils.provenance import without_keys
 from tandem.utils.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -66,10 +69,14 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    def __init__(self, run_dir: RunDir) -> None:
+    """A resumed run writes beside the first start's file; what that has of later steps is not shown any more."""
+
+    def __init__(self, run_dir: RunDir, config: Mapping[str, Any], start_step: int) -> None:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
-        self._writer = SummaryWriter(str(run_dir.root / "tensorboard"))
+        purge_step = start_step + 1 if start_step else None
+        self._writer = SummaryWriter(str(run_dir.root / "tensorboard"), purge_step=purge_step)
+        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```", start_step)
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
         for name, value in values.items():
@@ -80,15 +87,25 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """One W&B run; every line is a row of its own, drawn over the `step` column, since steps of the
-    trainer and the orchestrator arrive interleaved."""
+    """One W&B run, also of a run that is resumed; every line is a row of its own, drawn over the `step` column,
+    since steps of the trainer and the orchestrator arrive interleaved."""
 
-    def __init__(self, run_dir: RunDir, project: str, name: str, mode: str) -> None:
+    def __init__(
+        self, run_dir: RunDir, project: str, name: str, mode: str, config: Mapping[str, Any], start_step: int
+    ) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         if mode == "offline":
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # its crash reports would leave the machine
-        self._run = wandb.init(project=project, name=name, dir=str(run_dir.root), mode=mode)  # pyright: ignore[reportArgumentType]
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=_wandb_id(run_dir, is_new=start_step == 0),
+            resume="allow",
+            config=dict(config),
+            dir=str(run_dir.root),
+            mode=mode,  # pyright: ignore[reportArgumentType]
+        )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -99,11 +116,22 @@ class WandbTracker:
         self._run.finish()
 
 
+def _wandb_id(run_dir: RunDir, *, is_new: bool) -> str:
+    """The name by which W&B knows the run, kept in the run directory."""
+    path = run_dir.config / "wandb_id.txt"
+    if is_new or not path.exists():
+        write_atomic(path, secrets.token_hex(4).encode())
+    return path.read_text()
+
+
 class TrackioTracker:
-    def __init__(self, project: str, name: str) -> None:
+    """A resumed run is found by its name."""
+
+    def __init__(self, project: str, name: str, config: Mapping[str, Any], start_step: int) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        self._run = trackio.init(project=project, name=name, embed=False)
+        resume = "allow" if start_step else "never"
+        self._run = trackio.init(project=project, name=name, config=dict(config), resume=resume, embed=False)
 
     def log(self, step: int, values: Mapping[str, Number]) -> None:
         self._run.log(dict(values), step=step)
@@ -164,13 +192,19 @@ def open_forwarder(
     project: str,
     run_name: str | None,
     wandb_mode: str,
+    config: Mapping[str, Any],
+    start_step: int = 0,
     enabled: bool = True,
 ) -> MetricsForwarder:
-    """Start the trackers that `report_to` names and forward to them; not enabled, to nobody."""
+    """Start the trackers that `report_to` names and forward to them; not enabled, to nobody.
+
+    They are told the run's configuration; with a `start_step`, they go on with the run they know.
+    """
     name = run_name or run_dir.root.resolve().name
+    told = without_keys(config)
     openers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoardTracker(run_dir),
-        "wandb": lambda: WandbTracker(run_dir, project, name, wandb_mode),
-        "trackio": lambda: TrackioTracker(project, name),
+        "tensorboard": lambda: TensorBoardTracker(run_dir, told, start_step),
+        "wandb": lambda: WandbTracker(run_dir, project, name, wandb_mode, told, start_step),
+        "trackio": lambda: TrackioTracker(project, name, told, start_step),
     }
     return MetricsForwarder(run_dir.metrics, [openers[tracker]() for tracker in report_to if enabled])

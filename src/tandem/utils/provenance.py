@@ -3,6 +3,7 @@
 import importlib.metadata
 import platform
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +15,20 @@ PACKAGES = ("tandem-rl", "torch", "numpy", "safetensors", "tokenizers", "pydanti
 
 
 def write_run_config(folder: Path, configs: Mapping[str, Any]) -> None:
-    """One JSON file a process, the command line, and the versions of what matters."""
+    """One JSON file a process, where it was started and how, and the versions of what matters."""
     for name, config in configs.items():
         write_json(folder / f"{name}.json", config)
-    write_atomic(folder / "command.txt", (shlex.join(without_secrets(sys.argv)) + "\n").encode())
+    command = f"{shlex.join(['cd', str(Path.cwd())])}\n{shlex.join(without_secrets(sys.argv))}\n"
+    write_atomic(folder / "command.txt", command.encode())
     write_json(folder / "versions.json", package_versions())
+
+
+def own_command(name: str) -> str:
+    """What to type to call this command again."""
+    program = Path(sys.argv[0])
+    if program.suffix == ".py":
+        return shlex.join([sys.executable, "-m", f"tandem.entrypoints.{program.stem}"])
+    return name if shutil.which(name) == str(program) else shlex.quote(str(program))
 
 
 def without_secrets(arguments: list[str]) -> list[str]:
@@ -33,6 +43,15 @@ def without_secrets(arguments: list[str]) -> list[str]:
         else:
             shown.append(argument)
     return shown
+
+
+def without_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration for others to see: API keys are left out."""
+    return {
+        name: without_keys(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if not _names_a_key(name)
+    }
 
 
 def _names_a_key(flag: str) -> bool:

@@ -9,7 +9,7 @@ from tandem.config.base import load_config
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.launch.plan import make_plan, share_cores
+from tandem.launch.plan import API_KEY_VAR, make_plan, run_config, share_cores
 from tandem.utils.errors import UserError
 
 
@@ -71,6 +71,18 @@ def test_an_api_key_travels_in_the_environment_only(make_config, tmp_path: Path)
     for section, name in ((server, "inference"), (client, "orchestrator")):
         assert section["api_key"] is None
         assert by_name[name].environment[section["api_key_var"]] == "s3cret"
+
+
+def test_what_a_resumed_run_reads_holds_no_key_and_no_share_of_these_cores(make_config) -> None:
+    server = {"engine": "sglang", "server": {"api_key": "s3cret"}, "sglang": {"api_key": "an0ther"}}
+    stored = run_config(make_config(inference=server))
+    assert "s3cret" not in json.dumps(stored) and "an0ther" not in json.dumps(stored)
+    assert stored["inference"]["server"]["api_key_var"] == API_KEY_VAR
+    assert stored["orchestrator"]["client"]["api_key_var"] == API_KEY_VAR
+    assert stored["trainer"]["threads"] is None
+    (inference, *_) = make_plan(make_config(inference=server), Path("config"))
+    assert "an0ther" not in json.dumps(inference.config)
+    assert inference.environment[inference.config["sglang"]["api_key_var"]] == "an0ther"
 
 
 def test_a_key_in_a_variable_stays_there(make_config, tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ def test_leftovers_of_a_killed_save_are_written_over(make_stepper, tmp_path: Pat
 
 
 def test_never_due_without_every(make_stepper, tmp_path: Path) -> None:
-    saver = checkpointer(make_stepper(), tmp_path)
+    saver = checkpointer(make_stepper(), tmp_path, every=None)
     saver.maybe_save(100)
     saver.close()
     assert not (tmp_path / "checkpoints").exists()

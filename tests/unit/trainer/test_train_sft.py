@@ -1,6 +1,7 @@
 """Supervised fine-tuning learns what it is shown."""
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tandem.data.dataset import load_dataset
 from tandem.data.packing import pack
 from tandem.data.tokenizer import Tokenizer
 from tandem.trainer.step import Predictions
-from tandem.trainer.train_sft import sft_loss, train_sft
+from tandem.trainer.train_sft import ProgressLine, sft_loss, train_sft
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
@@ -46,3 +47,18 @@ def test_the_loss_falls_and_the_model_is_published(tiny_model: Path, tmp_path: P
     assert losses[0] == pytest.approx(4.6, abs=0.3)  # ln 102: nothing is known
     assert losses[-1] < 2.0
     verify_manifest((tmp_path / "weights" / "latest").resolve(), 12)
+
+
+def test_every_evaluation_is_logged_and_summed_up(caplog: pytest.LogCaptureFixture) -> None:
+    progress = ProgressLine(40, enabled=True)
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 41):
+            progress.show(step, f"loss {step}", {"eval/loss": 10 / step} if step % 10 == 0 else {})
+        progress.close(Path("weights"))
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown == [
+        "step 1 of 40: loss 1",  # the next would come seconds later
+        *(f"step {step} of 40: loss {step}, eval loss {10 / step:.4f}" for step in (10, 20, 30, 40)),
+        "eval loss 1.0000 after step 10, 0.2500 after step 40",
+        "the model is in weights",
+    ]

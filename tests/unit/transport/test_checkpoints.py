@@ -9,6 +9,7 @@ from hypothesis import given, strategies
 from tandem.config.shared import CheckpointConfig
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import (
+    how_to_go_on,
     is_finished,
     newest_checkpoint,
     remove_superseded,
@@ -253,8 +254,19 @@ def test_a_new_run_starts_at_zero_and_a_resumed_one_at_its_checkpoint(tmp_path: 
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint; set checkpoint\.every"):
+    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint; start the run anew"):
         start(RunDir(tmp_path), resume=True)
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "my run")
+    assert "there is no checkpoint yet" in how_to_go_on(run_dir, "rl")
+    for step in (5, 10):
+        save(run_dir.checkpoints, step)
+    (run_dir.checkpoints / step_name(15)).mkdir()  # was being written
+    assert how_to_go_on(run_dir, "rl") == (
+        f"the newest checkpoint is {run_dir.checkpoints / step_name(10)}; go on with: rl --resume '{run_dir.root}'"
+    )
 
 
 def test_work_beyond_the_start_is_refused(tmp_path: Path) -> None:
@@ -273,9 +285,15 @@ def test_work_beyond_the_start_is_refused(tmp_path: Path) -> None:
 
 def test_what_could_not_be_kept_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keep_every = 50 keeps nothing; set checkpoint\.every"):
-        CheckpointConfig(keep_every=50)
+        CheckpointConfig(every=None, keep_every=50)
     with pytest.raises(ValueError, match=r"keep_every = 25 names steps that checkpoint\.every = 10 .* value is 20"):
         CheckpointConfig(every=10, keep_every=25)
     with pytest.raises(ValueError, match="the nearest valid value is 10"):
         CheckpointConfig(every=10, keep_every=4)
     assert CheckpointConfig(every=10, keep_every=50).keep_every == 50
+
+
+def test_checkpoints_are_saved_by_default_and_after_the_last_step() -> None:
+    usual = CheckpointConfig()
+    assert [step for step in range(1, 61) if usual.is_due(step, 60)] == [25, 50, 60]
+    assert not any(CheckpointConfig(every=None).is_due(step, 60) for step in range(1, 61))

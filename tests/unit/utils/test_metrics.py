@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.run_dir import RunDir
+
+SESSION_START = 1  # SessionLog.START of TensorBoard's event.proto
 
 
 class FakeTracker:
@@ -109,7 +112,9 @@ def test_a_resumed_run_forwards_only_what_is_new(tmp_path: Path) -> None:
 
 
 def test_without_trackers_nothing_is_opened(tmp_path: Path) -> None:
-    forwarder = open_forwarder(RunDir(tmp_path), report_to=[], project="p", run_name=None, wandb_mode="offline")
+    forwarder = open_forwarder(
+        RunDir(tmp_path), report_to=[], project="p", run_name=None, wandb_mode="offline", config={}
+    )
     RunLog(RunDir(tmp_path), "trainer").metrics(1, {"loss": 0.5})
     forwarder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -145,7 +150,10 @@ from tandem.utils.run_dir import RunDir
 
 run_dir = RunDir(Path(sys.argv[2]))
 run_dir.create()
-forwarder = open_forwarder(run_dir, report_to=[sys.argv[1]], project="tests", run_name="tiny", wandb_mode="offline")
+forwarder = open_forwarder(
+    run_dir, report_to=[sys.argv[1]], project="tests", run_name="tiny", wandb_mode="offline",
+    config={"trainer": {"optimizer": {"lr": 0.125}, "api_key": "s3cret"}}, start_step=int(sys.argv[3]),
+)
 RunLog(run_dir, "trainer").metrics(1, {"loss": 0.5})
 forwarder.forward()
 RunLog(run_dir, "trainer").metrics(2, {"loss": 0.25})
@@ -154,7 +162,7 @@ forwarder.close()
 """
 
 
-def forward_to(tracker: str, root: Path) -> None:
+def forward_to(tracker: str, root: Path, start_step: int = 0) -> None:
     settings = {
         "TRACKIO_DIR": str(root / "trackio"),
         "WANDB_SILENT": "true",
@@ -162,10 +170,10 @@ def forward_to(tracker: str, root: Path) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     result = subprocess.run(
-        [sys.executable, "-c", FORWARD, tracker, str(root)],
+        [sys.executable, "-c", FORWARD, tracker, str(root), str(start_step)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=os.environ | settings,
     )
     assert result.returncode == 0, result.stderr
@@ -181,32 +189,69 @@ def records(path: Path) -> Iterator[bytes]:
         position += 12 + length + 4
 
 
-def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+def tensorboard_events(path: Path) -> list[Any]:
     event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")
+    return [event_pb2.Event.FromString(record) for record in records(path)]
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     forward_to("tensorboard", tmp_path)
     (path,) = (tmp_path / "tensorboard").iterdir()
-    found = []
-    for record in records(path):
-        event = event_pb2.Event.FromString(record)
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-    assert found == [(1, "trainer/loss", 0.5), (2, "trainer/loss", 0.25), (1, "orchestrator/reward/mean", 0.75)]
+    values = [(event.step, value) for event in tensorboard_events(path) for value in event.summary.value]
+    scalars = [(step, value.tag, value.simple_value) for step, value in values if value.HasField("simple_value")]
+    assert scalars == [(1, "trainer/loss", 0.5), (2, "trainer/loss", 0.25), (1, "orchestrator/reward/mean", 0.75)]
+    (config,) = [value for _, value in values if value.HasField("tensor")]
+    assert config.tag.startswith("config")
+    assert b'"lr": 0.125' in config.tensor.string_val[0] and b"s3cret" not in config.tensor.string_val[0]
+
+
+def test_tensorboard_is_told_which_steps_are_written_again(tmp_path: Path) -> None:
+    forward_to("tensorboard", tmp_path)
+    (first,) = (tmp_path / "tensorboard").iterdir()
+    forward_to("tensorboard", tmp_path, start_step=7)
+    (second,) = (path for path in (tmp_path / "tensorboard").iterdir() if path != first)
+    starts = [event.step for event in tensorboard_events(second) if event.session_log.status == SESSION_START]
+    assert starts == [8]
+    assert not any(event.session_log.status == SESSION_START for event in tensorboard_events(first))
 
 
 def test_wandb_offline_writes_under_the_run_directory(tmp_path: Path) -> None:
     forward_to("wandb", tmp_path)
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     content = path.read_bytes()
-    for name in (b"trainer/loss", b"orchestrator/reward/mean", b"0.25", b"0.75"):
+    for name in (b"trainer/loss", b"orchestrator/reward/mean", b"0.25", b"0.75", b'"lr":0.125'):
         assert name in content
+    assert b"s3cret" not in content
+
+
+def test_wandb_goes_on_with_the_same_run_only_if_the_run_is_resumed(tmp_path: Path) -> None:
+    for start_step in (0, 5, 0):
+        forward_to("wandb", tmp_path, start_step)
+    ids = [path.stem for path in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=os.path.getmtime)]
+    assert len(ids) == 3 and ids[0] == ids[1] != ids[2]
+
+
+def trackio_rows(root: Path, table: str, columns: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(root / "trackio" / "tests.db") as database:
+        rows = database.execute(f"select {columns} from {table} order by id").fetchall()
+    database.close()
+    return rows
 
 
 def test_trackio_stores_locally(tmp_path: Path) -> None:
     forward_to("trackio", tmp_path)
-    with sqlite3.connect(tmp_path / "trackio" / "tests.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
-    database.close()
+    rows = trackio_rows(tmp_path, "metrics", "run_name, step, metrics")
     assert [(name, step, json.loads(values)) for name, step, values in rows] == [
         ("tiny", 1, {"trainer/loss": 0.5}),
         ("tiny", 2, {"trainer/loss": 0.25}),
         ("tiny", 1, {"orchestrator/reward/mean": 0.75}),
     ]
+    ((config,),) = trackio_rows(tmp_path, "configs", "config")
+    assert json.loads(config)["trainer"] == {"optimizer": {"lr": 0.125}}
+
+
+def test_trackio_goes_on_with_the_same_run_only_if_the_run_is_resumed(tmp_path: Path) -> None:
+    for start_step in (0, 5, 0):
+        forward_to("trackio", tmp_path, start_step)
+    ids = [run_id for (run_id,) in trackio_rows(tmp_path, "metrics", "run_id")]
+    assert len(ids) == 9 and len({*ids[:6]}) == 1 and ids[6] not in ids[:6]
