@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.integration.processes import Starter, command
+from tests.integration.processes import ENVIRONMENT, PATIENCE, Starter, command
 
 from tandem.models.cpu import library
 
@@ -48,9 +48,10 @@ def warm_model(
             *("--data.path", str(data)),
             *("--output-dir", str(folder / "sft")),
         ),
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=240 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Two cores are shared by everything a test starts: one thread each keeps spinning threads off each other.
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200"}
+# How many times slower than two idle cores a machine may be before a test gives up waiting. Tests wait for what they
+# wait for, so patience costs nothing where all is well.
+PATIENCE = float(os.environ.get("TANDEM_TEST_PATIENCE", "5"))
 
 
 def command(entrypoint: str, *arguments: str) -> list[str]:
@@ -44,7 +47,7 @@ class Starter:
     def run(self, entrypoint: str, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
         """Run to the end, within a time."""
         process = self.start(entrypoint, *arguments)
-        output, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=timeout_s * PATIENCE)
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
     def end_all(self) -> None:
@@ -57,6 +60,8 @@ class Starter:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """`timeout_s` is for an idle machine."""
+    timeout_s *= PATIENCE
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"

@@ -4,10 +4,11 @@ import subprocess
 import time
 
 import httpx
+from tests.integration.processes import PATIENCE
 
 
 def wait_until_healthy(process: subprocess.Popen[str], base_url: str, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if httpx.get(f"{base_url}/health", trust_env=False).status_code == 200:

@@ -185,6 +185,22 @@ def test_metrics_reach_a_tracker_once(starter, rl_arguments, tmp_path, tracker):
     assert any(path.is_file() and path.stat().st_size > 0 for path in folder.rglob("*"))
 
 
+def test_completions_are_sampled_and_ended_as_asked(starter, rl_arguments, tmp_path):
+    """With top_k = 1 there is one completion a prompt; what ends it is no part of what is scored."""
+    environment = ("--orchestrator.env.system-prompt", "Backwards.", "--seq-len", "128")
+    sampling = ("--orchestrator.sampling.top-k", "1", "--orchestrator.sampling.stop", '["e", "o"]')
+    evaluation = ("--orchestrator.eval.temperature", "1", "--orchestrator.eval.top-k", "1")
+    steps = ("--max-steps", "1", "--orchestrator.prompts-per-step", "8", "--trainer.tokens-per-microbatch", "4096")
+    succeed(starter.run("rl", *rl_arguments, *environment, *sampling, *evaluation, *steps))
+    run_dir = RunDir(tmp_path / "run")
+    trained, held_out = read_json_lines(run_dir.samples(1)), read_json_lines(run_dir.eval_samples(0))
+    assert {sample["messages"][0]["content"] for sample in trained + held_out} == {"Backwards."}
+    assert len({(sample["task"], sample["completion"]) for sample in trained}) == 8
+    for samples in (trained, held_out):
+        stopped = [sample for sample in samples if sample["num_tokens"] > len(sample["completion"])]
+        assert stopped and not any({"e", "o"} & {*sample["completion"]} for sample in samples)
+
+
 def test_published_weights_differ_from_step_to_step(starter, rl_arguments, tmp_path):
     succeed(starter.run("rl", *rl_arguments, "--max-steps", "2", "--orchestrator.prompts-per-step", "2"))
     first, second = (load_file(tmp_path / "run" / "weights" / f"step_00000{n}" / "model.safetensors") for n in (1, 2))

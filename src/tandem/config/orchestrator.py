@@ -16,7 +16,7 @@ class ClientConfig(Config):
     """How to reach the inference server."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """Address of the server."""
+    """Address of the server, with or without /v1."""
 
     api_key: str | None = None
     """API key to send. Prefer api_key_var."""
@@ -57,7 +57,7 @@ class ClientConfig(Config):
             valid = False
         if not valid:
             raise ValueError(f"{value!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
-        return value
+        return value.rstrip("/").removesuffix("/v1").rstrip("/")
 
     def resolve_api_key(self) -> str | None:
         return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")
@@ -67,10 +67,13 @@ class EnvConfig(Config):
     """The task to learn."""
 
     id: str = "reverse-text"
-    """Name of a registered environment, or "package.module:Class" for one of your own."""
+    """Name of a registered environment, or one of your own: "package.module:Class" or "./file.py:Class"."""
 
     args: dict[str, Any] = {}
     """Arguments of the environment."""
+
+    system_prompt: str | None = None
+    """A system message to put before every task."""
 
     check: bool = True
     """Before anything starts, score an empty completion and the answer of one training and one held-out task."""
@@ -85,8 +88,27 @@ class EnvConfig(Config):
     """How often rollouts of a task are made, where some fail, before the task is set aside."""
 
 
-class SamplingConfig(Config):
-    """How completions are sampled for training."""
+class TruncationConfig(Config):
+    """Drawing from the likelier tokens only."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that together have this probability; 1: from all."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Draw from so many of the likeliest tokens; 0: from all."""
+
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Draw from tokens at least so likely, relative to the likeliest; 0: from all."""
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """Those that cut something off."""
+        given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in given.items() if value != TruncationConfig.model_fields[name].default}
+
+
+class SamplingConfig(TruncationConfig):
+    """How completions are sampled for training. With top_p, top_k or min_p they are off-policy: docs/algorithms.md."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; the trainer uses the same."""
@@ -94,8 +116,18 @@ class SamplingConfig(Config):
     max_tokens: int = Field(default=128, ge=1)
     """Longest completion, in tokens."""
 
+    stop: list[str] = Field(default=[], max_length=64)
+    """Texts that end a completion, also in evaluation; they are learned, and left out of what is scored."""
 
-class EvalConfig(Config):
+    @field_validator("stop")
+    @classmethod
+    def _are_texts(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty text would end every completion at once; leave it out")
+        return value
+
+
+class EvalConfig(TruncationConfig):
     """Evaluation on held-out prompts; always before the first step and after the last."""
 
     every: int | None = Field(default=None, ge=1)
@@ -106,6 +138,13 @@ class EvalConfig(Config):
 
     temperature: float = Field(default=0.0, ge=0)
     """0: greedy."""
+
+    @model_validator(mode="after")
+    def _draws_at_random(self) -> "EvalConfig":
+        if self.truncation and self.temperature == 0:
+            (name, value), *_ = self.truncation.items()
+            raise ValueError(f"{name} = {value:g} has no meaning with temperature = 0 (greedy); give a temperature")
+        return self
 
 
 class OrchestratorConfig(Config):

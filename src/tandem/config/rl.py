@@ -118,6 +118,22 @@ class RLConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _ratios_start_at_one(self) -> "RLConfig":
+        """vLLM's log-probs are those after truncation, the trainer's those before it."""
+        truncation = self.orchestrator.sampling.truncation
+        if not truncation or self.inference is None or self.inference.engine != "vllm":
+            return self
+        loss = self.trainer.loss
+        if loss.type != "reinforce" and loss.old_logprobs == "sampled":
+            (name, value), *_ = truncation.items()
+            raise ValueError(
+                f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': its log-probs are those "
+                "after the cut, so that ratios to them would be below 1 before any update; set "
+                'trainer.loss.old_logprobs = "recomputed"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _client_finds_server(self) -> "RLConfig":
         if self.inference is None:
             return self

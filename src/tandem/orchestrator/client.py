@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import orjson
 
 from tandem.config.orchestrator import ClientConfig
 from tandem.types.identity import ServerIdentity, describe_run
-from tandem.types.rollout import Completion, require_logprobs
+from tandem.types.rollout import ALL_TOKENS, Completion, SamplingOptions, require_logprobs
 from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
@@ -88,24 +89,29 @@ class InferenceClient:
         self.instance = self._met
 
     async def generate(
-        self, prompt_ids: list[int], *, n: int, max_tokens: int, temperature: float, seed: int
+        self,
+        prompt_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        options: SamplingOptions = ALL_TOKENS,
     ) -> list[Completion]:
-        """`n` completions of one prompt."""
+        """`n` completions of one prompt. Everything is said: no default of the server or of the model's
+        generation_config.json takes its place."""
         body = {
             "prompt": prompt_ids,
             "n": n,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
-            # Said, so that no default of the server or of the model's generation_config.json takes their place.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "logprobs": 0,
             "return_token_ids": True,
+            **asdict(options),
         } | self.model
         answer = await self._post("/v1/completions", body, self.instance)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -241,6 +247,7 @@ def _completion(choice: dict[str, Any]) -> Completion:
         logprobs=logprobs,
         versions=choice["weight_versions"],
         finish_reason=choice["finish_reason"],
+        stop=reason if isinstance(reason := choice.get("stop_reason"), str) else None,
     )
 
 

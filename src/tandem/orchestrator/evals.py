@@ -11,7 +11,7 @@ from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.tasks import request_seed
-from tandem.types.rollout import Group, Task
+from tandem.types.rollout import ALL_TOKENS, Group, SamplingOptions, Task
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -27,6 +27,7 @@ class Evaluator:
         max_tokens: int,
         seed: int,
         run_log: RunLog,
+        options: SamplingOptions = ALL_TOKENS,
     ) -> None:
         self.maker = maker
         self.config = config
@@ -34,6 +35,7 @@ class Evaluator:
         self.max_tokens = max_tokens
         self.seed = seed
         self.run_log = run_log
+        self.options = options
 
     def is_due(self, previous: int, version: int, last_version: int) -> bool:
         """Whether going from version `previous` to `version` passes an evaluation; the last one always is."""
@@ -69,6 +71,7 @@ class Evaluator:
             max_tokens=self.max_tokens,
             temperature=self.config.temperature,
             seed=request_seed(self.seed, "eval", order),
+            options=self.options,
         )
 
 

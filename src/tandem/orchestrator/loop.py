@@ -30,7 +30,7 @@ from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.shaping import shape_rewards, shaping_metrics
 from tandem.orchestrator.state import OrchestratorState
-from tandem.orchestrator.tasks import TaskOrder, request_seed
+from tandem.orchestrator.tasks import TaskOrder, request_seed, sampling_options
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Group
@@ -74,6 +74,7 @@ class Orchestrator:
             config.sampling.max_tokens,
             config.seed,
             self.run_log,
+            sampling_options(config.eval, config.sampling.stop),
         )
 
     async def run(self) -> None:
@@ -150,6 +151,7 @@ class Orchestrator:
             max_tokens=config.sampling.max_tokens,
             temperature=config.sampling.temperature,
             seed=request_seed(config.seed, "train", order),
+            options=sampling_options(config.sampling, config.sampling.stop),
         )
 
     def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:

@@ -14,7 +14,7 @@ from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
 from tandem.orchestrator.policy import Policy
 from tandem.orchestrator.tasks import request_seed
 from tandem.rewards.checked import checked_reward
-from tandem.types.rollout import Completion, Group, Rollout, Task
+from tandem.types.rollout import ALL_TOKENS, Completion, Group, Rollout, SamplingOptions, Task
 
 # Before the second attempt, before the third …: what failed may be a service that needs a moment.
 RETRY_DELAYS_S = (1.0, 4.0, 15.0)
@@ -41,7 +41,15 @@ class RolloutMaker:
         self.delays_s = delays_s
 
     async def make_group(
-        self, task: Task, order: int, *, n: int, max_tokens: int, temperature: float, seed: int
+        self,
+        task: Task,
+        order: int,
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        options: SamplingOptions = ALL_TOKENS,
     ) -> Group:
         """`n` rollouts with rewards; TaskFailed where they do not come together."""
         prompt_ids = self.tokenizer.encode_chat(task.messages, add_generation_prompt=True)
@@ -56,6 +64,7 @@ class RolloutMaker:
                 max_tokens=max_tokens,
                 temperature=temperature,
                 seed=request_seed(seed, "attempt", attempt) if attempt else seed,
+                options=options,
             )
             judged = await self._judge_all(task, prompt_ids, completions)
             rollouts += [outcome for outcome in judged if isinstance(outcome, Rollout)]
@@ -83,6 +92,8 @@ class RolloutMaker:
 
     async def _judge(self, task: Task, prompt_ids: list[int], completion: Completion) -> Rollout | RolloutFailure:
         text = self.tokenizer.decode(completion.token_ids)
+        if completion.stop is not None:
+            text = text.partition(completion.stop)[0]
         try:
             reward = checked_reward(await self.environment.score(task, text))
         except Exception as error:  # whatever users' code raises, it costs this rollout and nothing else

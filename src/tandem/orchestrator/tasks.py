@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.orchestrator import OrchestratorConfig, TruncationConfig
 from tandem.data.order import ShuffledOrder
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.protocol import Environment
-from tandem.types.rollout import Task
+from tandem.types.rollout import SamplingOptions, Task
 from tandem.utils.errors import UserError
 
 
@@ -39,6 +39,10 @@ def request_seed(seed: int, purpose: str, order: int) -> int:
     """A seed for one request, the same in every run with the same seed, whatever ran before."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{order}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def sampling_options(truncation: TruncationConfig, stop: list[str]) -> SamplingOptions:
+    return SamplingOptions(truncation.top_p, truncation.top_k, truncation.min_p, tuple(stop))
 
 
 def check_prompts(environment: Environment, tokenizer: Tokenizer, config: OrchestratorConfig) -> None:

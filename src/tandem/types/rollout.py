@@ -25,6 +25,19 @@ class Task:
 
 
 @dataclass(frozen=True)
+class SamplingOptions:
+    """What completions are drawn from and where they end, besides temperature and length; by default, all tokens."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+
+ALL_TOKENS = SamplingOptions()
+
+
+@dataclass(frozen=True)
 class Completion:
     """What the inference server returned for one sample."""
 
@@ -32,6 +45,7 @@ class Completion:
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    stop: str | None = None  # the stop string that ended it; its tokens are among the others
 
 
 def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], where: str) -> None:

@@ -161,6 +161,40 @@ def test_weights_must_outlive_their_use(refusal: Callable[..., str], rl_toml: st
     assert "trainer.keep_weights = 4" in message and "the smallest valid value is 5" in message
 
 
+TRUNCATED = ("--orchestrator.sampling.top-p", "0.9")
+
+
+def test_log_probs_of_other_distributions_are_refused(refusal: Callable[..., str], rl_toml: str) -> None:
+    """vLLM's are those after truncation; the native engine's are those before it, as the trainer's are."""
+    vllm = ("@", rl_toml, "--inference.engine", "vllm", *TRUNCATED)
+    message = refusal(*vllm)
+    assert "orchestrator.sampling.top_p = 0.9 with inference.engine = 'vllm'" in message
+    assert message.endswith('set trainer.loss.old_logprobs = "recomputed"')
+    for remedy in (["--trainer.loss.old-logprobs", "recomputed"], ["--trainer.loss.type", "reinforce"]):
+        load_config(RLConfig, [*vllm, *remedy])
+    load_config(RLConfig, ["@", rl_toml, *TRUNCATED])
+
+
+def test_truncation_of_greedy_evaluation_is_refused(refusal: Callable[..., str], rl_toml: str) -> None:
+    message = refusal("@", rl_toml, "--orchestrator.eval.top-k", "20")
+    assert "orchestrator.eval: top_k = 20 has no meaning with temperature = 0 (greedy)" in message
+    config = load_config(
+        RLConfig, ["@", rl_toml, "--orchestrator.eval.top-k", "20", "--orchestrator.eval.temperature", "0.7"]
+    )
+    assert config.orchestrator.eval.truncation == {"top_k": 20}
+
+
+def test_an_empty_stop_is_refused(refusal: Callable[..., str], rl_toml: str) -> None:
+    assert "an empty text would end every completion" in refusal("@", rl_toml, "--orchestrator.sampling.stop", '[""]')
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_an_address_with_or_without_version(rl_toml: str, ending: str) -> None:
+    url = f"http://127.0.0.1:8000{ending}"
+    config = load_config(RLConfig, ["@", rl_toml, "--orchestrator.client.base-url", url])
+    assert config.orchestrator.client.base_url == "http://127.0.0.1:8000"
+
+
 def test_a_shared_mistake_is_told_once(refusal: Callable[..., str], rl_toml: str) -> None:
     assert refusal("@", rl_toml, "--max-steps", "none").count("max_steps") == 1
 

@@ -1,6 +1,8 @@
 """Environments by name or import path; mistakes are told with what would be right."""
 
+import asyncio
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from tandem.config.orchestrator import EnvConfig
 from tandem.envs.registry import make_environment
 from tandem.envs.reverse_text import ReverseText
+from tandem.envs.system_prompt import SystemPrompted
+from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
 
@@ -28,6 +32,92 @@ def test_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match=r"env\.id = 'my_envs_of_a_test:Other' cannot be imported: .*Other"):
         make_environment(EnvConfig(id="my_envs_of_a_test:Other"))
     sys.modules.pop("my_envs_of_a_test")
+
+
+MINE = """\
+import beside_the_env_of_a_test
+from dataclasses import dataclass
+
+@dataclass
+class Mine:
+    size: int = beside_the_env_of_a_test.SIZE
+
+    def __post_init__(self):
+        self.train_tasks = self.eval_tasks = [0] * self.size
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file that imports another beside it, in a directory that Python does not look into."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "beside_the_env_of_a_test.py").write_text("SIZE = 4\n")
+    (folder / "env_of_a_test.py").write_text(MINE)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    yield folder / "env_of_a_test.py"
+    for name in ("beside_the_env_of_a_test", "env_of_a_test", "broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("path", ["./folder/env_of_a_test.py", "folder/env_of_a_test.py", "{tmp_path}/{path}"])
+def test_by_file(own_file: Path, tmp_path: Path, path: str) -> None:
+    path = str(own_file) if "{" in path else path
+    environment = make_environment(EnvConfig(id=f"{path}:Mine"))
+    assert len(environment.train_tasks) == 4
+    again = make_environment(EnvConfig(id=f"{path}:Mine", args={"size": 2}))
+    assert type(again) is type(environment) and len(again.train_tasks) == 2
+
+
+def test_a_module_in_the_current_directory(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own_file.parent)
+    assert len(make_environment(EnvConfig(id="env_of_a_test:Mine")).train_tasks) == 4
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        (
+            "./folder/env_of_a_test.py",
+            r"names a file; name the class in it too, as in '\./.*\.py:MyEnv'",
+        ),
+        ("./folder/none.py:Mine", r"cannot be imported: there is no file '.*/folder/none\.py'"),
+        ("./folder/env_of_a_test.py:Mien", r"has no 'Mien'; did you mean 'Mine'\?"),
+        ("./broken.py:Mine", r"cannot be imported: ZeroDivisionError: division by zero"),
+        ("./json.py:Mine", r"there is another module called 'json'; give the file another name"),
+    ],
+)
+def test_files_that_cannot_be_used(own_file: Path, tmp_path: Path, env_id: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "json.py").write_text(MINE)
+    with pytest.raises(UserError, match=message):
+        make_environment(EnvConfig(id=env_id))
+    assert "broken" not in sys.modules
+
+
+def test_a_system_prompt_comes_before_every_task() -> None:
+    args = {"num_train": 5, "num_eval": 2}
+    plain = make_environment(EnvConfig(args=args))
+    environment = make_environment(EnvConfig(args=args, system_prompt="Be brief."))
+    for before, after in ((plain.train_tasks, environment.train_tasks), (plain.eval_tasks, environment.eval_tasks)):
+        assert [task.messages[0] for task in after] == [{"role": "system", "content": "Be brief."}] * len(before)
+        assert [task.messages[1:] for task in after] == [task.messages for task in before]
+        assert [task.answer for task in after] == [task.answer for task in before]
+    (task, *_) = environment.train_tasks
+    assert asyncio.run(environment.score(task, task.answer)) == 1.0
+
+
+def test_a_second_system_message_is_refused() -> None:
+    class Own:
+        eval_tasks = ()
+        train_tasks = (Task(7, [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "z"),)
+
+        async def score(self, task: Task, completion: str) -> float:
+            return 0.0
+
+    with pytest.raises(UserError, match=r"env\.system_prompt = 'Be brief\.', but task 7 has a system message"):
+        SystemPrompted(Own(), "Be brief.")
 
 
 def test_an_unknown_name() -> None:

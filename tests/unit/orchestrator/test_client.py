@@ -16,6 +16,7 @@ from tandem.config.orchestrator import ClientConfig
 from tandem.orchestrator import client as client_module
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
 from tandem.types.identity import ServerIdentity
+from tandem.types.rollout import SamplingOptions
 
 DROP = 0  # instead of a status: close the connection without an answer
 RUN = "mine-1"
@@ -147,7 +148,7 @@ def test_choices_come_back_in_order_and_the_request_says_everything(server: Fake
     expected = {"prompt": [1, 2, 3], "n": 2, "max_tokens": 4, "temperature": 0.5, "seed": 9, "return_token_ids": True}
     assert body | expected == body and body["logprobs"] == 0
     # Nothing is left to the defaults of a server or of a model: they would change what is trained on.
-    assert (body["top_p"], body["top_k"], body["min_p"]) == (1.0, -1, 0.0)
+    assert (body["top_p"], body["top_k"], body["min_p"]) == (1.0, 0, 0.0)
     assert (body["repetition_penalty"], body["presence_penalty"], body["frequency_penalty"]) == (1.0, 0.0, 0.0)
 
 
@@ -168,6 +169,18 @@ def test_a_certain_token_may_round_above_zero(server: FakeServer) -> None:
     certain = choice(0, 50) | {"logprobs": {"token_logprobs": [1e-6]}}
     server.plan = [(200, {"choices": [certain]})]
     assert with_client(server, generate)[0].logprobs == [1e-6]
+
+
+def test_sampling_options_are_sent_and_the_stop_comes_back(server: FakeServer) -> None:
+    stopped = choice(0, 50) | {"finish_reason": "stop", "stop_reason": "\n"}
+    server.plan = [(200, {"choices": [stopped, choice(1, 51) | {"stop_reason": 151645}]})]
+    options = SamplingOptions(top_p=0.9, top_k=20, min_p=0.05, stop=("\n", "END"))
+    first, second = with_client(
+        server, lambda client: client.generate([1], n=2, max_tokens=4, temperature=0.5, seed=9, options=options)
+    )
+    assert (first.stop, second.stop) == ("\n", None)
+    ((_, _, body),) = server.requests
+    assert (body["top_p"], body["top_k"], body["min_p"], body["stop"]) == (0.9, 20, 0.05, ["\n", "END"])
 
 
 def test_without_a_key_none_is_sent(server: FakeServer) -> None:

@@ -10,7 +10,7 @@ from tandem.envs.failures import Failure
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.tasks import request_seed
-from tandem.types.rollout import Group, Task
+from tandem.types.rollout import Group, SamplingOptions, Task
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
@@ -64,6 +64,7 @@ def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Pa
         "max_tokens": 12,
         "temperature": 0.0,
         "seed": request_seed(1, "eval", 1),
+        "options": SamplingOptions(),
     }
 
 

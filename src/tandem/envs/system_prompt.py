@@ -1,0 +1,25 @@
+"""An environment whose tasks all begin with the same system message (`env.system_prompt`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tandem.envs.protocol import Environment
+from tandem.types.rollout import Task
+from tandem.utils.errors import UserError
+
+
+class SystemPrompted:
+    def __init__(self, environment: Environment, system_prompt: str) -> None:
+        self.train_tasks = _with_system_message(environment.train_tasks, system_prompt)
+        self.eval_tasks = _with_system_message(environment.eval_tasks, system_prompt)
+        self.score = environment.score
+
+
+def _with_system_message(tasks: Sequence[Task], text: str) -> list[Task]:
+    for task in tasks:
+        if any(message.get("role") == "system" for message in task.messages):
+            raise UserError(
+                f"env.system_prompt = {text!r}, but task {task.index} has a system message of its own; "
+                "leave out one of the two"
+            )
+    return [replace(task, messages=[{"role": "system", "content": text}, *task.messages]) for task in tasks]
