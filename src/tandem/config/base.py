@@ -81,7 +81,7 @@ def load_config(
     cls: type[C], arguments: list[str], prog: str = "", description: str = "", base: Tree | None = None
 ) -> C:
     """Defaults < `base` < files from left to right < flags. Raises UserError on bad input."""
-    files, flags = extract_files(arguments, find_switches(cls))
+    files, flags = extract_files(arguments, find_switches(cls), find_sections(cls))
     files = merge(base or {}, files)
     # The parser reads files only; what several files give together is handed to it as one.
     with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:
@@ -92,7 +92,12 @@ def load_config(
         except ConfigFileError as error:
             if isinstance(error.__cause__, ValidationError):
                 raise UserError(explain_validation_error(cls, error.__cause__)) from error
+            stray = str(error).removeprefix("Unrecognized arguments: ")
+            if stray != str(error):
+                raise UserError(f"{stray!r} is no option; give files as: @ FILE, options as: --name VALUE") from error
             raise UserError(str(error)) from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{error.doc!r} on the command line is not valid JSON: {error}") from error
 
 
 def find_switches(cls: type[BaseModel], prefix: str = "") -> set[str]:
@@ -105,6 +110,16 @@ def find_switches(cls: type[BaseModel], prefix: str = "") -> set[str]:
         for inner in models_in(field.annotation):
             switches |= find_switches(inner, path + ".")
     return switches
+
+
+def find_sections(cls: type[BaseModel], prefix: str = "") -> set[str]:
+    """The flags of tables: what follows one is a file."""
+    sections: set[str] = set()
+    for name, field in cls.model_fields.items():
+        path = prefix + name.replace("_", "-")
+        for inner in models_in(field.annotation):
+            sections |= {f"--{path}"} | find_sections(inner, path + ".")
+    return sections
 
 
 def _remember_sources() -> None:

@@ -2,10 +2,13 @@
 
 import difflib
 import types
+from collections.abc import Iterator
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from tandem.config.hints import algorithm_hint, options_meant
 
 
 def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
@@ -27,19 +30,36 @@ def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
     key = prefix + ".".join(location)
     kind = details["type"]
     if kind == "extra_forbidden":
-        known = _fields_at(root, location[:-1])
-        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(known)}"
-        return f"unknown key {key!r} (value {_short(details['input'])}); {hint}"
+        return f"unknown key {key!r} (value {_short(details['input'])}); {_nearest_key(root, location)}"
     if kind == "missing":
         flag = ".".join([key, *_first_required(root, location)]).replace("_", "-")
         return f"{key} is required and was not given; set it in the file or with --{flag}"
     if kind == "literal_error":
-        return f"{key} = {_short(details['input'])} is not valid; {_nearest_literal(details)}"
+        hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
+        return f"{key} = {_short(details['input'])} is not valid; {hint}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
         return f"{key}: {message}" if key else message
     return f"{key} = {_short(details['input'])} is not valid: {message[0].lower()}{message[1:]}"
+
+
+def _nearest_key(root: type[BaseModel], location: list[str]) -> str:
+    *place, name = location
+    parent = "".join(f"{part}." for part in place)
+    meant = [path.removeprefix(parent) for path in options_meant(name, list(option_paths(root)))]
+    if meant:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    known = _fields_at(root, place)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(known)}"
+
+
+def option_paths(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the configuration, tables included, by its dotted name."""
+    for name, field in root.model_fields.items():
+        yield prefix + name
+        for inner in models_in(field.annotation):
+            yield from option_paths(inner, f"{prefix}{name}.")
 
 
 def _nearest_literal(details: ErrorDetails) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from tandem.config.advantages import AdvantageConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.inference import resolve_api_key
-from tandem.config.shared import CheckpointConfig, LogLevel, MetricsConfig, ModelConfig
+from tandem.config.shared import CheckpointConfig, LogLevel, MetricsConfig, ModelConfig, root_url
 
 
 class ClientConfig(Config):
@@ -57,7 +57,7 @@ class ClientConfig(Config):
             valid = False
         if not valid:
             raise ValueError(f"{value!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
-        return value.rstrip("/").removesuffix("/v1").rstrip("/")
+        return root_url(value)
 
     def resolve_api_key(self) -> str | None:
         return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")

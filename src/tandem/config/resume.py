@@ -4,7 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-from tandem.config.sources import Tree, merge
+from tandem.config.sources import SUFFIXES, Tree, merge
 from tandem.utils.errors import UserError
 
 FLAG = "--resume"
@@ -21,7 +21,8 @@ def take_resumed(arguments: list[str], command: str) -> tuple[Path | None, list[
             continue
         following = arguments[position + 1 : position + 2]
         directory = value if equals else "".join(following)
-        if not directory or directory[0] in "-@" or directory.lower() in ("true", "false"):
+        is_bare = not directory or directory[0] in "-@" or directory.lower() in ("true", "false")
+        if is_bare or directory.endswith(SUFFIXES):
             continue
         rest = [*arguments[:position], *arguments[position + (1 if equals else 2) :]]
         if "--output-dir" in (given.partition("=")[0] for given in rest):

@@ -1,15 +1,16 @@
 """Options of the SGLang engine: a client of a server that somebody else started."""
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tandem.config.base import Config
+from tandem.config.shared import root_url
 
 
 class SGLangConfig(Config):
     """A running SGLang server (engine = "sglang")."""
 
     base_url: str = "http://127.0.0.1:30000"
-    """Where the SGLang server listens."""
+    """Where the SGLang server listens, with or without /v1."""
 
     api_key: str | None = None
     """SGLang's --api-key. Prefer api_key_var: a flag is visible to other users."""
@@ -28,6 +29,11 @@ class SGLangConfig(Config):
 
     allow_adjusted_logprobs: bool = False
     """Serve penalties, logit_bias and min_tokens although SGLang's log-probs then are those of the adjusted logits."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_the_root(cls, value: str) -> str:
+        return root_url(value)
 
     @model_validator(mode="after")
     def _is_reachable(self) -> "SGLangConfig":

@@ -117,5 +117,10 @@ def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay
 
 
+def root_url(url: str) -> str:
+    """A server's address, given with or without the /v1 that OpenAI's clients want."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 Device = Literal["auto", "cpu", "cuda"]

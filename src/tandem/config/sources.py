@@ -1,12 +1,14 @@
 """Config files named on the command line: `@ file` at the root, `--trainer @ file` for one section.
 
+The `@` may be left out where an argument can be nothing else, and `--config file` is understood.
+
 Later files win over earlier ones, table by table and key by key.
 """
 
 import difflib
 import json
 import tomllib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,36 @@ from tandem.utils.errors import UserError
 
 Tree = dict[str, Any]
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+# JSON before YAML, which can read it as well.
+PARSERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+}
+FORMATS = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+NOT_PARSED = (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError)
+CONFIG_FLAGS = ("--config", "-c")
 
 
-def extract_files(arguments: list[str], switches: Collection[str] = ()) -> tuple[Tree, list[str]]:
+def extract_files(
+    arguments: list[str], switches: Collection[str] = (), sections: Collection[str] = ()
+) -> tuple[Tree, list[str]]:
     """Split a command line into what its files say, merged from left to right, and the other flags.
 
     A flag before an `@` names the section its file belongs to, unless it is one of `switches`, which take no value.
+    `sections` are the flags that name a section whatever follows.
     """
     tree: Tree = {}
     flags: list[str] = []
     position = 0
+    arguments = _with_signs(arguments, switches, sections)
     while position < len(arguments):
         argument = arguments[position]
         following = arguments[position + 1] if position + 1 < len(arguments) else ""
         section: list[str] = []
-        if argument.startswith("--") and following.startswith("@") and argument not in switches:
+        takes_file = argument.startswith("--") and "=" not in argument and argument not in switches
+        if takes_file and following.startswith("@"):
             section = argument[2:].replace("-", "_").split(".")
             position += 1
             argument = following
@@ -47,6 +64,26 @@ def extract_files(arguments: list[str], switches: Collection[str] = ()) -> tuple
             position += 1
         tree = merge(tree, nest(section, read_config_file(Path(path))))
     return tree, flags
+
+
+def _with_signs(arguments: list[str], switches: Collection[str], sections: Collection[str]) -> list[str]:
+    """The command line with an `@` before every file that lacks one."""
+    signed: list[str] = []
+    before = ""
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        is_value = before.startswith("-") and before not in switches and before not in (*sections, *CONFIG_FLAGS)
+        lacks_sign = not is_value and before != "@" and not argument.startswith(("-", "@"))
+        if flag in CONFIG_FLAGS:
+            signed += ["@", value] if equals else []
+        elif lacks_sign and (before in CONFIG_FLAGS or argument.endswith(SUFFIXES)):
+            signed += ["@", argument]
+        else:
+            signed.append(argument)
+        before = argument if not equals else ""
+    if before in CONFIG_FLAGS:
+        raise UserError(f"{before} is followed by nothing; give a config file, as in: @ rl.toml")
+    return signed
 
 
 def merge(base: Tree, override: Tree) -> Tree:
@@ -69,27 +106,39 @@ def read_config_file(path: Path) -> Tree:
         raise UserError(f"config file {str(path)!r} must end in one of: {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise UserError(f"config file {str(path)!r} does not exist{_nearest_file(path)}")
-    text = path.read_text()
     try:
-        if path.suffix == ".toml":
-            tree = tomllib.loads(text)
-        elif path.suffix == ".json":
-            tree = json.loads(text)
-        else:
-            tree = yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {str(path)!r} cannot be read: {error}") from error
+    try:
+        tree = PARSERS[path.suffix](text)
+    except NOT_PARSED as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"config file {str(path)!r} cannot be read: {reason}{_other_format(path, text)}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"config file {str(path)!r} must hold a table of keys, not a {type(tree).__name__}")
+        hint = _other_format(path, text)
+        raise UserError(f"config file {str(path)!r} must hold a table of keys, not a {type(tree).__name__}{hint}")
     return tree
+
+
+def _other_format(path: Path, text: str) -> str:
+    """Where the file is not what its name says, what it is."""
+    for suffix, parse in PARSERS.items():
+        try:
+            found = parse(text)
+        except NOT_PARSED:
+            continue
+        if isinstance(found, dict) and suffix != path.suffix:
+            return f"; what it holds is {FORMATS[suffix]}: rename it to {path.with_suffix(suffix).name!r}"
+    return ""
 
 
 def _nearest_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"; there is no directory {str(folder)!r}"
-    names = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES)
+    names = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES and item.name != "pyproject.toml")
     nearest = difflib.get_close_matches(path.name, names, n=1) or names[:1]
     return f"; did you mean {str(folder / nearest[0])!r}?" if nearest else ""

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.envs.protocol import Environment
+from tandem.envs.protocol import UserEnvironment
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
 
 class SystemPrompted:
-    def __init__(self, environment: Environment, system_prompt: str) -> None:
+    def __init__(self, environment: UserEnvironment, system_prompt: str) -> None:
         self.train_tasks = _with_system_message(environment.train_tasks, system_prompt)
         self.eval_tasks = _with_system_message(environment.eval_tasks, system_prompt)
         self.score = environment.score

@@ -32,8 +32,8 @@ def test_an_unknown_key_in_an_optional_section(refusal, rl_toml) -> None:
 
 
 def test_an_unknown_flag(refusal) -> None:
-    assert refusal(*MODEL, "--optimizer.learning-rate", "1", cls=TrainerConfig).startswith(
-        "unknown key 'optimizer.learning_rate' (value '1'); known here: betas, eps, lr, max_grad_norm, weight_decay"
+    assert refusal(*MODEL, "--optimizer.momentum", "1", cls=TrainerConfig).startswith(
+        "unknown key 'optimizer.momentum' (value '1'); known here: betas, eps, lr, max_grad_norm, weight_decay"
     )
 
 
@@ -97,7 +97,13 @@ def test_a_flag_without_its_value(refusal, rl_toml) -> None:
 
 
 def test_a_stray_argument(refusal, rl_toml) -> None:
-    assert "stray" in refusal("@", rl_toml, "stray")
+    message = refusal("@", rl_toml, "stray")
+    assert message == "'stray' is no option; give files as: @ FILE, options as: --name VALUE"
+
+
+def test_json_that_is_none(refusal, rl_toml) -> None:
+    message = refusal("@", rl_toml, "--orchestrator.env.args", "{size: 3}")
+    assert message.startswith("'{size: 3}' on the command line is not valid JSON: ")
 
 
 def test_a_group_of_one(refusal, rl_toml) -> None:

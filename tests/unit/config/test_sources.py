@@ -153,6 +153,73 @@ def test_a_list_at_the_top_is_refused(tmp_path: Path, name: str, text: str) -> N
         read_config_file(Path(write(tmp_path / name, text)))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("c.toml", "a: 1\nb:\n  c: 2\n", "YAML: rename it to 'c.yaml'"),
+        ("c.toml", '{"a": 1}', "JSON: rename it to 'c.json'"),
+        ("c.yaml", "a = 1\n[b]\nc = 2\n", "TOML: rename it to 'c.toml'"),
+        ("c.yml", "a = 1\n", "TOML: rename it to 'c.toml'"),
+        ("c.json", "a = 1\n", "TOML: rename it to 'c.toml'"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says(tmp_path: Path, name: str, text: str, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_config_file(Path(write(tmp_path / name, text)))
+    assert str(caught.value).endswith(f"; what it holds is {what}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"c\.toml' cannot be read: 'utf-8' codec"):
+        read_config_file(tmp_path / "c.toml")
+
+
+SWITCHES, SECTIONS = ("--clean", "--no-clean"), ("--trainer", "--trainer.loss")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["{one}", "--steps", "3"],
+        ["--steps", "3", "{one}"],
+        ["--steps=3", "{one}"],
+        ["--config", "{one}", "--steps", "3"],
+        ["--config", "@", "{one}", "--steps", "3"],
+        ["--config={one}", "--steps", "3"],
+        ["-c", "{one}", "--steps", "3"],
+        ["--steps", "3", "@", "{one}"],
+    ],
+)
+def test_a_file_without_a_sign_is_a_file(tmp_path: Path, arguments: list[str]) -> None:
+    one = write(tmp_path / "one.toml", "a = 1")
+    arguments = [argument.format(one=one) for argument in arguments]
+    tree, flags = extract_files(arguments, SWITCHES, SECTIONS)
+    assert tree == {"a": 1} and " ".join(flags).replace("=", " ") == "--steps 3"
+
+
+def test_files_without_a_sign_after_switches_and_sections(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one.toml", "a = 1"), write(tmp_path / "two.yaml", "b: 2")
+    tree, flags = extract_files(["--clean", one, "--trainer", two, "--trainer.loss", one], SWITCHES, SECTIONS)
+    assert tree == {"a": 1, "trainer": {"b": 2, "loss": {"a": 1}}} and flags == ["--clean"]
+
+
+def test_a_file_that_is_the_value_of_an_option_stays_one(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.json", "[]")
+    assert extract_files(["--data.path", rows, f"--data.eval-path={rows}"], SWITCHES, SECTIONS) == (
+        {},
+        ["--data.path", rows, f"--data.eval-path={rows}"],
+    )
+
+
+def test_a_file_without_a_sign_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config file '.*my\.toml' does not exist"):
+        extract_files([str(tmp_path / "my.toml")])
+    with pytest.raises(UserError, match="--config is followed by nothing"):
+        extract_files(["--config"])
+
+
 def test_an_at_sign_at_the_end_is_refused() -> None:
     with pytest.raises(UserError, match="'@' is followed by nothing; give a config file"):
         extract_files(["--steps", "3", "@"])

@@ -1,0 +1,191 @@
+"""What people type who come from elsewhere, and what it is called here. Every name leads to an option of the command
+that was called, or is left out: the same table serves all of them."""
+
+from collections.abc import Sequence
+
+# Names of TRL, transformers, PEFT and others → our options, the first that the command has.
+FOREIGN: dict[str, tuple[str, ...]] = {
+    # length of training
+    "num_epochs": ("epochs", "max_steps"),
+    "num_train_epochs": ("epochs", "max_steps"),
+    "total_epochs": ("epochs", "max_steps"),
+    "steps": ("max_steps",),
+    "num_steps": ("max_steps",),
+    "total_steps": ("max_steps",),
+    # batches
+    "per_device_train_batch_size": ("batch_size", "prompts_per_step", "tokens_per_microbatch"),
+    "train_batch_size": ("batch_size", "prompts_per_step"),
+    "batch_size": ("prompts_per_step",),
+    "micro_batch_size": ("tokens_per_microbatch",),
+    "per_device_eval_batch_size": ("tokens_per_microbatch",),
+    "gradient_accumulation_steps": ("tokens_per_microbatch",),
+    "generation_batch_size": ("prompts_per_step",),
+    "num_generations": ("group_size",),
+    "rollouts_per_example": ("group_size",),
+    "num_iterations": ("epochs_per_batch",),
+    "num_ppo_epochs": ("epochs_per_batch",),
+    "steps_per_generation": ("updates_per_batch",),
+    "num_mini_batches": ("updates_per_batch",),
+    # optimizer and schedule
+    "lr": ("optimizer.lr",),
+    "learning_rate": ("optimizer.lr",),
+    "adam_beta1": ("optimizer.betas",),
+    "adam_beta2": ("optimizer.betas",),
+    "adam_epsilon": ("optimizer.eps",),
+    "grad_clip": ("optimizer.max_grad_norm",),
+    "gradient_clip_val": ("optimizer.max_grad_norm",),
+    "lr_scheduler_type": ("scheduler.type",),
+    "lr_scheduler": ("scheduler.type",),
+    "warmup_ratio": ("scheduler.warmup_steps",),
+    # lengths and sampling
+    "max_length": ("seq_len",),
+    "max_seq_length": ("seq_len",),
+    "max_seq_len": ("seq_len",),
+    "max_model_len": ("seq_len",),
+    "max_prompt_length": ("seq_len",),
+    "max_completion_length": ("sampling.max_tokens", "seq_len"),
+    "max_response_length": ("sampling.max_tokens", "seq_len"),
+    "max_new_tokens": ("sampling.max_tokens",),
+    "max_tokens": ("sampling.max_tokens",),
+    "temperature": ("sampling.temperature",),
+    "top_p": ("sampling.top_p",),
+    "top_k": ("sampling.top_k",),
+    "min_p": ("sampling.min_p",),
+    # objectives
+    "loss_type": ("loss.type",),
+    "algorithm": ("loss.type",),
+    "beta": ("loss.beta", "loss.kl.coef"),
+    "kl_coef": ("loss.kl.coef",),
+    "kl_loss_coef": ("loss.kl.coef",),
+    "epsilon": ("loss.clip_low",),
+    "cliprange": ("loss.clip_low",),
+    "epsilon_high": ("loss.clip_high",),
+    "delta": ("loss.dual_clip",),
+    "scale_rewards": ("advantage.type",),
+    "adv_estimator": ("advantage.type",),
+    "importance_sampling_level": ("loss.type",),
+    "vllm_importance_sampling_correction": ("loss.correction.type",),
+    "simpo_gamma": ("loss.gamma",),
+    "label_smoothing_factor": ("loss.label_smoothing",),
+    "precompute_ref_log_probs": ("loss.reference",),
+    "reference_free": ("loss.reference",),
+    "ref_model": ("loss.kl.model", "loss.reference"),
+    "entropy_coeff": ("loss.entropy_coef",),
+    "reward_funcs": ("env.id",),
+    "env_id": ("env.id",),
+    "env": ("orchestrator.env",),
+    # model and data
+    "model_name_or_path": ("model.name",),
+    "model_name": ("model.name",),
+    "model_path": ("model.name",),
+    "torch_dtype": ("model.dtype",),
+    "dtype": ("model.dtype",),
+    "precision": ("model.dtype",),
+    "bf16": ("model.dtype",),
+    "fp16": ("model.dtype",),
+    "dataset": ("data.path",),
+    "dataset_name": ("data.path",),
+    "dataset_path": ("data.path",),
+    "train_file": ("data.path",),
+    "dataset_config": ("data.name",),
+    "dataset_train_split": ("data.split",),
+    "dataset_test_split": ("data.eval_split",),
+    "validation_file": ("data.eval_path",),
+    "dataset_streaming": ("data.streaming",),
+    "assistant_only_loss": ("data.learn_roles",),
+    "completion_only_loss": ("data.learn_roles",),
+    "data_seed": ("seed",),
+    "lora_r": ("lora.rank",),
+    "lora_rank": ("lora.rank",),
+    "r": ("lora.rank",),
+    "lora_alpha": ("lora.alpha",),
+    "lora_dropout": ("lora.dropout",),
+    "lora_target_modules": ("lora.targets",),
+    "target_modules": ("lora.targets",),
+    "use_rslora": ("lora.rslora",),
+    "use_peft": ("lora.rank",),
+    # the run
+    "save_steps": ("checkpoint.every",),
+    "save_strategy": ("checkpoint.every",),
+    "save_freq": ("checkpoint.every",),
+    "save_total_limit": ("checkpoint.keep_last",),
+    "eval_steps": ("eval.every",),
+    "eval_strategy": ("eval.every",),
+    "evaluation_strategy": ("eval.every",),
+    "resume_from_checkpoint": ("resume",),
+    "resume_from": ("resume",),
+    "overwrite_output_dir": ("clean",),
+    "out_dir": ("output_dir",),
+    "save_dir": ("output_dir",),
+    "wandb_project": ("metrics.project",),
+    "project_name": ("metrics.project",),
+    "experiment_name": ("metrics.run_name",),
+    "wandb": ("metrics.report_to",),
+    "use_wandb": ("metrics.report_to",),
+    "num_gpus": ("parallel.ranks",),
+    "nproc_per_node": ("parallel.ranks",),
+    "fsdp": ("parallel.strategy",),
+    "deepspeed": ("parallel.strategy",),
+    "torch_compile": ("parallel.compile",),
+    "use_vllm": ("inference.engine", "engine"),
+    "vllm_mode": ("inference.engine",),
+    "vllm_server_base_url": ("client.base_url",),
+    "base_url": ("client.base_url",),
+}
+
+_LAYER = "lay examples/reverse_text/algorithms/{}.toml over your file"
+# Algorithms that are not a value of the option they are given to.
+_DAPO = f'DAPO is loss.type = "grpo" with clip_high = 0.28 and orchestrator.overlong: {_LAYER.format("dapo")}'
+_REINFORCE_PP = f'REINFORCE++ is orchestrator.advantage.type = "reinforce_pp": {_LAYER.format("reinforce_pp")}'
+_TEACHER = f"distillation is loss.teacher: {_LAYER.format('distillation')}"
+_IN_ALIGN = "that is an objective on preferences: `align` has it"
+_IN_RL = "that learns from rewards: `rl` has it"
+ALGORITHMS: dict[str, dict[str, str]] = {
+    "loss.type": {
+        "dapo": _DAPO,
+        "bnpo": 'that is loss.type = "grpo" with normalize = "tokens", the default',
+        "dr_grpo": f'Dr. GRPO is orchestrator.advantage.type = "dr_grpo" and normalize: {_LAYER.format("dr_grpo")}',
+        "reinforce_pp": _REINFORCE_PP,
+        "reinforce_pp_baseline": 'that is orchestrator.advantage.type = "reinforce_pp_baseline"',
+        "tis": f'that is loss.correction.type = "truncate": {_LAYER.format("off_policy")}',
+        "icepop": 'that is loss.correction.type = "mask"',
+        "distillation": _TEACHER,
+        "gkd": _TEACHER,
+        "sft": "`sft` does that",
+        "sigmoid": 'that is loss.type = "dpo"',
+        "robust": 'that is loss.type = "dpo" with label_smoothing',
+        "kto_pair": 'that is loss.type = "kto"',
+        "bco_pair": 'that is loss.type = "bco"',
+        "reward_model": 'that is loss.type = "reward"',
+        **dict.fromkeys(("dpo", "ipo", "kto", "bco", "orpo", "cpo", "simpo"), _IN_ALIGN),
+        **dict.fromkeys(("grpo", "gspo", "rloo", "cispo", "reinforce", "ppo"), _IN_RL),
+    },
+    "advantage.type": {
+        "dapo": _DAPO,
+        "gae": 'that is trainer.loss.type = "ppo" with advantage.type = "reward"',
+        "ppo": 'that is trainer.loss.type = "ppo" with advantage.type = "reward"',
+        "gspo": 'that is trainer.loss.type = "gspo"',
+        "cispo": 'that is trainer.loss.type = "cispo"',
+    },
+}
+
+
+def algorithm_hint(key: str, value: object) -> str:
+    """What an algorithm's name means where it is no value of the option `key`; empty: nothing is known of it."""
+    name = str(value).lower().replace("-", "_").replace("++", "_pp").replace("plus_plus", "pp")
+    for option, algorithms in ALGORITHMS.items():
+        if key == option or key.endswith(f".{option}"):
+            return algorithms.get(name, "")
+    return ""
+
+
+def options_meant(name: str, paths: Sequence[str]) -> list[str]:
+    """The options, out of all that the command has, that an unknown key may mean: by another's name for it, or because
+    it stands in the wrong place. None where that could be anything."""
+    for meant in (*FOREIGN.get(name.lower(), ()), name):
+        found = [path for path in paths if path == meant or path.endswith(f".{meant}")]
+        nearest = min((path.count(".") for path in found), default=0)
+        found = [path for path in found if path.count(".") == nearest]
+        if found:
+            return found if len(found) <= 2 else []
+    return []

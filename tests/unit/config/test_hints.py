@@ -1,0 +1,91 @@
+"""Names from elsewhere lead to ours."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.config.align import AlignConfig
+from tandem.config.explain import option_paths
+from tandem.config.hints import ALGORITHMS, FOREIGN, options_meant
+from tandem.config.inference import InferenceConfig
+from tandem.config.rl import RLConfig
+from tandem.config.sft import SFTConfig
+from tandem.config.trainer import TrainerConfig
+
+ROOT = Path(__file__).parents[3]
+ROWS = ("--model.name", "m", "--data.path", "rows.jsonl")
+ALL_PATHS = {path for cls in (RLConfig, SFTConfig, AlignConfig, InferenceConfig) for path in option_paths(cls)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "rl", "sft", "align"),
+    [
+        ("--num-epochs", "max_steps", "epochs", "epochs"),
+        ("--num-train-epochs", "max_steps", "epochs", "epochs"),
+        ("--learning-rate", "trainer.optimizer.lr", "optimizer.lr", "optimizer.lr"),
+        ("--lr", "trainer.optimizer.lr", "optimizer.lr", "optimizer.lr"),
+        ("--per-device-train-batch-size", "orchestrator.prompts_per_step", "batch_size", "batch_size"),
+        ("--gradient-accumulation-steps", "trainer.tokens_per_microbatch", *["tokens_per_microbatch"] * 2),
+        ("--max-prompt-length", "seq_len", "seq_len", "seq_len"),
+        ("--max-completion-length", "orchestrator.sampling.max_tokens", "seq_len", "seq_len"),
+        ("--beta", "trainer.loss.kl.coef", None, "loss.beta"),
+        ("--num-generations", "orchestrator.group_size", None, None),
+        ("--temperature", "orchestrator.sampling.temperature", None, None),
+        ("--save-steps", "checkpoint.every", "checkpoint.every", "checkpoint.every"),
+        ("--report-to", "orchestrator.metrics.report_to", "metrics.report_to", "metrics.report_to"),
+        ("--weight-decay", "trainer.optimizer.weight_decay", "optimizer.weight_decay", "optimizer.weight_decay"),
+        ("--lora-r", "trainer.lora.rank", "lora.rank", "lora.rank"),
+        ("--model-name-or-path", "model.name", "model.name", "model.name"),
+        ("--bf16", "model.dtype", "model.dtype", "model.dtype"),
+    ],
+)
+def test_the_refusal_names_our_option(refusal, rl_toml: str, flag: str, rl: str, sft: str, align: str) -> None:
+    commands = ((RLConfig, ("@", rl_toml), rl), (SFTConfig, ROWS, sft), (AlignConfig, ROWS, align))
+    for cls, base, ours in commands:
+        message = refusal(*base, flag, "3", cls=cls)
+        assert (f"did you mean {ours!r}?" in message) == (ours is not None), message
+
+
+def test_the_same_names_in_a_file(refusal, rl_toml: str, tmp_path: Path) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text("[trainer]\nlearning_rate = 1e-5\n")
+    assert "did you mean 'optimizer.lr'?" in refusal("@", rl_toml, "@", str(more))
+
+
+def test_every_name_leads_somewhere() -> None:
+    for name, ours in FOREIGN.items():
+        for option in ours:
+            assert any(path == option or path.endswith(f".{option}") for path in ALL_PATHS), f"{name}: {option}"
+
+
+def test_a_name_that_could_mean_much_leads_nowhere() -> None:
+    assert options_meant("type", ["a.type", "b.type", "c.type"]) == []
+    assert options_meant("type", ["a.type", "b.type", "a.b.type"]) == ["a.type", "b.type"]
+    assert options_meant("type", ["a.x"]) == []
+
+
+@pytest.mark.parametrize(
+    ("cls", "option", "value", "expected"),
+    [
+        (RLConfig, "--trainer.loss.type", "dapo", ["clip_high = 0.28", "algorithms/dapo.toml"]),
+        (RLConfig, "--trainer.loss.type", "DR-GRPO", ['orchestrator.advantage.type = "dr_grpo"', "dr_grpo.toml"]),
+        (RLConfig, "--trainer.loss.type", "reinforce++", ['advantage.type = "reinforce_pp"']),
+        (RLConfig, "--trainer.loss.type", "dpo", ["`align` has it"]),
+        (RLConfig, "--orchestrator.advantage.type", "gae", ['trainer.loss.type = "ppo"']),
+        (AlignConfig, "--loss.type", "grpo", ["`rl` has it"]),
+        (AlignConfig, "--loss.type", "sigmoid", ['loss.type = "dpo"']),
+        (TrainerConfig, "--loss.type", "grop", ["did you mean 'grpo'?"]),
+    ],
+)
+def test_algorithms_that_are_no_value(refusal, rl_toml: str, cls, option: str, value: str, expected) -> None:
+    base = {RLConfig: ("@", rl_toml), AlignConfig: ROWS, TrainerConfig: ("--model.name", "m")}[cls]
+    message = refusal(*base, option, value, cls=cls)
+    assert f"= {value!r} is not valid; " in message
+    for part in expected:
+        assert part in message
+
+
+def test_layers_that_hints_name_are_there() -> None:
+    hints = [hint for algorithms in ALGORITHMS.values() for hint in algorithms.values()]
+    paths = {word for hint in hints for word in hint.split() if word.endswith(".toml")}
+    assert len(paths) >= 4 and all((ROOT / path).is_file() for path in paths)
