@@ -15,6 +15,7 @@ from tandem.config.short_names import INFERENCE, spell_out
 from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir, within_positions
 from tandem.models.spec import ModelSpec
+from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.log import setup_logging
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
@@ -68,6 +69,7 @@ def serve(config: InferenceConfig) -> None:
     """Serve until told to stop; exits with 1 if the engine fails."""
     api_key = config.server.resolve_api_key()
     check_model_dir(config.model.name)
+    refuse_missing_gpu(config.device, "device")
     spec = ModelSpec.load(config.model.name)
     config = within_positions(config, config.model.name)
     # Before the model is loaded: a port that is taken is told about at once, and nobody else can take this one.

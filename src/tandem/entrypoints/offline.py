@@ -13,6 +13,7 @@ from tandem.launch.ranks import spread_over_ranks
 from tandem.models.files import check_model_dir
 from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
 from tandem.transport.weights.manifest import MANIFEST
+from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.log import setup_logging
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.processes import Stopped, is_first_rank
@@ -33,6 +34,7 @@ def run_offline(
     run_dir = RunDir(config.output_dir)
     check_model_dir(config.model.name, config.model.impl)
     refuse_missing_trackers(config.metrics.report_to)
+    refuse_missing_gpu(config.device, "device")
     with nullcontext() if config.dry_run else hold_run(run_dir.root, name):
         if is_first_rank():
             run_dir.refuse_another_run(resume=config.resume, clean=config.clean)

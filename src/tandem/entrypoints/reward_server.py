@@ -6,6 +6,7 @@ from tandem.config.base import parse
 from tandem.config.reward_server import RewardServerConfig
 from tandem.config.short_names import INFERENCE, spell_out
 from tandem.models.files import within_positions
+from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.log import setup_logging
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
@@ -27,6 +28,7 @@ def run() -> None:
 def serve(config: RewardServerConfig) -> None:
     """Serve until told to stop."""
     api_key = config.server.resolve_api_key()
+    refuse_missing_gpu(config.device, "device")
     socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.

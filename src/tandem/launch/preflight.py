@@ -17,6 +17,7 @@ from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.tasks import check_prompts
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
+from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
@@ -38,6 +39,7 @@ def check(config: RLConfig) -> int:
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)
+    _check_devices(config)
     return start
 
 
@@ -49,6 +51,14 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
     async with open_environment(config.env) as environment:
         check_prompts(environment, tokenizer, config)
         await try_environment(environment, config.env)
+
+
+def _check_devices(config: RLConfig) -> None:
+    devices = {"trainer.device": config.trainer.device}
+    if config.inference is not None and config.inference.engine == "native":
+        devices["inference.device"] = config.inference.device
+    for option, device in devices.items():
+        refuse_missing_gpu(device, option)
 
 
 def _starting_step(config: RLConfig, run_dir: RunDir) -> int:

@@ -16,6 +16,7 @@ ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tupl
 # Control characters, line separators of Unicode, marks that turn the direction of text, halves of characters.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+
 def printable(text: str) -> str:
     """The text in one line, with what cannot be seen written out."""
     return UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)

@@ -14,6 +14,7 @@ from tandem.inference.vllm.command import build_command, build_environment, is_h
 from tandem.inference.vllm.installation import Installation, find_vllm
 from tandem.inference.vocabulary import compare_vocabularies
 from tandem.models.files import within_positions
+from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
 from tandem.utils.memory import free_memory_bytes
@@ -48,6 +49,7 @@ def check_vllm(config: InferenceConfig) -> Installation:
     if config.device != "auto" and (config.device == "cpu") != vllm.is_cpu:
         kind = "CPU" if vllm.is_cpu else "GPU"
         raise UserError(f"device = {config.device!r}, but vLLM {vllm.version} of {vllm.python} is the {kind} build")
+    refuse_missing_gpu(config.device, "device", vllm.python)
     return vllm
 
 
