@@ -1,6 +1,6 @@
 """Reverse-text with a model for a judge: completions are scored by a reward server instead of being compared.
 
-PYTHONPATH=. rl @ examples/reverse_text/rl.toml --orchestrator.env.id examples.preference.judged:Judged \
+rl @ examples/reverse_text/rl.toml --orchestrator.env.id examples/preference/judged.py:Judged \
     --orchestrator.env.args '{"reward_url": "http://127.0.0.1:8001"}'
 """
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.integration.processes import ENVIRONMENT, PATIENCE, Starter, command
+from tests.integration.processes import ENVIRONMENT, Starter, command
+from tests.patience import PATIENCE
 
 from tandem.models.cpu import library
 

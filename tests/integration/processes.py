@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 # Two cores are shared by everything a test starts: one thread each keeps spinning threads off each other.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200"}
-# How many times slower than two idle cores a machine may be before a test gives up waiting. Tests wait for what they
-# wait for, so patience costs nothing where all is well.
-PATIENCE = float(os.environ.get("TANDEM_TEST_PATIENCE", "5"))
 
 
 def command(entrypoint: str, *arguments: str) -> list[str]:

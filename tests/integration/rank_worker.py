@@ -54,7 +54,7 @@ def take_steps(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tensor]:
     for seed in (0, 1):
         ranks.report(seed + 1, "training")
         if seed == 1 and ranks.rank == ranks.size - 1 and "failure" in way:
-            os.kill(os.getpid(), signal.SIGKILL) if way["failure"] == "dies" else time.sleep(300)
+            os.kill(os.getpid(), signal.SIGKILL) if way["failure"] == "dies" else time.sleep(3600)
         batch = pack(make_samples(seed))
         micro_batches = divide(batch, ranks.rank, ranks.size, way["bound"])
         stats = trained.stepper.step(micro_batches, loss, batch.num_loss_tokens)
@@ -67,7 +67,9 @@ def take_steps(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tensor]:
 def main() -> None:
     model, folder, ways = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     setup_torch(threads=1, seed=0, deterministic=False)
-    with joined("cpu", timeout_s=5) as ranks:
+    # Where one is going to hang the others should not wait for long, but long enough for a slow start.
+    hangs = any(way.get("failure") == "hangs" for way in ways)
+    with joined("cpu", timeout_s=15 if hangs else 600) as ranks:
         for number, way in enumerate(ways):
             tensors = take_steps(model, way, ranks)
             if ranks.is_first:

@@ -4,7 +4,7 @@ import subprocess
 import time
 
 import httpx
-from tests.integration.processes import PATIENCE
+from tests.patience import PATIENCE
 
 
 def wait_until_healthy(process: subprocess.Popen[str], base_url: str, timeout_s: float = 90) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.processes import ENVIRONMENT, Starter, wait_until
+from tests.patience import PATIENCE
 
 from tandem.rewards.server_client import RewardClient, RewardServerError
 from tandem.utils.files import read_json_lines
@@ -130,7 +131,7 @@ def test_two_ranks_do_what_one_does(
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--model.name", str(warm_model), "--data.path", str(data), "--output-dir", str(together.root)]
     command = [*launcher, "-m", "tandem.entrypoints.align", *arguments, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240 * PATIENCE, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_alike(together, alone)
     assert "eval/loss" in metrics(together)[-1]

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from tests.integration.processes import children_of, is_alive, wait_until
+from tests.patience import PATIENCE
 
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir
@@ -28,8 +29,8 @@ def running(starter, rl_arguments, tmp_path):
 
 def ended_within(process: subprocess.Popen[str], children: dict[str, int], seconds: float) -> str:
     started = time.monotonic()
-    output, _ = process.communicate(timeout=seconds + 5)
-    assert time.monotonic() - started < seconds
+    output, _ = process.communicate(timeout=(seconds + 5) * PATIENCE)
+    assert time.monotonic() - started < seconds * PATIENCE
     assert not any(is_alive(pid) for pid in children.values())
     return output
 

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.integration.processes import Starter, wait_until
 from tests.integration.servers import wait_until_healthy
+from tests.patience import PATIENCE
 
 from tandem.types.openai import CompletionRequest
 from tandem.utils.ports import nearest_free_port
@@ -33,7 +33,7 @@ def start(starter: Starter, model: Path, *options: str) -> tuple[subprocess.Pope
         "inference", *("--model.name", str(model), "--port", str(port), "--seq-len", "512", "--threads", "1"), *options
     )
     wait_until_healthy(process, base_url)
-    return process, httpx.Client(base_url=base_url, timeout=60, trust_env=False)
+    return process, httpx.Client(base_url=base_url, timeout=60 * PATIENCE, trust_env=False)
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,13 @@ def test_clients_that_leave_free_their_places(client: httpx.Client, stream: bool
     before = numbers(client)["tandem_generated_tokens_total"]
     body = LONG | {"n": 5, "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
+        impatient = httpx.Timeout(60, read=0.3)
         if stream:
-            with client.stream("POST", "/v1/completions", json=body, timeout=0.3) as answer:
+            with client.stream("POST", "/v1/completions", json=body, timeout=impatient) as answer:
                 for _ in answer.iter_lines():
                     raise httpx.ReadTimeout("enough")
         else:
-            client.post("/v1/completions", json=body, timeout=0.3)
+            client.post("/v1/completions", json=body, timeout=impatient)
     wait_until(lambda: is_idle(client), 10, "what was asked for to be forgotten")
     assert numbers(client)["tandem_generated_tokens_total"] - before < 5 * 400
 
@@ -112,12 +113,11 @@ def test_a_full_queue(client: httpx.Client) -> None:
     try:
         with ThreadPoolExecutor() as pool:
             running = pool.submit(client.post, "/v1/completions", json={"prompt": "a", "max_tokens": 2, "n": 10})
-            wait_until(lambda: numbers(client)["tandem_http_requests_open"] == 2, 10, "the first request")
-            time.sleep(0.1)
+            wait_until(lambda: numbers(client)["tandem_sequences_waiting"] == 10, 10, "the first request to wait")
             refused = client.post("/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
             client.post("/resume")
-            assert running.result(timeout=30).status_code == 200
+            assert running.result(timeout=30 * PATIENCE).status_code == 200
     finally:
         client.post("/resume")
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
@@ -166,7 +166,7 @@ def test_sigterm_lets_streams_finish(starter: Starter, tiny_model: Path) -> None
         process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=20 * PATIENCE)
     assert process.returncode == 0 and "ERROR" not in output, output
 
 
@@ -179,7 +179,7 @@ def test_sigterm_does_not_wait_for_ever_for_streams(starter: Starter, tiny_model
         process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=20 * PATIENCE) == 0
 
 
 def write_adapter(folder: Path, scale: float) -> Path:

@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.integration.processes import wait_until
+from tests.patience import PATIENCE
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.models.cpu.compiler import Compiler
@@ -86,8 +88,8 @@ def start_server(
         text=True,
         env=environment,
     )
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=AUTH, timeout=30, trust_env=False)
-    deadline = time.monotonic() + 60
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=AUTH, timeout=30 * PATIENCE, trust_env=False)
+    deadline = time.monotonic() + 60 * PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if client.get("/health").status_code == 200:
@@ -96,6 +98,12 @@ def start_server(
             time.sleep(0.05)
     process.kill()
     raise AssertionError(f"the server did not start: {process.communicate()[0]}")
+
+
+def number(client: httpx.Client, name: str) -> float:
+    """One of the server's metrics."""
+    lines = client.get("/metrics").text.splitlines()
+    return next(float(value) for known, _, value in (line.rpartition(" ") for line in lines) if known == name)
 
 
 def end(process: subprocess.Popen[str], client: httpx.Client) -> None:
@@ -334,20 +342,20 @@ def test_pause_and_resume(server: httpx.Client) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(server.post, "/v1/completions", json=COMPLETION)
         assert server.post("/resume").json()["paused"] is False
-        assert waiting.result(timeout=30).status_code == 200
+        assert waiting.result(timeout=30 * PATIENCE).status_code == 200
 
 
 def test_sigterm_lets_running_requests_finish(model_dir: Path) -> None:
-    process, client = start_server(model_dir, "--drain-timeout-s", "30")
+    process, client = start_server(model_dir, "--drain-timeout-s", str(30 * PATIENCE))
     try:
         with ThreadPoolExecutor() as pool:
             body = {"prompt": "abc", "max_tokens": 60, "n": 1000, "ignore_eos": True}
             running = pool.submit(client.post, "/v1/completions", json=body)
-            time.sleep(0.3)
+            wait_until(lambda: number(client, "tandem_sequences_running") > 0, 20, "the request to run")
             assert not running.done(), "too fast to be drained"
             process.send_signal(signal.SIGTERM)
-            assert len(running.result(timeout=60).json()["choices"]) == 1000
-        assert process.wait(timeout=20) == 0
+            assert len(running.result(timeout=60 * PATIENCE).json()["choices"]) == 1000
+        assert process.wait(timeout=20 * PATIENCE) == 0
     finally:
         end(process, client)
 
@@ -416,9 +424,9 @@ def test_sigterm_does_not_wait_for_ever(model_dir: Path) -> None:
         client.post("/pause")
         with ThreadPoolExecutor() as pool:
             running = pool.submit(client.post, "/v1/completions", json=COMPLETION)
-            time.sleep(0.3)
+            wait_until(lambda: number(client, "tandem_http_requests_open") == 2, 20, "the request to arrive")
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=20) == 0
+            assert process.wait(timeout=20 * PATIENCE) == 0
             assert running.exception(timeout=20) is not None or running.result().status_code >= 500
     finally:
         end(process, client)
@@ -449,14 +457,14 @@ def test_a_signal_ends_a_server_that_is_still_loading(model_dir: Path, number: s
         assert process.stdout is not None and process.stdout.readline() == "loading\n"
         time.sleep(0.2)
         process.send_signal(number)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=10 * PATIENCE) == 0
     finally:
         process.kill()
         process.communicate()
 
 
 def run_inference(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([INFERENCE, *options], capture_output=True, text=True, timeout=60)
+    return subprocess.run([INFERENCE, *options], capture_output=True, text=True, timeout=60 * PATIENCE)
 
 
 def test_a_port_in_use_is_refused_with_a_free_one(model_dir: Path) -> None:
@@ -484,10 +492,10 @@ def test_a_client_that_goes_away_leaves_nothing_running(model_dir: Path) -> None
         body = {"prompt": "abc", "max_tokens": 60, "n": 1024, "ignore_eos": True}
         for _ in range(8):
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body, timeout=0.1)
+                client.post("/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.1))
         started = time.monotonic()
         assert client.post("/v1/completions", json=COMPLETION).status_code == 200
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 5 * PATIENCE
     finally:
         end(process, client)
 
@@ -506,7 +514,7 @@ def test_an_engine_that_fails_answers_and_ends_the_process(model_dir: Path) -> N
     try:
         answer = client.post("/v1/completions", json=COMPLETION)
         assert answer.status_code == 503 and "out of luck" in answer.json()["error"]["message"]
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=20 * PATIENCE)
         assert process.returncode == 1 and "inference: the engine failed: RuntimeError: out of luck" in output
     finally:
         end(process, client)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.processes import ENVIRONMENT, Starter, wait_until
+from tests.patience import PATIENCE
 
 from tandem.transport.checkpoints import newest_checkpoint
 from tandem.transport.weights.manifest import MANIFEST
@@ -27,7 +28,7 @@ def is_done(run_dir: RunDir, max_steps: int) -> bool:
 
 
 def wait_for_steps(process: subprocess.Popen[str], run_dir: RunDir, count: int) -> None:
-    """So many that the process does itself; the file may hold earlier ones."""
+    """So many that the process does itself, or its end; the file may hold earlier ones."""
     started = time.time()
 
     def has_stepped() -> bool:
@@ -35,16 +36,27 @@ def wait_for_steps(process: subprocess.Popen[str], run_dir: RunDir, count: int) 
         return process.poll() is not None or len(steps) >= count
 
     wait_until(has_stepped, 120, f"{count} steps")
-    assert process.poll() is None, process.communicate()[0]
+
+
+def wait_until_it_rewinds(process: subprocess.Popen[str], run_dir: RunDir) -> None:
+    """What a start writes when everything is checked and the directory is taken back to a checkpoint."""
+    started, written = time.time(), run_dir.config / "command.txt"
+    has_rewound = lambda: written.exists() and written.stat().st_mtime > started  # noqa: E731
+    wait_until(lambda: process.poll() is not None or has_rewound(), 120, "the start")
 
 
 def how_to_go_on(run_dir: RunDir) -> str:
     return "--clean" if newest_checkpoint(run_dir) is None else "--resume"
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> bool:
+    """Whether it was still there to be killed. One that has ended must have done so well."""
+    if process.poll() is not None:
+        assert process.returncode == 0, process.communicate()[0]
+        return False
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    return True
 
 
 def finish(starter: Starter, entrypoint: str, arguments: list[str], run_dir: RunDir, max_steps: int) -> None:
@@ -74,25 +86,27 @@ def sft_arguments(tiny_model: Path, conversations: Path) -> list[str]:
 
 
 def test_sft_killed_twenty_times_ends_in_the_same_bits(starter, sft_arguments, tmp_path):
-    max_steps, num_kills, draw = 150, 20, random.Random(1)
+    max_steps, num_kills, draw = 200, 20, random.Random(1)
     arguments = [*sft_arguments, "--max-steps", str(max_steps)]
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
     done = starter.run("sft", *arguments, "--output-dir", str(whole.root))
     assert done.returncode == 0, done.stdout
     arguments += ["--output-dir", str(cut.root)]
     reached = []
-    for number in range(num_kills):
-        assert not is_done(cut, max_steps), f"the run ended before kill {number + 1}"
+    while len(reached) < num_kills and not is_done(cut, max_steps):
         process = starter.start("sft", *arguments, how_to_go_on(cut))
-        if number % 5 == 4:  # while it starts: imports, rewinding, loading
-            time.sleep(draw.uniform(0, 3))
+        if len(reached) % 5 == 3:  # while it starts: imports, or not even those
+            time.sleep(draw.uniform(0, 2))
+        elif len(reached) % 5 == 4:  # while it rewinds and loads
+            wait_until_it_rewinds(process, cut)
         else:
             wait_for_steps(process, cut, draw.randint(1, 5))
-            time.sleep(draw.uniform(0, 0.1))  # about as long as a step and its checkpoint take
-        kill(process)
-        reached.append(newest_checkpoint(cut) or 0)
+        time.sleep(draw.uniform(0, 0.1))  # about as long as a step and its checkpoint take
+        if kill(process):
+            reached.append(newest_checkpoint(cut) or 0)
+    assert len(reached) >= num_kills / 2, "it is too fast to be killed"
     assert reached == sorted(reached), "a checkpoint was lost"
-    assert len(set(reached)) > 5, "it was killed at the same point again and again"
+    assert len(set(reached)) > 3, "it was killed at the same point again and again"
     finish(starter, "sft", arguments, cut, max_steps)
     assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
     # Steps that were done again are there once, as they would have been.
@@ -110,7 +124,7 @@ def run_ranks(count: int, arguments: list[str]) -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=240 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -136,7 +150,7 @@ def test_sft_goes_on_with_another_number_of_ranks(starter, sft_arguments, tmp_pa
 
 
 def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
-    max_steps, draw = 12, random.Random(2)
+    max_steps, num_kills, draw = 16, 4, random.Random(2)
     arguments = [
         *(*rl_arguments, "--orchestrator.prompts-per-step", "4", "--max-steps", str(max_steps)),
         *("--orchestrator.max-staleness", "0", "--deterministic", "--checkpoint.every", "1"),
@@ -145,12 +159,13 @@ def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
     done = starter.run("rl", *arguments, "--output-dir", str(whole.root))
     assert done.returncode == 0, done.stdout
     arguments += ["--output-dir", str(cut.root)]
-    for number in range(4):
-        assert not is_done(cut, max_steps), f"the run ended before kill {number + 1}"
+    killed = 0
+    while killed < num_kills and not is_done(cut, max_steps):
         process = starter.start("rl", *arguments, how_to_go_on(cut))
         wait_for_steps(process, cut, draw.randint(1, 4))
         time.sleep(draw.uniform(0, 0.3))
-        kill(process)
+        killed += kill(process)
+    assert killed >= num_kills / 2, "it is too fast to be killed"
     finish(starter, "rl", arguments, cut, max_steps)
     assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
     trained = [line["step"] for line in read_json_lines(cut.metrics) if line["process"] == "trainer"]

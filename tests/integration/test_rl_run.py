@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from tests.patience import PATIENCE
 
 from tandem.transport.checkpoints import newest_checkpoint
 from tandem.transport.weights.manifest import verify_manifest
@@ -145,11 +146,11 @@ def test_the_three_processes_can_be_started_by_hand_in_any_order(starter, rl_arg
     trainer = starter.start("trainer", "@", str(folder / "trainer.json"))
     orchestrator = starter.start("orchestrator", "@", str(folder / "orchestrator.json"))
     inference = starter.start("inference", "@", str(folder / "inference.json"))
-    assert trainer.wait(timeout=120) == 0
-    assert orchestrator.wait(timeout=120) == 0
+    assert trainer.wait(timeout=120 * PATIENCE) == 0
+    assert orchestrator.wait(timeout=120 * PATIENCE) == 0
     verify_manifest(tmp_path / "run" / "weights" / "latest", 2)
     inference.terminate()
-    assert inference.wait(timeout=20) == 0
+    assert inference.wait(timeout=20 * PATIENCE) == 0
 
 
 def test_three_files_do_what_one_does(starter, rl_arguments, tmp_path, warm_model, free_port):

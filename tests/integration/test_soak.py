@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 from tests.integration.processes import Starter
 from tests.integration.servers import wait_until_healthy
+from tests.patience import PATIENCE
 
 from tandem.utils.ports import nearest_free_port
 
@@ -65,7 +66,7 @@ async def numbers(http: aiohttp.ClientSession) -> dict[str, float]:
 
 
 async def wait_until_idle(http: aiohttp.ClientSession) -> dict[str, float]:
-    for _ in range(200):
+    for _ in range(int(200 * PATIENCE)):
         found = await numbers(http)
         if all(found[name] == value for name, value in IDLE.items()):
             return found
@@ -77,7 +78,8 @@ async def soak(base_url: str) -> list[float]:
     """Resident memory after each round."""
     resident = []
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(base_url, connector=connector) as http:
+    timeout = aiohttp.ClientTimeout(total=300 * PATIENCE)
+    async with aiohttp.ClientSession(base_url, connector=connector, timeout=timeout) as http:
         for round_number in range(NUM_ROUNDS):
             seeds = range(round_number * NUM_CLIENTS, (round_number + 1) * NUM_CLIENTS)
             stayed = await asyncio.gather(*(ask(http, seed) for seed in seeds))
@@ -101,7 +103,7 @@ def test_clients_that_come_and_go(tiny_model: Path, starter: Starter) -> None:
     wait_until_healthy(process, base_url)
     resident = asyncio.run(soak(base_url))
     process.terminate()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=30 * PATIENCE)
     assert process.returncode == 0 and "ERROR" not in output and "WARNING" not in output, output
     growth_bytes = max(resident[2:]) - resident[1]
     assert growth_bytes < MAX_GROWTH_BYTES, [f"{size / 2**20:.1f} MiB" for size in resident]

@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 from tests.integration.processes import wait_until
+from tests.patience import PATIENCE
 from tests.scale.vllm_models import FIRST_TOKEN, publish_counting, publish_random
 from tests.scale.vllm_server import (
     KEY,
@@ -28,6 +29,7 @@ from tests.scale.vllm_server import (
     start,
     wait_until_gone,
     wait_until_ready,
+    wait_until_running,
 )
 from tokenizers import Tokenizer
 
@@ -234,7 +236,7 @@ def run_under_way(
     ]
     rest = {"max_tokens": ENOUGH_TOKENS, "ignore_eos": True, "temperature": 0.5, **extra}
     futures = [pool.submit(server.complete, **shape, **rest) for shape in shapes]
-    time.sleep(0.3)
+    wait_until_running(server)
     return futures
 
 
@@ -472,7 +474,7 @@ def test_sigterm_lets_running_requests_finish_and_leaves_no_process(
     with ThreadPoolExecutor() as pool:
         body = {"prompt": PROMPT, "max_tokens": ENOUGH_TOKENS, "ignore_eos": True}
         running = pool.submit(server.complete, **body)
-        time.sleep(0.4)
+        wait_until_running(server)
         assert server.stop() == 0
         assert len(running.result()[0]["token_ids"]) == ENOUGH_TOKENS
     wait_until_gone(family)
@@ -529,7 +531,10 @@ def test_two_data_parallel_ranks_as_head_and_headless(
     rank = ["--headless", "--data-parallel-start-rank", "1"]
     other = launch(vllm_python, tiny_model, tmp_path / "headless.log", *size, *address, *rank)
     http = httpx.Client(
-        base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}, timeout=120, trust_env=False
+        base_url=f"http://127.0.0.1:{port}",
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=120 * PATIENCE,
+        trust_env=False,
     )
     server = VllmServer(head, http, tmp_path / "head.log")
     try:
@@ -555,7 +560,7 @@ def test_two_data_parallel_ranks_as_head_and_headless(
         # Nobody tells a headless node that its head is gone: each node is ended by what started it. Killed, it
         # cannot end its engine any more; that has to go by itself.
         other.kill()
-        other.wait(timeout=60)
+        other.wait(timeout=60 * PATIENCE)
         wait_until_gone(families)
     finally:
         server.end()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.integration.processes import Starter
-from tests.scale.vllm_server import VllmServer, free_port, start
+from tests.scale.vllm_server import VllmServer, free_port, start, wait_until_running
 from transformers import AutoModelForCausalLM
 
 from tandem.config.lora import LoRAConfig
@@ -113,8 +113,9 @@ def test_requests_under_way_go_on_under_the_new_adapter_token_by_token(
     with ThreadPoolExecutor() as pool:
         adapted = [pool.submit(server.complete, model=NAME, n=2, seed=seed, **body) for seed in range(2)]
         plain = pool.submit(server.complete, **body)
+        wait_until_running(server)
         for version in (2, 3):
-            time.sleep(0.5)
+            time.sleep(0.3)
             assert load(server, adapters[version], version).status_code == 200
         choices = [choice for future in adapted for choice in future.result()]
         [unchanged] = plain.result()
@@ -130,7 +131,7 @@ def test_wait_lets_requests_end_under_the_old_adapter(server: VllmServer, adapte
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
         future = pool.submit(server.complete, model=NAME, **body)
-        time.sleep(0.3)
+        wait_until_running(server)
         assert load(server, adapters[2], 2, mode="wait").status_code == 200
         assert future.result()[0]["weight_versions"] == [1] * NUM_TOKENS
     assert server.complete(model=NAME, **(body | {"max_tokens": 2}))[0]["weight_versions"] == [2, 2]

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.integration.processes import is_alive
+from tests.integration.processes import is_alive, wait_until
+from tests.patience import PATIENCE
 
 from tandem.utils.ports import nearest_free_port
 
 KEY = "correct-horse"
 SEQ_LEN = 512
-START_S = 420
+START_S = 420 * PATIENCE
 
 
 @dataclass
@@ -42,7 +43,7 @@ class VllmServer:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=60 * PATIENCE)
 
     def end(self) -> None:
         self.http.close()
@@ -68,7 +69,7 @@ def begin(
     http = httpx.Client(
         base_url=f"http://127.0.0.1:{port}",
         headers={"Authorization": f"Bearer {KEY}"},
-        timeout=120,
+        timeout=120 * PATIENCE,
         trust_env=False,
         limits=httpx.Limits(max_connections=None),
     )
@@ -108,6 +109,16 @@ def wait_until_ready(servers: Sequence[VllmServer], others: Sequence[subprocess.
                 raise AssertionError(f"the server did not start:\n{server.log.read_text()[-5000:]}")
 
 
+def wait_until_running(server: VllmServer) -> None:
+    """Until vLLM computes something."""
+
+    def is_running() -> bool:
+        lines = server.http.get("/metrics").text.splitlines()
+        return any(float(line.split()[-1]) > 0 for line in lines if line.startswith("vllm:num_requests_running"))
+
+    wait_until(is_running, 60, "vLLM to run a request")
+
+
 def free_port() -> int:
     port = nearest_free_port("127.0.0.1", 21000 + os.getpid() % 20000)
     assert port is not None
@@ -131,7 +142,7 @@ def descendants(pid: int) -> set[int]:
 
 def wait_until_gone(pids: set[int], timeout_s: float = 10) -> None:
     """The last to leave, Python's resource tracker, does so a moment after everybody else."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * PATIENCE
     while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.1)

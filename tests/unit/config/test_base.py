@@ -1,6 +1,7 @@
 """Files and flags in, one frozen config out, or one message."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,16 @@ def test_there_are_examples_to_parse() -> None:
 
 # Layers say what differs from the file they go on top of; test_losses parses them so.
 WHOLE = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name != "algorithms")
+
+
+def test_every_example_has_an_output_directory_of_its_own() -> None:
+    """So that none is in the way of another; a run in three files has one."""
+    folders = [
+        tomllib.loads(path.read_text()).get("output_dir")
+        for path in EXAMPLES.rglob("*.toml")
+        if path.parent.name != "three_files" or path.stem == "orchestrator"
+    ]
+    assert None not in folders and len(folders) == len(set(folders)) > 10
 
 
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -63,7 +63,7 @@ def test_help_names_every_option_and_needs_no_torch(command: str) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"COLUMNS": "300"},
-        timeout=60,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr == "False\n"
@@ -87,4 +87,4 @@ def test_an_option_without_description_would_be_noticed() -> None:
 def test_importing_the_command_modules_brings_no_torch() -> None:
     modules = ", ".join(f"tandem.entrypoints.{name}" for name in COMMANDS)
     probe = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", probe], timeout=300).returncode == 0

@@ -86,9 +86,9 @@ def test_a_resolved_configuration_is_accepted_again() -> None:
     ["cispo", "dapo", "distillation", "dr_grpo", "gspo", "off_policy", "ppo", "reinforce_pp", "rloo"],
 )
 def test_every_shipped_algorithm_parses_on_top_of_its_base(name: str) -> None:
-    base = ["@", str(REVERSE_TEXT / "rl.toml")]
-    config = load_config(RLConfig, [*base, "@", str(REVERSE_TEXT / "algorithms" / f"{name}.toml")])
-    plain = load_config(RLConfig, base)
+    base, run = ["@", str(REVERSE_TEXT / "rl.toml")], ["--output-dir", "run"]
+    config = load_config(RLConfig, [*base, "@", str(REVERSE_TEXT / "algorithms" / f"{name}.toml"), *run])
+    plain = load_config(RLConfig, [*base, *run])
     sections = (config.trainer, config.orchestrator)
     assert sections != (plain.trainer, plain.orchestrator), "a layer that changes nothing"
     assert config.orchestrator.rollouts_per_step == plain.orchestrator.rollouts_per_step

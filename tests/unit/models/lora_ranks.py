@@ -44,7 +44,7 @@ def train(model: Path, impl: str, strategy: str, ranks: Ranks) -> dict[str, Tens
 
 def main() -> None:
     model, impl, strategy, output = sys.argv[1:]
-    with joined("cpu", timeout_s=60) as ranks:
+    with joined("cpu", timeout_s=300) as ranks:
         tensors = train(Path(model), impl, strategy, ranks)
         if ranks.is_first:
             save_file(tensors, output)

@@ -26,7 +26,7 @@ def test_two_ranks_train_what_one_does(impl: str, tiny_model: Path, tmp_path: Pa
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,7 +31,7 @@ for _ in range(400):
 
 
 def test_the_first_parallel_computation_is_as_accurate_as_any() -> None:
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -56,7 +56,7 @@ def compute() -> int:
 def test_computing_in_a_thread_of_its_own_leaves_no_threads_behind(four_threads: None) -> None:
     before = num_threads()
     assert in_own_thread(compute)() > before + 1, "nothing was computed in parallel"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while num_threads() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # they are told to end and take a moment
     assert num_threads() == before

@@ -74,7 +74,7 @@ for number in range(150):
 def test_lines_of_several_processes_stay_whole_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(number)]) for number in range(3)]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0]
     lines = read_json_lines(path)
     assert len(lines) == 450
     for number in range(3):

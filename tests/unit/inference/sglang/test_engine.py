@@ -50,7 +50,7 @@ def sampling(max_tokens: int = 8) -> Sampling:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.002)

@@ -72,6 +72,6 @@ def test_vllm_finds_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
 def test_without_vllm_nothing_starts(tiny_model: Path, tmp_path: Path) -> None:
     python = fake_python(tmp_path)
     command = [sys.executable, "-m", "tandem.entrypoints.inference", "--engine", "vllm", "--vllm.python", str(python)]
-    done = subprocess.run([*command, "--model.name", str(tiny_model)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--model.name", str(tiny_model)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("inference: engine = 'vllm': vLLM is not installed")

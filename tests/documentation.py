@@ -1,0 +1,52 @@
+"""The commands that README and docs show, as people would copy them."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+OWN = ("rl", "sft", "align", "trainer", "orchestrator", "inference", "reward-server", "export-model")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    words: tuple[str, ...]
+
+    @property
+    def program(self) -> str:
+        return self.words[0]
+
+    @property
+    def arguments(self) -> list[str]:
+        return list(self.words[1:])
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+
+def commands_of(page: Path) -> list[Command]:
+    """In the order of the page, from its bash blocks; lines that are continued are one command."""
+    found = []
+    for language, block in FENCE.findall(page.read_text()):
+        if language != "bash":
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in line.split("&&"):
+                words = shlex.split(part, comments=True)
+                found += [Command(str(page.relative_to(ROOT)), tuple(words))] if words else []
+    return found
+
+
+def all_commands() -> list[Command]:
+    return [command for page in PAGES for command in commands_of(page)]
+
+
+def stray_commands(page: Path) -> list[str]:
+    """Lines that look like commands of ours outside of a bash block: nobody would check them."""
+    text = FENCE.sub(lambda block: "" if block[1] in ("bash", "toml", "python") else block[2], page.read_text())
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line.startswith(tuple(f"{name} {sign}" for name in OWN for sign in ("@", "--")))]

@@ -1,0 +1,202 @@
+"""Every command that README and docs show works as it stands after `make demo`: flags, files and output directories
+of all of them are checked by a dry run, and those that take seconds are run."""
+
+import importlib
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.documentation import PAGES, ROOT, Command, all_commands, commands_of, stray_commands
+from tests.integration.processes import ENVIRONMENT, Starter, command
+from tests.integration.servers import wait_until_healthy
+from tests.patience import PATIENCE
+
+from tandem.config.align import AlignConfig
+from tandem.config.base import load_config
+from tandem.config.inference import InferenceConfig
+from tandem.config.rl import RLConfig
+from tandem.config.sft import SFTConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.config.vllm import take_vllm_flags
+from tandem.launch import preflight
+
+CONFIGS = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig, "trainer": TrainerConfig}
+# What `make demo` leaves; a command that starts a run there would be refused.
+OF_THE_DEMO = {"outputs/reverse_text_sft", "outputs/reverse_text"}
+NUM_ROWS = 600  # enough for what the examples hold out
+
+
+@pytest.fixture(scope="module")
+def after_demo(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_model: Path) -> Iterator[Path]:
+    """A directory in which `make demo` has run, in fewer steps and with fewer rows; it is the current one."""
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    shutil.copytree(tiny_model, folder / "models" / "reverse_text")
+    shutil.copytree(warm_model.parents[1], folder / "outputs" / "reverse_text_sft", symlinks=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for script, target in (("reverse_text", "reverse_text_sft.jsonl"), ("preference", "preference")):
+            run_script(f"examples/{script}/make_data.py", f"models/{target}")
+        for path in (folder / "models").rglob("*.jsonl"):
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:NUM_ROWS]))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def trained(after_demo: Path) -> Path:
+    """The run of the demo, stopped after four of its hundred steps."""
+    port = str(free_port())
+    steps = ("--checkpoint.every", "2", "--max-steps", "4", "--inference.server.port", port)
+    finish(command("rl", "@", "examples/reverse_text/rl.toml", *steps))
+    return after_demo / "outputs" / "reverse_text"
+
+
+@pytest.fixture
+def reward_trained(after_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same directory, after `align @ examples/preference/reward.toml`."""
+    (tmp_path / "outputs").mkdir()
+    for name in ("examples", "models", "outputs/reverse_text_sft"):
+        (tmp_path / name).symlink_to(after_demo / name)
+    monkeypatch.chdir(tmp_path)
+    finish(command("align", "@", "examples/preference/reward.toml", "--max-steps", "2"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_script(*arguments: str) -> None:
+    finish([sys.executable, *arguments])
+
+
+def finish(words: list[str]) -> str:
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=240 * PATIENCE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_training(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a dry run checks: flags, files, the model, rows and prompts, the output directory."""
+    monkeypatch.setattr("sys.argv", [shown.program, *shown.arguments, "--dry-run"])
+    monkeypatch.setattr(preflight, "_check_server", lambda config: None)  # of another process, or of vLLM
+    importlib.import_module(f"tandem.entrypoints.{shown.program}").main()
+
+
+def check_server(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, _ = take_vllm_flags(InferenceConfig, shown.arguments)
+    config = load_config(InferenceConfig, arguments)
+    assert config.engine == "sglang" or config.model.name.is_dir(), f"{shown}: no such model"
+    assert not config.vllm.flags or config.engine == "vllm"
+
+
+def check_python(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, *_ = shown.arguments
+    assert script == "-m" or (ROOT / script).is_file(), f"{shown}: no such script"
+
+
+def check_torchrun(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shown.arguments
+    module = words[words.index("-m") + 1]
+    load_config(CONFIGS[module.removeprefix("tandem.entrypoints.")], words[words.index("-m") + 2 :])
+
+
+def check_make(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = [line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines()]
+    assert set(shown.arguments) <= {*targets}, f"{shown}: no such target"
+
+
+def leave_unchecked(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs something, changes the shell, or is run below."""
+
+
+CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
+    "rl": check_training,
+    "sft": check_training,
+    "align": check_training,
+    "inference": check_server,
+    "python": check_python,
+    "torchrun": check_torchrun,
+    "make": check_make,
+    "reward-server": leave_unchecked,
+    "export-model": leave_unchecked,
+    "curl": leave_unchecked,
+    "pip": leave_unchecked,
+    ".": leave_unchecked,
+}
+
+
+def test_there_are_commands_and_all_of_them_are_in_bash_blocks() -> None:
+    assert len(all_commands()) > 40
+    assert {shown.program for shown in all_commands()} == CHECKS.keys()
+    for page in PAGES:
+        assert stray_commands(page) == [], f"{page}: put it in a bash block"
+
+
+SHOWN = [shown for shown in all_commands() if "--help" not in shown.words and "--resume" not in shown.words]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=str)
+def test_a_command_is_right(shown: Command, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CHECKS[shown.program](shown, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_of_a_page_is_in_the_way_of_another(page: Path, after_demo: Path) -> None:
+    taken = set(OF_THE_DEMO)
+    for shown in commands_of(page):
+        if shown.program not in ("rl", "sft", "align") or "--help" in shown.words or "--resume" in shown.words:
+            continue
+        config = load_config(CONFIGS[shown.program], shown.arguments)
+        assert config.clean or str(config.output_dir) not in taken, f"{shown}: {config.output_dir} holds another run"
+        taken |= set() if config.dry_run else {str(config.output_dir)}
+
+
+def test_a_run_is_resumed_as_shown(trained: Path) -> None:
+    """With more steps than the run had; there it has stopped on its way."""
+    shown = Command("docs/configuration.md", ("rl", "--resume", "outputs/reverse_text"))
+    assert shown in commands_of(ROOT / "docs" / "configuration.md")
+    output = finish(command("rl", *shown.arguments, "--max-steps", "6"))
+    assert "resuming after step 4" in output
+
+
+def test_a_checkpoint_is_exported_as_shown(trained: Path) -> None:
+    exports = [shown for shown in commands_of(ROOT / "docs" / "reliability.md") if shown.program == "export-model"]
+    assert len(exports) == 2
+    for shown in exports:
+        arguments = [argument if argument != "100" else "4" for argument in shown.arguments]
+        assert "the model of step" in finish(command("export", *arguments))
+
+
+def ask(curl: Command, port: int) -> httpx.Response:
+    """What curl sends: the address, one header and the body."""
+    url, body = next(word for word in curl.words if word.startswith("localhost:")), curl.words[-1]
+    assert curl.words[-2] == "-d" and "content-type: application/json" in curl.words
+    path = url.partition("/")[2]
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"http://127.0.0.1:{port}/{path}", content=body, headers=headers, timeout=60, trust_env=False)
+
+
+def test_a_model_is_served_as_shown(trained: Path, starter: Starter) -> None:
+    check_answer(starter, "README.md", "inference", "choices")
+
+
+def test_a_reward_model_is_served_as_shown(reward_trained: None, starter: Starter) -> None:
+    check_answer(starter, "docs/alignment.md", "reward-server", "scores")
+
+
+def check_answer(starter: Starter, page: str, server: str, expected: str) -> None:
+    (shown,) = [shown for shown in commands_of(ROOT / page) if shown.program == server]
+    (curl,) = [shown for shown in commands_of(ROOT / page) if shown.program == "curl"]
+    port = free_port()
+    arguments = shown.arguments[: shown.arguments.index("--port")] if "--port" in shown.words else shown.arguments
+    process = starter.start(server.replace("-", "_"), *arguments, "--port", str(port))
+    wait_until_healthy(process, f"http://127.0.0.1:{port}")
+    answer = ask(curl, port)
+    assert answer.status_code == 200 and expected in answer.json(), answer.text
