@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -170,3 +171,41 @@ def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
     assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
     trained = [line["step"] for line in read_json_lines(cut.metrics) if line["process"] == "trainer"]
     assert trained == list(range(1, max_steps + 1))
+
+
+def interrupt(process: subprocess.Popen[str]) -> list[str]:
+    """Ctrl-C; the command that the output says to go on with."""
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60 * PATIENCE)
+    assert process.returncode == 128 + signal.SIGINT, output
+    (line,) = [line for line in output.splitlines() if "go on with: " in line]
+    assert "the newest checkpoint is " in line
+    return shlex.split(line.partition("go on with: ")[2])
+
+
+def go_on(words: list[str]) -> str:
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=240 * PATIENCE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_sft_goes_on_with_the_command_that_ctrl_c_names(starter, sft_arguments, tmp_path):
+    run_dir = RunDir(tmp_path / "my run")
+    process = starter.start("sft", *sft_arguments, "--max-steps", "300", "--output-dir", str(run_dir.root))
+    wait_until(lambda: process.poll() is not None or newest_checkpoint(run_dir) is not None, 120, "a checkpoint")
+    words = interrupt(process)
+    assert words[-2:] == ["--resume", str(run_dir.root)]
+    assert "resuming after step" in go_on(words)
+    assert [line["step"] for line in read_json_lines(run_dir.metrics)] == list(range(1, 301))
+
+
+def test_rl_goes_on_with_the_command_that_ctrl_c_names(starter, rl_arguments, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    steps = ("--max-steps", "20", "--checkpoint.every", "1", "--orchestrator.prompts-per-step", "4")
+    process = starter.start("rl", *rl_arguments, *steps)
+    wait_until(lambda: process.poll() is not None or newest_checkpoint(run_dir) is not None, 120, "a checkpoint")
+    words = interrupt(process)
+    assert words[-2:] == ["--resume", str(run_dir.root)]
+    assert "resuming after step" in go_on(words)
+    trained = [line["step"] for line in read_json_lines(run_dir.metrics) if line["process"] == "trainer"]
+    assert trained == list(range(1, 21))

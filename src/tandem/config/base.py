@@ -68,7 +68,8 @@ def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description
     start = starting_directory(run)
     stays = start is None or not start.is_dir() or start.samefile(Path.cwd())
     shown = Path(os.path.relpath(run)) if stays else run
-    config = load_config(cls, arguments, prog, description, stored_config(shown, prog))
+    flags = [FLAG, "--output-dir", str(shown)]
+    config = load_config(cls, [*arguments, *flags], prog, description, stored_config(shown, prog))
     if not stays:
         assert start is not None
         print(f"{prog}: going on in {start}, where the run was started", file=sys.stderr)

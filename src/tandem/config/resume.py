@@ -4,13 +4,13 @@ import json
 import shlex
 from pathlib import Path
 
-from tandem.config.sources import SUFFIXES, Tree, merge
+from tandem.config.sources import SUFFIXES, Tree
 from tandem.utils.errors import UserError
 
 FLAG = "--resume"
 COMMAND_FILE = "command.txt"
 # What belongs to one start of a run rather than to the run.
-OF_ONE_START = ("resume", "allow_changes", "clean", "dry_run")
+OF_ONE_START = ("output_dir", "resume", "allow_changes", "clean", "dry_run")
 
 
 def take_resumed(arguments: list[str], command: str) -> tuple[Path | None, list[str]]:
@@ -32,14 +32,13 @@ def take_resumed(arguments: list[str], command: str) -> tuple[Path | None, list[
 
 
 def stored_config(run: Path, command: str) -> Tree:
-    """What the run was started with, to go on in the same directory wherever that lies now."""
+    """What the run was started with, but where: it may lie elsewhere now."""
     path = run / "config" / f"{command}.json"
     try:
         stored = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{FLAG} {run}: {path} is damaged ({error}); give the configuration and --resume") from error
-    stored = {key: value for key, value in stored.items() if key not in OF_ONE_START}
-    return merge(stored, {"resume": True, "output_dir": str(run)})
+    return {key: value for key, value in stored.items() if key not in OF_ONE_START}
 
 
 def starting_directory(run: Path) -> Path | None:

@@ -52,12 +52,12 @@ def test_what_is_stored_gives_the_same_configuration(layer: Path, inference: tup
 
 
 def test_files_and_flags_given_besides_win(rl_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "more.toml").write_text("max_steps = 90\n")
+    (tmp_path / "more.toml").write_text('max_steps = 90\noutput_dir = "not/here"\n')
     flags = ("--inference.server.port", "8200", "--trainer.optimizer.lr", "1e-4", "--dry-run")
     config = resumed(RLConfig, "rl", f"--resume={rl_run}", "@", "more.toml", *flags)
     assert (config.max_steps, config.orchestrator.max_steps, config.trainer.optimizer.lr) == (90, 90, 1e-4)
     assert config.orchestrator.client.base_url == "http://127.0.0.1:8200"
-    assert config.dry_run and config.resume
+    assert config.dry_run and config.resume and config.trainer.output_dir == rl_run
 
 
 def test_a_run_goes_on_in_the_directory_it_was_started_in(
