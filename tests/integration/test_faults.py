@@ -9,6 +9,7 @@ import pytest
 from tests.integration.processes import children_of, is_alive, wait_until
 from tests.patience import PATIENCE
 
+from tandem.config.shared import CheckpointConfig
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir
 
@@ -49,7 +50,7 @@ def test_a_killed_process_ends_the_run_and_is_named(running, name, tmp_path):
 def test_a_signal_ends_everything(running, number):
     process, children = running
     process.send_signal(number)
-    output = ended_within(process, children, 10)
+    output = ended_within(process, children, CheckpointConfig().on_signal_timeout_s + 10)
     assert process.returncode == 128 + number
     assert "stopped by" in output
 

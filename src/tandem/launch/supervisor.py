@@ -70,6 +70,7 @@ class Supervisor:
                 on_tick()
                 time.sleep(POLL_S)
                 if self._asked is not None:
+                    self._signal_all(signal.SIGTERM)
                     self._let_trainer_save(on_tick)
                     raise Interrupted(self._asked[0])
             on_tick()
@@ -100,11 +101,10 @@ class Supervisor:
             raise Interrupted(number)
 
     def _let_trainer_save(self, on_tick: Callable[[], None]) -> None:
-        """The trainer alone is told: it needs nobody else for its checkpoint (trainer/stopping.py)."""
+        """It has been told to end, and needs nobody else for its checkpoint (trainer/stopping.py)."""
         trainer = self.processes.get("trainer")
         if trainer is None or self.save_timeout_s == 0:
             return
-        trainer.terminate()
         deadline = time.monotonic() + self.save_timeout_s + POLL_S
         while trainer.poll() is None and time.monotonic() < deadline:
             on_tick()
