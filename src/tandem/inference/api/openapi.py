@@ -33,6 +33,7 @@ OF_ALL = {
 TOO_MUCH = {"429": "Too many requests wait; come back after Retry-After seconds."}
 NO_ADAPTER = {"404": "The adapter is not loaded."}
 NO_MODEL = {"404": "The model is not served here."}
+NO_ADAPTER = {"404": "The adapter is not loaded."}
 BUSY = {"409": "The engine is busy with something that contradicts this."}
 GENERATION = ("/v1/completions", "/v1/chat/completions")
 OPEN = ("/health",)
