@@ -248,7 +248,7 @@ def test_a_reward_server_has_its_kernels_before_its_model(tmp_path: Path, monkey
         raise InterruptedError("kernels first")
 
     monkeypatch.setattr(library, "load", load)
-    monkeypatch.setattr(reward_server, "bind_or_refuse", lambda *where: None)
+    monkeypatch.setattr(reward_server, "listen_or_refuse", lambda *where: None)
     config = RewardServerConfig.model_validate({"model": {"name": tmp_path}, "device": "cpu"})
     with pytest.raises(InterruptedError, match="kernels first"):
         reward_server.serve(config)
