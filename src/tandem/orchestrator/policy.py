@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
 from tandem.transport.weights.manifest import is_adapter, newest_version
-from tandem.types.rollout import Completion, SamplingOptions
+from tandem.types.rollout import ALL_TOKENS, Completion, SamplingOptions
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import step_name
 
@@ -43,7 +43,14 @@ class Policy:
         self._lost: asyncio.Future[None] = loop.create_future()
 
     async def generate(
-        self, prompt_ids: list[int], *, n: int, max_tokens: int, temperature: float, seed: int, options: SamplingOptions
+        self,
+        prompt_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        options: SamplingOptions = ALL_TOKENS,
     ) -> list[Completion]:
         """`n` completions of one prompt. A server that has gone away is waited for."""
         try:

@@ -2,6 +2,7 @@
 environment are fakes; everything between them is real."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, request_seed
 from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
 from tandem.transport.weights.manifest import write_manifest
-from tandem.types.rollout import Completion, Task, TrainBatch
+from tandem.types.rollout import Completion, SamplingOptions, Task, TrainBatch
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir, step_name
@@ -127,6 +128,9 @@ class Run:
         stream = packed.streams["advantages"]
         return [stream[packed.sequences == number].tolist() for number in range(packed.num_sequences)]
 
+    def state(self, step: int) -> OrchestratorState:
+        return OrchestratorState(**json.loads(self.batch(step).orchestrator_state))
+
     @property
     def training_requests(self) -> list[dict[str, Any]]:
         return [request for request in self.server.requests if request["n"] == self.config.group_size]
@@ -193,8 +197,10 @@ def test_equal_rewards_whose_sum_is_inexact_teach_nothing(make_run, type: str) -
 
 
 def test_sampling_options_reach_the_server_and_the_batch(make_run) -> None:
-    sampling = {"temperature": 0.75, "max_tokens": 12}
-    run = make_run(max_steps=2, sampling=sampling, eval={"temperature": 0.25}).start()
+    sampling = {"temperature": 0.75, "max_tokens": 12, "top_p": 0.5, "stop": ["z"]}
+    run = make_run(max_steps=2, sampling=sampling, eval={"temperature": 0.25, "top_k": 3}).start()
+    assert {request["options"] for request in run.training_requests} == {SamplingOptions(top_p=0.5, stop=("z",))}
+    assert {request["options"] for request in run.eval_requests} == {SamplingOptions(top_k=3, stop=("z",))}
     assert {request["temperature"] for request in run.training_requests} == {0.75}
     assert {request["temperature"] for request in run.eval_requests} == {0.25}
     assert {request["max_tokens"] for request in run.server.requests} == {12}
@@ -227,24 +233,24 @@ def test_each_version_is_loaded_once(make_run) -> None:
     assert run.server.loaded == [("base", 0), *((step_name(version), version) for version in range(1, 5))]
     assert [event["version"] for event in run.events("version_served")] == [1, 2, 3, 4]
     assert [line["version"] for line in run.metrics("version")] == [0, 1, 2, 3]
-    assert (run.events("started")[0]["version"], run.events("finished")[0]["version"]) == (0, 4)
+    assert (run.events("started")[0]["version"], run.events("finished")[0]["step"]) == (0, 4)
     assert run.events("started")[0]["run"] == "wired-1"
 
 
-def test_the_state_is_saved_when_a_checkpoint_is_due(make_run) -> None:
-    run = make_run(checkpoint={"every": 2}).start()
-    assert sorted(path.name for path in run.dir.checkpoints.iterdir()) == ["step_000002", "step_000004"]
-    assert OrchestratorState.load(run.dir, 2) == OrchestratorState(2, next_order=4, unfinished=[], set_aside=[])
+def test_every_batch_carries_the_state_after_it(make_run) -> None:
+    run = make_run().start()
+    assert run.state(2) == OrchestratorState(2, next_order=4, unfinished=[], set_aside=[])
+    assert [run.state(step).next_order for step in range(1, 5)] == [2, 4, 6, 8]
 
 
 def test_the_state_names_what_is_under_way(make_run) -> None:
     """Overlapped, the groups of two steps are started together; those that step 1 leaves are to be made again."""
-    run = make_run(checkpoint={"every": 1}, max_staleness=1).start()
-    state = OrchestratorState.load(run.dir, 1)
+    run = make_run(max_staleness=1).start()
+    state = run.state(1)
     trained = [line["task"] for line in read_json_lines(run.dir.samples(1))[::3]]
     assert state.next_order == 4
     assert sorted([run.tasks[order].index for order in state.unfinished] + trained) == [0, 1, 2, 3]
-    assert OrchestratorState.load(run.dir, 4).unfinished == []
+    assert run.state(4).unfinished == []
 
 
 def test_a_resumed_run_goes_on_where_the_state_says(make_run) -> None:
@@ -292,7 +298,7 @@ def test_steps_are_logged_with_what_they_were_made_of(make_run) -> None:
 
 def test_failures_are_counted_in_the_metrics_and_kept_in_the_state(make_run) -> None:
     """The third token of task 1 cannot be rewarded; the other tasks can."""
-    run = make_run(checkpoint={"every": 1}, max_steps=2)
+    run = make_run(max_steps=2)
     score = run.environment.score
 
     async def fails_on_task_1(task: Task, completion: str) -> float:
@@ -304,7 +310,7 @@ def test_failures_are_counted_in_the_metrics_and_kept_in_the_state(make_run) -> 
     assert event["task"] == 1
     assert run.metrics("rollouts/failed")[-1]["rollouts/failed"] == 1
     assert run.metrics("tasks/set_aside")[-1]["tasks/set_aside"] == 1
-    assert OrchestratorState.load(run.dir, 2).set_aside == [1]
+    assert run.state(2).set_aside == [1]
     (line,) = read_json_lines(run.dir.failures)
     assert (line["purpose"], line["task"], line["completion"]) == ("train", 1, "xxx")
 

@@ -11,8 +11,9 @@ from tandem.envs.failures import Failure, UserCodeError
 from tandem.orchestrator.failures import Attempt, TaskFailed
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.tasks import request_seed
-from tandem.types.rollout import Completion, Group, Task
+from tandem.types.rollout import Completion, Group, SamplingOptions, Task
 
+OPTIONS = SamplingOptions(top_p=0.5)
 TASK = Task(5, [{"role": "user", "content": "abc"}], "cba")
 
 
@@ -66,7 +67,7 @@ def make(
         delays_s=(0.0,),
     )
     try:
-        group = asyncio.run(maker.make_group(TASK, 9, n=3, max_tokens=8, temperature=0.7, seed=11))
+        group = asyncio.run(maker.make_group(TASK, 9, n=3, max_tokens=8, temperature=0.7, seed=11, options=OPTIONS))
     except TaskFailed:
         group = None
     return group, client, attempts
@@ -78,7 +79,7 @@ def test_a_group_in_which_all_goes_well(tokenizer: Tokenizer) -> None:
     assert [rollout.text for rollout in group.rollouts] == ["a", "b", "c"]
     (request,) = client.requests
     assert "abc" in request.pop("prompt")
-    assert request == {"n": 3, "max_tokens": 8, "temperature": 0.7, "seed": 11}
+    assert request == {"n": 3, "max_tokens": 8, "temperature": 0.7, "seed": 11, "options": OPTIONS}
     assert attempts == [Attempt(TASK, 9, 0, 3, [])]
 
 
