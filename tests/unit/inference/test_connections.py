@@ -19,7 +19,7 @@ from tandem.inference.api import limits
 from tandem.inference.api.app import create_app
 from tandem.inference.api.served import ApiOptions
 from tandem.inference.connections import make_server
-from tandem.utils.ports import bind
+from tandem.utils.ports import listen
 
 TIMEOUT_S = 0.5
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -47,7 +47,7 @@ def running(folder: Path, receive_timeout_s: float = TIMEOUT_S, **options: Any) 
     given = replace(ApiOptions(99, 512, receive_timeout_s=receive_timeout_s), **options)
     app = create_app(engine, tokenizer, Path("/models/little"), given)
     server = make_server(app, receive_timeout_s=receive_timeout_s, drain_timeout_s=0.2)
-    bound = bind("127.0.0.1", 0)
+    bound = listen("127.0.0.1", 0)
     bound.listen()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
