@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tandem.utils.errors import shorten
+
 MAX_REASON = 400
 MAX_TRACEBACK = 8000
 MAX_FRAMES = 20
@@ -57,13 +59,13 @@ def failure_of(error: BaseException) -> Failure:
         return error.failure
     lines = traceback.TracebackException(type(error), error, _own_part(error.__traceback__), limit=-MAX_FRAMES)
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in lines.stack]
-    return Failure(_one_line(error), _place(frames), cut("".join(lines.format()), MAX_TRACEBACK))
+    return Failure(_one_line(error), _place(frames), shorten("".join(lines.format()), MAX_TRACEBACK))
 
 
 def hung_at(reason: str, frames: traceback.StackSummary) -> Failure:
     """Code that was over its time, and where it was then."""
     places = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
-    return Failure(reason, _place(places), cut("".join(frames.format()), MAX_TRACEBACK), hung=True)
+    return Failure(reason, _place(places), shorten("".join(frames.format()), MAX_TRACEBACK), hung=True)
 
 
 def place_in(stacks: str) -> str:
@@ -88,19 +90,13 @@ def top_reasons(failures: Iterable[Failure], limit: int = 3) -> str:
     return "; ".join(f"{count} × {examples[kind]}" for kind, count in counts.most_common(limit))
 
 
-def cut(text: str, size: int) -> str:
-    """At most about `size` characters: the beginning and the end."""
-    half = size // 2
-    return text if len(text) <= size else f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-
-
 def _one_line(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:  # a user's __str__ may raise, too
         text = "(its text cannot be made)"
     name = type(error).__name__
-    return cut(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON)
+    return shorten(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON)
 
 
 def _own_part(frames: TracebackType | None) -> TracebackType | None:

@@ -26,11 +26,11 @@ from typing import IO, Any
 
 from tandem.config.orchestrator import EnvConfig
 from tandem.envs.calls import over_limit
-from tandem.envs.failures import MAX_TRACEBACK, Failure, UserCodeError, cut, place_in
+from tandem.envs.failures import MAX_TRACEBACK, Failure, UserCodeError, place_in
 from tandem.envs.wire import Payload, frame, receive
 from tandem.envs.worker import MARK_BYTES, STACK_SIGNAL
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shorten
 from tandem.utils.processes import kill_tree
 from tandem.utils.waiting import Deadline
 
@@ -196,7 +196,7 @@ class Worker:
             if size == written > 0:
                 break
         text = os.pread(self._stacks.fileno(), written, 0).decode(errors="replace")
-        return cut(text, MAX_TRACEBACK)
+        return shorten(text, MAX_TRACEBACK)
 
     async def _exit_code(self) -> int:
         while (code := self.process.poll()) is None:

@@ -9,8 +9,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.envs.failures import Failure, cut, top_reasons
+from tandem.envs.failures import Failure, top_reasons
 from tandem.types.rollout import Task
+from tandem.utils.errors import shorten
 from tandem.utils.files import append_json_line
 from tandem.utils.run_dir import RunDir
 
@@ -79,7 +80,7 @@ class FailureLedger:
                 "num_rollouts": counts[one.failure.kind],
                 "reason": one.failure.reason,
                 "where": one.failure.where,
-                "completion": cut(one.completion, MAX_COMPLETION),
+                "completion": shorten(one.completion, MAX_COMPLETION),
                 "traceback": one.failure.traceback,
             }
             append_json_line(self.run_dir.failures, line)

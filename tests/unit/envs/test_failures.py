@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.envs.failures import Failure, UserCodeError, cut, failure_of, place_in, place_of, top_reasons
+from tandem.envs.failures import Failure, UserCodeError, failure_of, place_in, place_of, top_reasons
 
 
 def fail(error: BaseException) -> BaseException:
@@ -49,11 +49,6 @@ def test_reasons_are_counted_by_type_and_place_not_by_text() -> None:
     assert top_reasons(failures) == (
         "5 × ValueError: no number in 0 (a.py:3 in score); 2 × ValueError: other (a.py:9 in score); 1 × KeyError: 1"
     )
-
-
-def test_long_texts_keep_their_beginning_and_end() -> None:
-    assert cut("abc", 4) == "abc"
-    assert cut("abcdefgh", 4) == "ab … 4 characters … gh"
 
 
 def test_the_place_in_stacks_is_the_innermost_of_the_users() -> None:
