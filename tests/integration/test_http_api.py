@@ -30,7 +30,9 @@ def start(starter: Starter, model: Path, *options: str) -> tuple[subprocess.Pope
     port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
     base_url = f"http://127.0.0.1:{port}"
     process = starter.start(
-        "inference", *("--model.name", str(model), "--port", str(port), "--seq-len", "512", "--threads", "1"), *options
+        "inference",
+        *("--model.name", str(model), "--port", str(port), "--seq-len", "512", "--threads", "1"),
+        *("--server.weight-roots", str(model.parents[1]), *options),
     )
     wait_until_healthy(process, base_url)
     return process, httpx.Client(base_url=base_url, timeout=60 * PATIENCE, trust_env=False)
@@ -177,8 +179,7 @@ def test_sigterm_does_not_wait_for_ever_for_streams(starter: Starter, tiny_model
         next(lines)
         client.post("/pause")
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(lines)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.wait(timeout=20 * PATIENCE) == 0
 
 

@@ -16,7 +16,7 @@ from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir, within_positions
 from tandem.models.spec import ModelSpec
 from tandem.utils.devices import refuse_missing_gpu
-from tandem.utils.log import setup_logging
+from tandem.utils.log import printable, setup_logging
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
 
@@ -116,7 +116,7 @@ def serve(config: InferenceConfig) -> None:
     logger.info("serving %s on http://%s:%d", model_dir, host, config.server.port)
     server.run(sockets=[socket])
     if engine.failure is not None:
-        print(f"inference: {engine.failure}", file=sys.stderr)
+        print(f"inference: {printable(engine.failure)}", file=sys.stderr)
         raise SystemExit(1)
 
 
