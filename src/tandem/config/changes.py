@@ -23,7 +23,7 @@ HARMLESS = (
     *("output_dir", "show", "log_level"),
     *("checkpoint.*", "metrics.*", "client.*", "inference", "inference.*", "eval.*", "data.eval_path"),
     *("parallel.*", "device", "deterministic", "tokens_per_microbatch"),
-    *("keep_weights", "keep_rollouts", "*timeout_s", "*retries", "max_failed_share", "env.tries"),
+    *("keep_weights", "keep_rollouts", "*timeout_s", "*retries", "max_failed_share", "env.tries", "env.check"),
 )
 UNTOLD = ("resume", "allow_changes", "clean", "dry_run", "threads")  # of a command or a machine, not of a run
 MAX_CHARS = 80

@@ -64,7 +64,13 @@ def test_harmless_changes_are_told_and_pass(tmp_path: Path, caplog: pytest.LogCa
     caplog.set_level("INFO")
     options = {
         "checkpoint": {"every": 5},
-        "orchestrator": {"eval": {"every": 3}, "metrics": {"report_to": ["wandb"]}, "weights_timeout_s": 5},
+        "orchestrator": {
+            "eval": {"every": 3},
+            "metrics": {"report_to": ["wandb"]},
+            "weights_timeout_s": 5,
+            "max_failed_share": 0.9,
+            "env": {"score_timeout_s": 5, "tries": 9, "check": False},
+        },
         "trainer": {"parallel": {"ranks": 2}, "tokens_per_microbatch": 4096, "rollout_timeout_s": 7},
         "inference": {"server": {"port": 8123, "api_key": "secret"}},
         "log_level": "error",
