@@ -1,6 +1,7 @@
 """One rank of `test_ranks.py`: takes two steps in every way asked for and saves the weights of each.
 
-A way with `failure` lets the last rank die or hang before the second step.
+A way with `failure` lets the last rank die or hang before the second step. One with `passes` takes no step: it saves
+what the model says in the passes of the trainer.
 """
 
 import json
@@ -19,6 +20,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
 from tandem.models.runtime import setup_torch
+from tandem.trainer.frozen import FrozenModel
 from tandem.trainer.learner import micro_batch_loss
 from tandem.trainer.losses import make_policy_loss
 from tandem.trainer.ranks import Ranks, joined
@@ -64,6 +66,22 @@ def take_steps(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tensor]:
     return {name: tensor.clone().contiguous() for name, tensor in (found | numbers).items()}
 
 
+def ask_in_passes(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The same batch on every rank."""
+    parallel = ParallelConfig.model_validate(way["parallel"])
+    config = ModelConfig.model_validate({"name": model, "dtype": way["passes"]})
+    stepper = load_trained(config, OptimizerConfig(), parallel, ranks).stepper
+    batch = pack(make_samples(0))
+    learning = stepper.predict(batch, 0.7).logprobs
+    learning.sum().backward()
+    reference = FrozenModel(config, parallel, ranks).logprobs(batch, 0.7)
+    return {
+        "learning": learning.detach(),
+        "recomputed": stepper.judge(batch, 0.7).logprobs,
+        "reference": reference,
+    }
+
+
 def main() -> None:
     model, folder, ways = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     setup_torch(threads=1, seed=0, deterministic=False)
@@ -71,7 +89,7 @@ def main() -> None:
     hangs = any(way.get("failure") == "hangs" for way in ways)
     with joined("cpu", timeout_s=15 if hangs else 600) as ranks:
         for number, way in enumerate(ways):
-            tensors = take_steps(model, way, ranks)
+            tensors = (ask_in_passes if "passes" in way else take_steps)(model, way, ranks)
             if ranks.is_first:
                 save_file(tensors, folder / f"{number}.safetensors")
 

@@ -47,6 +47,14 @@ def test_the_update_does_not_depend_on_ranks_micro_batches_or_sharding(tiny_mode
             torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
+def test_every_pass_says_the_same_to_the_bit_however_the_model_is_divided(tiny_model: Path, tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, tiny_model, tmp_path / "one", [{"passes": "bfloat16", "parallel": {}}])
+    ways = [{"passes": "bfloat16", "parallel": {"strategy": strategy}} for strategy in ("ddp", "zero2", "zero3")]
+    for found in [alone, *run_ranks(2, tiny_model, tmp_path / "two", ways)]:
+        assert set(found) == {"learning", "recomputed", "reference"}
+        assert all(torch.equal(logprobs, alone["learning"]) for logprobs in found.values())
+
+
 @pytest.mark.parametrize("failure", ["dies", "hangs"])
 def test_a_rank_that_fails_is_named_and_ends_the_job(failure: str, tiny_model: Path, tmp_path: Path) -> None:
     """A rank that dies is noticed at once; for one that hangs the others wait a while."""

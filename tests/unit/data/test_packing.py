@@ -201,6 +201,17 @@ def test_a_split_holds_every_sequence_once(cases, num_parts: int, seed: int) -> 
     assert len(parts) <= num_parts
 
 
+def test_a_split_is_drawn_by_its_seed() -> None:
+    """The same again by the same seed, others by others, but for chance."""
+    batch = pack([sample(number, 2, 3, prompt=10 * number) for number in range(8)])
+
+    def drawn(seed: int) -> list[list[int]]:
+        return [part.token_ids.tolist() for part in split(batch, 2, seed)]
+
+    assert all(drawn(seed) == drawn(seed) for seed in range(8))
+    assert len({str(drawn(seed)) for seed in range(8)}) > 5
+
+
 def test_a_sequence_above_the_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 8 tokens does not fit tokens_per_microbatch = 7"):
         divide(pack([sample(0, 1, 1), sample(1, 5, 3)]), 0, 1, 7)
