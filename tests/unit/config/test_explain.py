@@ -148,6 +148,12 @@ def test_a_reachable_host_without_a_key(refusal, rl_toml) -> None:
     assert "api_key_var" in message and "allow_unauthenticated" in message
 
 
+@pytest.mark.parametrize("host", ["10.0.0.7", "::", "gpu-3", "192.168.1.5"])
+def test_every_address_but_loopback_is_reachable(host: str) -> None:
+    with pytest.raises(ValueError, match="is reachable from other machines and no API key is set"):
+        ServerConfig(host=host)
+
+
 def test_a_reachable_host_is_fine_with_a_key_or_on_request() -> None:
     assert ServerConfig(host="0.0.0.0", api_key="k").url == "http://127.0.0.1:8000"
     assert ServerConfig(host="10.0.0.7", port=9, api_key_var="K").url == "http://10.0.0.7:9"

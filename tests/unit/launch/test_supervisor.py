@@ -205,6 +205,27 @@ def test_a_second_signal_ends_the_run_at_once(make_process, tmp_path: Path) -> N
     assert_all_ended(supervisor)
 
 
+def test_signals_during_the_clean_up_do_not_stop_it(make_process, tmp_path: Path, monkeypatch) -> None:
+    """Of somebody who keeps pressing Ctrl-C while processes are being ended."""
+    supervisor = Supervisor([make_process("trainer", SERVE), make_process("inference", SERVE)])
+    stop = supervisor.stop
+
+    def interrupted_stop() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        stop()
+
+    monkeypatch.setattr(supervisor, "stop", interrupted_stop)
+    with pytest.raises(RuntimeError, match="the view fails"):
+        supervisor.run(fail)
+    assert_all_ended(supervisor)
+
+
+def fail() -> None:
+    raise RuntimeError("the view fails")
+
+
 def test_a_save_that_takes_too_long_is_given_up(make_process, tmp_path: Path, caplog) -> None:
     slow = SAVE.replace("time.sleep(float", "time.sleep(600) or (float")
     supervisor = Supervisor([make_process("trainer", slow)], save_timeout_s=0.5)

@@ -107,6 +107,28 @@ def test_follow_takes_the_newest_and_ends_with_the_last(tmp_path: Path) -> None:
     assert client.loaded == [("step_000003", 3), ("step_000005", 5)]
 
 
+def test_a_version_is_not_loaded_twice(tmp_path: Path) -> None:
+    """What is served already is the newest for a while, and the folder changes for other reasons too."""
+    client = FakeClient()
+
+    async def nothing(old: int, new: int) -> None:
+        pass
+
+    async def run() -> None:
+        publish(tmp_path, 2)
+        policy = make_policy(client, tmp_path, 2)
+        following = asyncio.ensure_future(policy.follow(3, nothing))
+        for number in range(3):
+            (tmp_path / f"other-{number}").mkdir()
+            await asyncio.sleep(0.02)
+        assert client.loaded == []
+        publish(tmp_path, 3)
+        await asyncio.wait_for(following, 5)
+
+    asyncio.run(run())
+    assert client.loaded == [("step_000003", 3)]
+
+
 def test_whoever_waits_for_the_next_update_is_told(tmp_path: Path) -> None:
     async def run() -> None:
         policy = make_policy(FakeClient(), tmp_path, 0)
