@@ -238,8 +238,9 @@ def test_by_hand_there_is_one_trainer(starter: Starter, tiny_model: Path, tmp_pa
     assert "waited 0.5 s for the orchestrator's batch" in done.stdout, done.stdout
 
 
-def test_a_place_that_cannot_be_written_is_one_line(starter: Starter, sft_arguments) -> None:
-    done = starter.run("sft", *sft_arguments, "--output-dir", "/proc/run")
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_a_place_that_cannot_be_written_is_one_line(starter: Starter, sft_arguments, flags: list[str]) -> None:
+    done = starter.run("sft", *sft_arguments, "--output-dir", "/proc/run", *flags)
     assert done.returncode == 2, done.stdout
-    (line,) = done.stdout.splitlines()
+    (line,) = [line for line in done.stdout.splitlines() if " INFO " not in line]
     assert line.startswith("sft: output_dir = '/proc/run' cannot be written")

@@ -19,7 +19,7 @@ from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refus
 from tandem.utils.processes import Stopped, is_first_rank
 from tandem.utils.provenance import own_command, write_run_config
 from tandem.utils.run_dir import RunDir, steps_with
-from tandem.utils.run_lock import hold_run
+from tandem.utils.run_lock import hold_run, refuse_unwritable
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=OfflineConfig)
@@ -48,7 +48,8 @@ def run_offline(
         changes = _review(name, config, run_dir) if config.resume and is_first_rank() else {}
         resolved = {name: config.model_dump(mode="json")}
         if config.dry_run:
-            write_run_config(run_dir.dry_run, resolved)
+            with refuse_unwritable(run_dir.root):
+                write_run_config(run_dir.dry_run, resolved)
             learned = "streamed rows" if data.num_train is None else f"{data.num_train} rows"
             held_out = f"{len(data.held_out)} held out"
             print(f"dry run: {learned} to learn from, {held_out}; the resolved configuration is in {run_dir.dry_run}")
@@ -56,8 +57,9 @@ def run_offline(
         spread_over_ranks(f"tandem.entrypoints.{name}", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
         start_step = 0
         if is_first_rank():
-            start_step = prepare_run(run_dir, resume=config.resume, clean=config.clean)
-            write_run_config(run_dir.config, resolved)
+            with refuse_unwritable(run_dir.root):
+                start_step = prepare_run(run_dir, resume=config.resume, clean=config.clean)
+                write_run_config(run_dir.config, resolved)
             if changes:
                 RunLog(run_dir, name).event("options_changed", changes=changes)
         _train(name, config, data, load_train(), start_step)

@@ -48,10 +48,12 @@ def write_plan(config: RLConfig) -> None:
     from tandem.launch.plan import make_plan
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
+    from tandem.utils.run_lock import refuse_unwritable
 
     folder = RunDir(config.output_dir).dry_run
     plans = make_plan(config, folder)
-    write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
+    with refuse_unwritable(config.output_dir):
+        write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
     print(f"dry run: everything fits; configuration and process plan are in {folder}")
 
 
@@ -67,6 +69,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.transport.checkpoints import how_to_go_on, rewind
     from tandem.utils.provenance import own_command, write_run_config
     from tandem.utils.run_dir import RunDir
+    from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
     plans = make_plan(config, run_dir.config)
@@ -76,8 +79,9 @@ def run(config: RLConfig, start_step: int) -> None:
     if config.resume:
         removed = rewind(run_dir, start_step)
         print(f"resuming after step {start_step}" + (f"; removed {', '.join(removed)}" if removed else ""))
-    run_dir.create()
-    write_run_config(run_dir.config, configs_of(config, plans))
+    with refuse_unwritable(run_dir.root):
+        run_dir.create()
+        write_run_config(run_dir.config, configs_of(config, plans))
 
     console = Console()
     view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)

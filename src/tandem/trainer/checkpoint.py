@@ -86,10 +86,10 @@ class Checkpointer:
     def save_now(
         self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
     ) -> None:
-        """Return once `step` is saved, or what was saved last is found to be that step."""
-        if step != self._newest or self._has_failed():
+        """Return once `step` is saved; it may be under way, and fail once."""
+        if not self._settle() or step != self._newest:
             self.save(step, extra_state, beside)
-        self.wait()
+            self.wait()
 
     def finish(
         self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None

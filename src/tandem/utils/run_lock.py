@@ -118,7 +118,7 @@ def _told_to_children(token: str) -> Iterator[None]:
 def take(path: Path, holder: Holder) -> "RunLock":
     """Create the lock, in place of a stale one; UserError if it is held."""
     while True:
-        with _explained(path.parent):
+        with refuse_unwritable(path.parent):
             created = _create(path, holder)
         if created:
             return RunLock(path, holder)
@@ -269,7 +269,7 @@ def _make_directory(root: Path) -> list[Path]:
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir = {str(root)!r} is a file; give a directory")
-    with _explained(root):
+    with refuse_unwritable(root):
         root.mkdir(parents=True, exist_ok=True)
     return missing
 
@@ -282,7 +282,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _explained(root: Path) -> Iterator[None]:
+def refuse_unwritable(root: Path) -> Iterator[None]:
+    """Where nothing has started yet, a run directory that cannot be written is a user's mistake."""
     try:
         yield
     except OSError as error:
