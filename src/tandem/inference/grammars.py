@@ -27,6 +27,7 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000, step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False
 )
 TOKENS_PER_WORD = 32
+ASCII_CLASSES = "dw"  # \d and \w, as in the patterns of JSON schemas
 POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
 
 Mask = NDArray[np.int32]
@@ -150,7 +151,8 @@ def lark(structure: Structure) -> str:
     if structure.kind == "regex":
         if re.search(r"(?<!\\)(\\\\)*\\$", structure.text):  # it would escape what ends a regex in Lark
             raise StructureRefused("incomplete escape sequence at its end")
-        return f"start: /{regex_to_lark(structure.text, '')}/\n"
+        # What digits and letters are beyond ASCII, no two regex libraries agree on.
+        return f"start: /{regex_to_lark(structure.text, ASCII_CLASSES)}/\n"
     if structure.kind == "choice":
         return "start: " + " | ".join(quoted(choice) for choice in json.loads(structure.text)) + "\n"
     try:

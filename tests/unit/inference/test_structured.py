@@ -176,6 +176,11 @@ def test_text_matches_its_regex(writer: Writer, regex: str, seed: int, top_p: fl
         assert text is not None and re.fullmatch(regex, text), (regex, text)
 
 
+def test_digits_and_letters_are_what_every_library_takes_for_them(byte_level: Writer) -> None:
+    texts = byte_level.write("regex", r"(\d{3}\w{3}){4}", temperature=100.0, n=8)
+    assert all(re.fullmatch(r"([0-9]{3}[0-9A-Za-z_]{3}){4}", text or "") for text in texts)
+
+
 def test_any_object_is_json(writer: Writer) -> None:
     schema = {"type": "object", "x-guidance": {"whitespace_flexible": False}}
     texts = [text for seed in range(2) for text in writer.write("json", schema, seed=seed, n=8, max_tokens=150)]
