@@ -110,8 +110,8 @@ class TruncationConfig(Config):
 class SamplingConfig(TruncationConfig):
     """How completions are sampled for training. With top_p, top_k or min_p they are off-policy: docs/algorithms.md."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature; the trainer uses the same."""
+    temperature: float = Field(default=1.0, ge=1e-5)
+    """Softmax temperature; the trainer uses the same. Servers take anything below 1e-5 for greedy."""
 
     max_tokens: int = Field(default=128, ge=1)
     """Longest completion, in tokens."""
