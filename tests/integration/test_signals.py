@@ -157,16 +157,21 @@ class Slow(ReverseText):
 """
 
 
-def test_a_killed_run_leaves_no_children_of_its_scoring_code(starter: Starter, on_policy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("while_it_runs", [False, True], ids=["at preflight", "while it runs"])
+def test_a_killed_run_leaves_no_children_of_its_scoring_code(
+    starter: Starter, on_policy, tmp_path: Path, while_it_runs: bool
+) -> None:
     (tmp_path / "slow_env.py").write_text(SCORES_BY_SUBPROCESS)
     starter.environment["PYTHONPATH"] = f"{tmp_path}:{starter.environment.get('PYTHONPATH', '')}"
     process = starter.start(
         "rl",
         *(*on_policy, "--orchestrator.env.id", "slow_env:Slow", "--orchestrator.eval.num-prompts", "2"),
-        *("--orchestrator.prompts-per-step", "1", "--orchestrator.group-size", "2", "--max-steps", "3"),
+        *("--orchestrator.prompts-per-step", "1", "--orchestrator.group-size", "2", "--max-steps", "1000"),
     )
     pids = tmp_path / "pids"
     wait_until(lambda: pids.exists() or process.poll() is not None, PATIENCE_S, "the first score")
+    if while_it_runs:
+        wait_for_step(process, RunDir(tmp_path / "run"), 1)
     assert process.poll() is None, process.communicate()[0]
     process.kill()
     process.wait()

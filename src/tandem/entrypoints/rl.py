@@ -27,6 +27,13 @@ def main() -> None:
 
 
 def launch(config: RLConfig) -> None:
+    from tandem.launch.guard import guarded
+
+    with guarded():
+        check_and_run(config)
+
+
+def check_and_run(config: RLConfig) -> None:
     from tandem.launch import preflight
     from tandem.utils.log import setup_logging
     from tandem.utils.run_lock import hold_run

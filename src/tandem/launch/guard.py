@@ -1,8 +1,8 @@
-"""Ends what a run has started, however its supervisor ended: started by the supervisor, apart from everything else.
+"""Ends what a command has started, however the command itself ended. `rl` does everything under one.
 
 The kernel ends the supervisor's own children with it, but not theirs: a reward function's subprocess would live on.
-All of them carry a mark in their environment. This process waits until the supervisor closes its pipe, which the
-kernel does for one that was killed, and then kills whoever carries the mark.
+All of them carry a mark in their environment. The guard, a process of its own, waits until the command closes its pipe,
+which the kernel does for one that was killed, and then kills whoever carries the mark.
 
     python -m tandem.launch.guard MARK      (standard input: the pipe)
 """
@@ -12,30 +12,34 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = "TANDEM_STARTED_BY"
 SWEEP_S = 10.0
 
 
-class Guard:
-    """The supervisor's end of it."""
-
-    def __init__(self, mark: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tandem.launch.guard", mark],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # whoever reads the supervisor's would wait for this process as well
-            start_new_session=True,  # what is sent to the supervisor's group is not meant for it
-        )
-
-    def close(self) -> None:
-        """Have the rest ended now."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Nothing that is started inside outlives this block, or this process."""
+    mark = uuid.uuid4().hex
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "tandem.launch.guard", mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # whoever reads this process's would wait for the guard as well
+        start_new_session=True,  # what is sent to this process's group is not meant for it
+    )
+    assert guard.stdin is not None
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        del os.environ[MARK]
+        guard.stdin.close()
+        guard.wait()
 
 
 def marked(mark: str) -> list[int]:
@@ -62,7 +66,7 @@ def sweep(mark: str) -> None:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # of a whole job: it has to outlive the supervisor
+        signal.signal(number, signal.SIG_IGN)  # sent to a whole job: it has to outlive the others
     sys.stdin.buffer.read()
     if Path("/proc").exists():
         sweep(sys.argv[1])

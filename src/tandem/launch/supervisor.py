@@ -12,11 +12,9 @@ import signal
 import socket
 import subprocess
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.launch.guard import MARK, Guard
 from tandem.launch.plan import ProcessPlan
 from tandem.utils.errors import shorten
 from tandem.utils.ports import handed_over
@@ -56,12 +54,10 @@ class Supervisor:
         self.listening = listening
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.save_timeout_s = save_timeout_s
-        self._mark = uuid.uuid4().hex
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
 
     def run(self, on_tick: Callable[[], None]) -> None:
         """Start everything and wait for the end; no process is left when this returns or raises."""
-        guard = Guard(self._mark)
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for plan in self.plans.values():
@@ -79,7 +75,6 @@ class Supervisor:
             for number in handlers:
                 signal.signal(number, signal.SIG_IGN)
             self.stop()
-            guard.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -114,7 +109,7 @@ class Supervisor:
 
     def _start(self, plan: ProcessPlan) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid()), MARK: self._mark}
+        environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
         handed = self.listening if plan.name == "inference" else None
         if handed is not None:
             environment |= handed_over(handed)

@@ -253,18 +253,6 @@ def test_a_signal_to_the_whole_job_is_no_failure_of_who_ends_first(make_process,
     sending.join()
 
 
-LEAVES_DAEMON = """\
-import pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-pathlib.Path(sys.argv[1], "left").write_text(str(child.pid))
-"""
-
-
-def test_what_went_into_a_session_of_its_own_is_ended_too(make_process, tmp_path: Path) -> None:
-    Supervisor([make_process("trainer", LEAVES_DAEMON)]).run(nothing)
-    assert not is_running(int((tmp_path / "left").read_text()))
-
-
 def test_the_last_words_of_a_process_are_bounded(make_process) -> None:
     supervisor = Supervisor([make_process("trainer", "print('x' * 200_000); raise SystemExit(1)")])
     with pytest.raises(RunFailed) as caught:
