@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.integration.processes import Starter
-from tests.scale.vllm_server import VllmServer, free_port, start, wait_until_running
+from tests.scale.vllm_server import START_S, VllmServer, free_port, start, wait_until_running
 from transformers import AutoModelForCausalLM
 
 from tandem.config.lora import LoRAConfig
@@ -193,6 +193,7 @@ def test_rl_trains_an_adapter_that_vllm_serves(vllm_python: Path, tiny_model: Pa
             *("--inference.vllm.flags.enforce-eager", "--orchestrator.max-staleness", "0"),
             # Steps so large that log-probs of the model itself would be far from the adapter's.
             *("--trainer.lora.rank", "4", "--trainer.lora.alpha", "32", "--trainer.optimizer.lr", "0.02"),
+            *("--orchestrator.client.startup-timeout-s", str(START_S)),
             timeout_s=400,
         )
     finally:

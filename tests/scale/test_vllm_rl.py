@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.processes import Starter
-from tests.scale.vllm_server import free_port
+from tests.scale.vllm_server import START_S, free_port
 
 from tandem.utils.files import read_json_lines
 
@@ -29,6 +29,7 @@ def test_rl_with_vllm(vllm_python: Path, tiny_model: Path, starter: Starter, tmp
         *("--max-steps", str(STEPS), "--orchestrator.eval.every", "None", "--inference.server.port", str(free_port())),
         *("--orchestrator.sampling.temperature", "0.8", "--inference.engine", "vllm"),
         *("--inference.vllm.python", str(vllm_python), "--inference.vllm.flags.enforce-eager"),
+        *("--orchestrator.client.startup-timeout-s", str(START_S)),
         timeout_s=400,
     )
     assert done.returncode == 0, done.stdout
