@@ -20,11 +20,11 @@ from tandem.inference.engine import GenerationRequest, Sampling
 from tandem.inference.grammars import Grammars
 from tandem.inference.native.build import build_engine
 from tandem.inference.structure import Structure
-from tandem.trainer.frozen import FrozenModel
-from tandem.trainer.ranks import joined
-from tandem.trainer.setup import load_trained
-from tandem.trainer.sharding import needs_group
-from tandem.trainer.train_sft import sft_loss
+from tandem.trainer.build import load_trained
+from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.offline.sft import sft_loss
+from tandem.trainer.parallel.ranks import joined
+from tandem.trainer.parallel.sharding import needs_group
 from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import Sample
 

@@ -20,11 +20,11 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
 from tandem.models.runtime import setup_torch
-from tandem.trainer.frozen import FrozenModel
-from tandem.trainer.learner import micro_batch_loss
+from tandem.trainer.build import load_trained
 from tandem.trainer.losses import make_policy_loss
-from tandem.trainer.ranks import Ranks, joined
-from tandem.trainer.setup import load_trained
+from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.parallel.ranks import Ranks, joined
+from tandem.trainer.rl.learner import micro_batch_loss
 from tandem.types.rollout import Sample
 
 

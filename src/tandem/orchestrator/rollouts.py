@@ -11,8 +11,8 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
 from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
-from tandem.orchestrator.policy import Policy
 from tandem.orchestrator.tasks import request_seed
+from tandem.orchestrator.weight_sync import Policy
 from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import ALL_TOKENS, Completion, Group, Rollout, SamplingOptions, Task
 

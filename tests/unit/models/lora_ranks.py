@@ -11,9 +11,9 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
-from tandem.trainer.ranks import Ranks, joined
-from tandem.trainer.setup import load_trained
-from tandem.trainer.train_sft import sft_loss
+from tandem.trainer.build import load_trained
+from tandem.trainer.offline.sft import sft_loss
+from tandem.trainer.parallel.ranks import Ranks, joined
 from tandem.types.rollout import Sample
 
 LORA = LoRAConfig(rank=3, alpha=12.0)

@@ -11,11 +11,11 @@ from tandem.config.losses import LossConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
-from tandem.trainer.learner import micro_batch_loss
+from tandem.trainer.build import load_trained
 from tandem.trainer.losses import make_policy_loss
-from tandem.trainer.ranks import Ranks
-from tandem.trainer.setup import load_trained
-from tandem.trainer.step import Stepper
+from tandem.trainer.model.step import Stepper
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.rl.learner import micro_batch_loss
 from tandem.types.rollout import Sample
 
 CPU = torch.device("cpu")

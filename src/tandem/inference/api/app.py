@@ -15,14 +15,12 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.api.control import control_routes
+from tandem.inference.api.context import ApiOptions, Served
 from tandem.inference.api.errors import add_error_handlers
-from tandem.inference.api.generation import generation_routes
-from tandem.inference.api.information import information_routes, package_version
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.api.metrics import CountRequests
 from tandem.inference.api.openapi import describe
-from tandem.inference.api.served import ApiOptions, Served
+from tandem.inference.api.routes import control_routes, generation_routes, information_routes, package_version
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing

@@ -17,7 +17,6 @@ from itertools import count
 from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.checkpoint import Served, check_adapter_files
 from tandem.inference.engine import (
     AdapterRefused,
     EngineError,
@@ -30,13 +29,14 @@ from tandem.inference.engine import (
 )
 from tandem.inference.sglang.adapters import Adapters
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
-from tandem.inference.sglang.flights import Flights, Request
-from tandem.inference.sglang.gate import Gate
-from tandem.inference.sglang.handshake import meet
+from tandem.inference.sglang.inflight import Flights, Request
 from tandem.inference.sglang.loop import SHUTTING_DOWN, EngineLoop
+from tandem.inference.sglang.pause import Gate
+from tandem.inference.sglang.probe import meet
 from tandem.inference.sglang.requests import Requests
 from tandem.inference.sglang.translate import Abilities, Limits, check_request
 from tandem.inference.sglang.weights import Weights
+from tandem.inference.weight_check import Served, check_adapter_files
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

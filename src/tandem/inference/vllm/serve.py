@@ -9,10 +9,10 @@ from typing import NoReturn
 import tandem
 from tandem.config.inference import InferenceConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.checkpoint import read_layout
 from tandem.inference.vllm.command import build_command, build_environment, is_headless
 from tandem.inference.vllm.installation import Installation, find_vllm
 from tandem.inference.vocabulary import compare_vocabularies
+from tandem.inference.weight_check import read_layout
 from tandem.models.files import within_positions
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError

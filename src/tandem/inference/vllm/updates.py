@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from tandem.inference.checkpoint import Served, check_adapter_files
 from tandem.inference.engine import EngineError, WeightUpdateRefused
 from tandem.inference.vllm.versions import VersionLedger
+from tandem.inference.weight_check import Served, check_adapter_files
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ vLLM mixes this class into its worker; method names are prefixed so that they ca
 from pathlib import Path
 from typing import Any
 
-from tandem.inference.checkpoint import Layout, compare_tensors, read_layout
+from tandem.inference.weight_check import Layout, compare_tensors, read_layout
 
 
 class WeightReloader:

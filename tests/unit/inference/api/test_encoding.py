@@ -15,7 +15,7 @@ from tests.unit.inference.api.fake_engine import FakeEngine
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api import encoding
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.text_size import LEAST_LIMIT, TextLimit, size_of
 
 TOO_LONG = "a" * (LEAST_LIMIT + 1)

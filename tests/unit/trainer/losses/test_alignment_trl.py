@@ -15,12 +15,12 @@ from tandem.config.align import AlignLossConfig
 from tandem.data.packing import pack
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
-from tandem.models.scorer import new_scorer
+from tandem.models.reward_model import new_scorer
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
 from tandem.trainer.losses.unpaired import mismatched_kl
-from tandem.trainer.model import Inputs, LanguageModel
-from tandem.trainer.preferences import AlignBatch, AlignRow, scored
-from tandem.trainer.scoring import ScoringModel
+from tandem.trainer.model.language_model import Inputs, LanguageModel
+from tandem.trainer.offline.preferences import AlignBatch, AlignRow, scored
+from tandem.trainer.offline.reward_model import ScoringModel
 from tandem.types.rollout import Sample
 
 # TRL, transformers and datasets warn of matters of their own.

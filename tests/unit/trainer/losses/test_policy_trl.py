@@ -22,7 +22,7 @@ from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.orchestrator.advantages.functions import dr_grpo_advantages, rloo_advantages
 from tandem.trainer.losses import PolicyStreams, loss_denominator, make_policy_loss
-from tandem.trainer.model import Inputs, LanguageModel
+from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.types.rollout import Sample
 
 # TRL, transformers and datasets warn of matters of their own.
