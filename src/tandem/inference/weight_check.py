@@ -20,7 +20,7 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import index_names, read_table
 
 # Tensor name -> (dtype, shape), as in a safetensors header.
-Layout = dict[str, tuple[str, list[int]]]
+TensorHeaders = dict[str, tuple[str, list[int]]]
 
 INDEX = "model.safetensors.index.json"
 OUTPUT = "lm_head.weight"
@@ -39,11 +39,11 @@ INCIDENTAL = (
 )
 
 
-class Served:
+class ServedModel:
     """The shape of the model that serves; read once, before anybody can change the files."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.layout = read_layout(model_dir)
+        self.layout = read_tensor_headers(model_dir)
         self.config = _shape_of(read_table(model_dir / "config.json"))
         self.tied = bool(self.config.get("tie_word_embeddings"))
 
@@ -52,7 +52,7 @@ class Served:
         try:
             verify_files(path, version)
             compare_configs(self.config, _shape_of(read_table(path / "config.json")))
-            compare_tensors(self.layout, read_layout(path), tied=self.tied)
+            compare_tensors(self.layout, read_tensor_headers(path), tied=self.tied)
         except (DamagedWeights, OSError, ValueError) as error:
             raise WeightUpdateRefused(f"{path}: {error}") from error
 
@@ -77,7 +77,7 @@ def check_adapter_files(path: Path) -> None:
         raise AdapterRefused(str(error)) from error
 
 
-def read_layout(model_dir: Path) -> Layout:
+def read_tensor_headers(model_dir: Path) -> TensorHeaders:
     """The tensors of a checkpoint, by the headers of its files."""
     index = model_dir / INDEX
     if index.exists():
@@ -86,13 +86,13 @@ def read_layout(model_dir: Path) -> Layout:
         files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise ValueError(f"there is no *.safetensors file in {model_dir}")
-    layout: Layout = {}
+    layout: TensorHeaders = {}
     for file in files:
         layout |= read_header(file)
     return layout
 
 
-def read_header(path: Path) -> Layout:
+def read_header(path: Path) -> TensorHeaders:
     """Names, dtypes and shapes of one file, whose length must be what its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -128,7 +128,7 @@ def _are_counts(value: Any, length: int | None = None) -> bool:
     return is_list and all(type(number) is int and number >= 0 for number in value)
 
 
-def compare_tensors(expected: Layout, given: Layout, *, tied: bool) -> None:
+def compare_tensors(expected: TensorHeaders, given: TensorHeaders, *, tied: bool) -> None:
     """Raise ValueError unless `given` has the names and shapes of `expected`."""
     # Nobody loads the rotary frequencies that old Llama files carry, nor the output matrix of a tied model.
     optional = {name for name in expected.keys() | given.keys() if name.endswith(ROTARY) or (tied and name == OUTPUT)}

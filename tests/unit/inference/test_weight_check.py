@@ -9,17 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
-from tandem.inference.weight_check import Layout, Served, check_adapter_files, compare_tensors, read_layout
+from tandem.inference.weight_check import (
+    ServedModel,
+    TensorHeaders,
+    check_adapter_files,
+    compare_tensors,
+    read_tensor_headers,
+)
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_json
 
-LAYOUT: Layout = {"embed": ("F32", [8, 4]), "norm": ("F32", [4])}
+LAYOUT: TensorHeaders = {"embed": ("F32", [8, 4]), "norm": ("F32", [4])}
 
 
 def test_headers_say_what_is_in_the_files(tiny_model: Path) -> None:
     tensors = load_file(tiny_model / "model.safetensors")
-    layout = read_layout(tiny_model)
+    layout = read_tensor_headers(tiny_model)
     assert {name: shape for name, (_, shape) in layout.items()} == {n: list(t.shape) for n, t in tensors.items()}
     assert {dtype for dtype, _ in layout.values()} == {"F32"}
 
@@ -30,7 +36,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     save_file({"stray": torch.zeros(1)}, tmp_path / "old.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     write_json(tmp_path / "model.safetensors.index.json", index)
-    assert read_layout(tmp_path) == {"a": ("F32", [2]), "b": ("BF16", [3])}
+    assert read_tensor_headers(tmp_path) == {"a": ("F32", [2]), "b": ("BF16", [3])}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
         ({"norm": ("I32", [4])}, "norm is of type I32, the model needs F32"),
     ],
 )
-def test_other_names_shapes_or_types_are_refused(change: Layout, message: str) -> None:
+def test_other_names_shapes_or_types_are_refused(change: TensorHeaders, message: str) -> None:
     given = {name: value for name, value in (LAYOUT | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         compare_tensors(LAYOUT, given, tied=False)
@@ -60,7 +66,7 @@ def test_a_file_that_is_cut_short_is_refused(tiny_model: Path, tmp_path: Path) -
     for length in (len(content) - 1, 500, 8, 3, 0):
         (tmp_path / "model.safetensors").write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"bytes"):
-            read_layout(tmp_path)
+            read_tensor_headers(tmp_path)
 
 
 def header(content: bytes) -> bytes:
@@ -85,19 +91,19 @@ def header(content: bytes) -> bytes:
 def test_a_header_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        read_layout(tmp_path)
+        read_tensor_headers(tmp_path)
 
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "../x"}}])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, index: Any) -> None:
     write_json(tmp_path / "model.safetensors.index.json", index)
     with pytest.raises(UserError, match=r"index\.json"):
-        read_layout(tmp_path)
+        read_tensor_headers(tmp_path)
 
 
 @pytest.mark.parametrize("config", ["[]", "7", "{", '"x"', "[" * 100_000])
 def test_configs_of_another_shape_are_refused(tiny_model: Path, tmp_path: Path, config: str) -> None:
-    served = Served(tiny_model)
+    served = ServedModel(tiny_model)
     shutil.copytree(tiny_model, tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_text(config)
     with pytest.raises(WeightUpdateRefused, match=r"config\.json"):
@@ -108,7 +114,7 @@ def test_configs_of_another_shape_are_refused(tiny_model: Path, tmp_path: Path, 
 
 
 def test_checkpoints_are_checked_against_the_first(tiny_model: Path, tmp_path: Path) -> None:
-    served = Served(tiny_model)
+    served = ServedModel(tiny_model)
     served.check(tiny_model, 0)  # the policy before training needs no manifest
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model, copy)

@@ -57,7 +57,7 @@ class ApiOptions:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
-class Served:
+class ApiContext:
     """One engine with its tokenizer; made once, before the first request."""
 
     def __init__(

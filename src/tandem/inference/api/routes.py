@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from tandem.inference.api.answers import Answers, ChatAnswers, TextAnswers, whole_answer
-from tandem.inference.api.context import Served, exact_router
+from tandem.inference.api.context import ApiContext, exact_router
 from tandem.inference.api.errors import BadRequest, NotServed
 from tandem.inference.api.messages import conversation_size
 from tandem.inference.api.metrics import METRICS_TYPE
@@ -33,38 +33,38 @@ from tandem.types.openai import (
 )
 
 
-def generation_routes(served: Served) -> APIRouter:
+def generation_routes(context: ApiContext) -> APIRouter:
     routes = exact_router()
-    prompts, texts, tokenizer = served.prompts, served.texts, served.tokenizer
+    prompts, texts, tokenizer = context.prompts, context.texts, context.tokenizer
 
     @routes.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Continue one prompt or several."""
-        grammar = await served.structures.compile(asked_structure(body))
-        work = partial(prompts.completion_requests, body, served.adapter(body.model), grammar)
-        requests = await served.encoders.run(num_characters(body), work)
-        return await answer(served, TextAnswers(tokenizer, texts, body), requests, http)
+        grammar = await context.structures.compile(asked_structure(body))
+        work = partial(prompts.completion_requests, body, context.adapter(body.model), grammar)
+        requests = await context.encoders.run(num_characters(body), work)
+        return await answer(context, TextAnswers(tokenizer, texts, body), requests, http)
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
         """Answer a conversation."""
         reader = prompts.chat.call_format() if uses_tools(body) else None
-        grammar = await served.structures.compile(chat_structure(body, prompts.chat))
-        work = partial(prompts.chat_request, body, served.adapter(body.model), grammar)
-        request = await served.encoders.run(conversation_size(body.messages, body), work)
-        return await answer(served, ChatAnswers(tokenizer, texts, body, reader), [request], http)
+        grammar = await context.structures.compile(chat_structure(body, prompts.chat))
+        work = partial(prompts.chat_request, body, context.adapter(body.model), grammar)
+        request = await context.encoders.run(conversation_size(body.messages, body), work)
+        return await answer(context, ChatAnswers(tokenizer, texts, body, reader), [request], http)
 
     return routes
 
 
-async def answer(served: Served, answers: Answers, requests: list[GenerationRequest], http: Request) -> Response:
-    model = requests[0].adapter or served.model
+async def answer(context: ApiContext, answers: Answers, requests: list[GenerationRequest], http: Request) -> Response:
+    model = requests[0].adapter or context.model
     try:
         if answers.body.stream:
             writer = ChunkWriter(answers, model, requests)
-            return await start_stream(served.admission, served.metrics, writer, http)
-        with served.admission.admitted(requests):
-            results = await generate(served.engine, requests, http)
+            return await start_stream(context.admission, context.metrics, writer, http)
+        with context.admission.admitted(requests):
+            results = await generate(context.engine, requests, http)
     except AdapterRefused as error:  # unloaded since the request came
         raise NotServed(str(error)) from error
     return Answer(whole_answer(answers, model, requests, results))
@@ -77,9 +77,9 @@ def package_version() -> str:
         return "unknown"
 
 
-def information_routes(served: Served) -> APIRouter:
+def information_routes(context: ApiContext) -> APIRouter:
     routes = exact_router()
-    engine, prompts = served.engine, served.prompts
+    engine, prompts = context.engine, context.prompts
     created = int(time.time())
 
     def model_entry(name: str, root: str, parent: str | None) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def information_routes(served: Served) -> APIRouter:
     @routes.get("/health")
     async def health() -> Response:
         """Whether the engine works; open to everybody."""
-        status = {**served.identity.status, "paused": engine.paused}
+        status = {**context.identity.status, "paused": engine.paused}
         if engine.failure is not None:
             return Answer({"status": "failed", "reason": engine.failure, **status}, 503)
         return Answer({"status": "ok", **status})
@@ -105,7 +105,7 @@ def information_routes(served: Served) -> APIRouter:
     @routes.get("/metrics")
     async def metrics() -> Response:
         """In Prometheus' text format."""
-        return Response(served.metrics.render(), media_type=METRICS_TYPE)
+        return Response(context.metrics.render(), media_type=METRICS_TYPE)
 
     @routes.get("/version")
     async def server_version() -> Response:
@@ -115,44 +115,44 @@ def information_routes(served: Served) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> Response:
         """The model and the LoRA adapters that are loaded."""
-        entries = [model_entry(served.model, served.model, None)]
-        entries += [model_entry(name, path, served.model) for name, path in engine.adapters.items()]
+        entries = [model_entry(context.model, context.model, None)]
+        entries += [model_entry(name, path, context.model) for name, path in engine.adapters.items()]
         return Answer({"object": "list", "data": entries})
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         """One of them."""
         # A path that begins with / loses it when it is joined to a base address.
-        adapter = served.adapter(f"/{model}" if f"/{model}" in served.names else model)
+        adapter = context.adapter(f"/{model}" if f"/{model}" in context.names else model)
         if adapter is None:
-            return Answer(model_entry(served.model, served.model, None))
-        return Answer(model_entry(adapter, engine.adapters[adapter], served.model))
+            return Answer(model_entry(context.model, context.model, None))
+        return Answer(model_entry(adapter, engine.adapters[adapter], context.model))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages."""
-        served.adapter(body.model)
+        context.adapter(body.model)
 
         def work() -> tuple[list[int], list[str] | None]:
             tokens = prompts.tokenize(body)
-            return tokens, [served.texts.token(token) for token in tokens] if body.return_token_strs else None
+            return tokens, [context.texts.token(token) for token in tokens] if body.return_token_strs else None
 
         size = len(body.prompt or "") + conversation_size(body.messages or [], body)
-        tokens, strings = await served.encoders.run(size, work)
+        tokens, strings = await context.encoders.run(size, work)
         counts = {"count": len(tokens), "max_model_len": prompts.seq_len}
         return Answer({**counts, "tokens": tokens, "token_strs": strings})
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Text of token ids, special ones included."""
-        served.adapter(body.model)
-        text = await served.encoders.run(len(body.tokens), partial(prompts.detokenize, body.tokens))
+        context.adapter(body.model)
+        text = await context.encoders.run(len(body.tokens), partial(prompts.detokenize, body.tokens))
         return Answer({"prompt": text})
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """The tokenizer's configuration and chat template."""
-        return Answer({"tokenizer_class": "PreTrainedTokenizerFast", **served.tokenizer.info})
+        return Answer({"tokenizer_class": "PreTrainedTokenizerFast", **context.tokenizer.info})
 
     return routes
 
@@ -161,9 +161,9 @@ def information_routes(served: Served) -> APIRouter:
 MAX_CALLS = 64
 
 
-def control_routes(served: Served) -> APIRouter:
+def control_routes(context: ApiContext) -> APIRouter:
     routes = exact_router()
-    engine = served.engine
+    engine = context.engine
     threads = ThreadPoolExecutor(MAX_CALLS, "control")
 
     async def call(action: Callable[..., Any], *arguments: Any, **named: Any) -> None:
@@ -196,8 +196,8 @@ def control_routes(served: Served) -> APIRouter:
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeightsRequest) -> Response:
         """Serve other weights of the same shape."""
-        path = served.roots.resolve(body.path, WeightUpdateRefused)
-        async with served.identity.change(body.run):
+        path = context.roots.resolve(body.path, WeightUpdateRefused)
+        async with context.identity.change(body.run):
             await call(engine.update_weights, path, body.version, body.mode)
         return Answer({"version": body.version})
 
@@ -212,14 +212,14 @@ def control_routes(served: Served) -> APIRouter:
     async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
         """Load a LoRA adapter; requests choose it by its name as `model`."""
         name = body.lora_name
-        if name in served.names:
+        if name in context.names:
             raise BadRequest(f"lora_name = {name!r} is the name of the model itself; choose another", "lora_name")
         if name in engine.adapters and not body.load_inplace:
             message = f"the adapter {name!r} is loaded already; set load_inplace to replace it"
             raise BadRequest(message, "lora_name")
         options = {"replace": body.load_inplace, "mode": body.mode}
-        path = served.roots.resolve(body.lora_path, AdapterRefused)
-        async with served.identity.change(body.run, adapter=name):
+        path = context.roots.resolve(body.lora_path, AdapterRefused)
+        async with context.identity.change(body.run, adapter=name):
             await call(engine.load_adapter, name, path, body.version, **options)
         return Answer({"lora_name": name, "lora_path": body.lora_path})
 

@@ -36,7 +36,7 @@ from tandem.inference.sglang.probe import meet
 from tandem.inference.sglang.requests import Requests
 from tandem.inference.sglang.translate import Abilities, Limits, check_request
 from tandem.inference.sglang.weights import Weights
-from tandem.inference.weight_check import Served, check_adapter_files
+from tandem.inference.weight_check import ServedModel, check_adapter_files
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SGLangEngine:
         options = config.sglang
         self._limits = Limits(config.seq_len, options.allow_unseeded, options.allow_adjusted_logprobs)
         self._abilities = Abilities()
-        self._served = Served(config.model.name)
+        self._served = ServedModel(config.model.name)
         self._client = SGLangClient(options.base_url, api_key, options.timeout_s)
         self._loop = EngineLoop(self._refuse_and_tell)
         self._flights = Flights()

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.inference.sglang.translate import Abilities
-from tandem.inference.weight_check import Served, compare_configs
+from tandem.inference.weight_check import ServedModel, compare_configs
 from tandem.utils.errors import UserError
 from tandem.utils.waiting import Deadline
 
@@ -115,7 +115,7 @@ def check_model(model: dict[str, Any], model_dir: Path) -> None:
     if not str(model["weight_version"]).isdecimal():
         raise UserError(f"SGLang serves {served}, not model.name = {str(model_dir)!r}; {start}")
     try:
-        compare_configs(Served(model_dir).config, Served(served).config)
+        compare_configs(ServedModel(model_dir).config, ServedModel(served).config)
     except (OSError, ValueError) as error:
         raise UserError(
             f"SGLang serves {served} (version {model['weight_version']}), which is no version of "

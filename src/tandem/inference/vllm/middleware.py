@@ -34,7 +34,7 @@ from tandem.inference.vllm.prompts import client_error, refuse_unknown_tokens
 from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.updates import PauseMode, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
-from tandem.inference.weight_check import Served
+from tandem.inference.weight_check import ServedModel
 from tandem.types.openai import LoadAdapterRequest, PauseRequest, UnloadAdapterRequest, UpdateWeightsRequest
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Routes:
         self.settings = settings
         self.ledger = VersionLedger()
         self.identity = Identity(settings.model_name, lambda: self.ledger.version)
-        self._served = Served(settings.model_dir)
+        self._served = ServedModel(settings.model_dir)
         self._roots = WeightRoots(settings.weight_roots)
         self._updater: WeightUpdater | None = None
         self._adapters: Adapters | None = None

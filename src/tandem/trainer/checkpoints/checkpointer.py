@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.config.shared import CheckpointConfig
 from tandem.trainer.checkpoints.random_state import capture_random_state, restore_random_state, seed_random_state
-from tandem.trainer.checkpoints.shards import Layout, local_part, read_layout, read_shards
+from tandem.trainer.checkpoints.shards import ShardIndex, local_part, read_shard_index, read_shards
 from tandem.trainer.checkpoints.snapshot import Snapshot, SnapshotWriter
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.checkpoints import TRAINER
@@ -151,7 +151,7 @@ class Checkpointer:
     def load(self, step: int) -> dict[str, Any]:
         """Go on from a checkpoint that was verified; returns its extra state."""
         folder = self.run_dir.checkpoints / step_name(step) / TRAINER
-        layout = read_layout(folder)
+        layout = read_shard_index(folder)
         refuse_other_parameters(folder, layout, self.parameters)
         weights = {MODEL + name: parameter.detach() for name, parameter in self.parameters.items()}
         moments = {key: _place_for(key, layout, self.parameters) for key in layout if key.startswith(OPTIMIZER)}
@@ -222,7 +222,7 @@ def copy_to_cpu(value: Tensor, parameter: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
-def refuse_other_parameters(folder: Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+def refuse_other_parameters(folder: Path, layout: ShardIndex, parameters: Mapping[str, Tensor]) -> None:
     """A checkpoint of other parameters than the run trains would be loaded in part, or not at all."""
     saved = {key.removeprefix(MODEL): entry for key, entry in layout.items() if key.startswith(MODEL)}
     hint = "resume with the model and the lora options that the run was started with"
@@ -251,7 +251,7 @@ def load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _place_for(key: str, layout: Layout, parameters: Mapping[str, Tensor]) -> Tensor:
+def _place_for(key: str, layout: ShardIndex, parameters: Mapping[str, Tensor]) -> Tensor:
     """Where a tensor of the optimizer is read to: divided like its parameter if it has its shape."""
     _, name = _split_key(key)
     entry, parameter = layout[key], parameters[name].detach()

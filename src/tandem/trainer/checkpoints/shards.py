@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from tandem.utils.files import fsync_path
 
-Layout = dict[str, TensorStorageMetadata]
+ShardIndex = dict[str, TensorStorageMetadata]
 
 
 def shard_file(rank: int) -> str:
@@ -61,7 +61,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         return done
 
 
-def read_layout(folder: Path) -> Layout:
+def read_shard_index(folder: Path) -> ShardIndex:
     """Names, whole shapes and types of the tensors, from the headers of the files."""
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
@@ -78,7 +78,7 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path, group: dist.Process
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """The whole tensors whose names begin with `prefix`, which is left out of the names."""
-    layout = {name: entry for name, entry in read_layout(folder).items() if name.startswith(prefix)}
+    layout = {name: entry for name, entry in read_shard_index(folder).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in layout.items()}
     read_shards(tensors, folder, None)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

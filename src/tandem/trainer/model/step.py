@@ -83,12 +83,12 @@ class Stepper:
         """The loss over `denominator` and the metrics beside it, without an update."""
         totals = Totals()
         for micro_batch in micro_batches:
-            predictions = self.judge(micro_batch)
+            predictions = self.infer(micro_batch)
             totals.add(micro_batch, predictions, loss(micro_batch, predictions))
         return totals.over_ranks(self.ranks, denominator)
 
     @torch.no_grad()
-    def judge(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
+    def infer(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
         """What the model says without learning from it: no gradient, no dropout."""
         self.model.eval()
         try:

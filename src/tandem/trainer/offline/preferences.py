@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from tandem.config.align import AlignLossConfig
 from tandem.data.conversations import Fields, Fit
 from tandem.data.packing import divide, pack
-from tandem.data.preferences import encode_judged_row, encode_preference_row
+from tandem.data.preferences import encode_labeled_row, encode_preference_row
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import PackedBatch, Sample
+from tandem.types.rollout import PackedBatch, TrainingSequence
 
 LABELS, MARGINS, REFERENCE = "labels", "margins", "reference_logprobs"
 GOOD, BAD = 1.0, 0.0
@@ -21,7 +21,7 @@ GOOD, BAD = 1.0, 0.0
 class AlignRow:
     """A pair of completions, the better one first; or one completion that is good or bad."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[TrainingSequence, ...]
     labels: tuple[float, ...]  # of each sample
     margin: float = 0.0  # of a pair: by how much the chosen one should win
     reference: tuple[NDArray[np.float32], ...] | None = None  # of each sample, the log-probs of its learned tokens
@@ -63,7 +63,7 @@ def encode_align_row(row: Fields, fit: Fit, tokenizer: Tokenizer, loss: AlignLos
     Objectives of single completions take a pair for a good one and a bad one.
     """
     if not loss.is_paired and "chosen" not in row:
-        sample, is_good = encode_judged_row(row, fit, tokenizer)
+        sample, is_good = encode_labeled_row(row, fit, tokenizer)
         return AlignRow((sample,), (GOOD if is_good else BAD,))
     if loss.type == "reward":
         # Its samples are one token longer.
@@ -95,14 +95,16 @@ def mismatches(rows: Sequence[AlignRow]) -> list[AlignRow]:
     return found
 
 
-def _prompt(sample: Sample) -> list[int]:
+def _prompt(sample: TrainingSequence) -> list[int]:
     return sample.token_ids[: sample.num_context_tokens]
 
 
-def _swap_completion(prompt_of: Sample, completion_of: Sample) -> Sample:
+def _swap_completion(prompt_of: TrainingSequence, completion_of: TrainingSequence) -> TrainingSequence:
     first = completion_of.num_context_tokens
     prompt = _prompt(prompt_of)
-    return Sample(prompt + completion_of.token_ids[first:], [0] * len(prompt) + completion_of.loss_mask[first:])
+    return TrainingSequence(
+        prompt + completion_of.token_ids[first:], [0] * len(prompt) + completion_of.loss_mask[first:]
+    )
 
 
 def scored(row: AlignRow) -> AlignRow:
@@ -114,6 +116,8 @@ def scored(row: AlignRow) -> AlignRow:
     return replace(row, samples=tuple(_scored(sample) for sample in row.samples))
 
 
-def _scored(sample: Sample) -> Sample:
+def _scored(sample: TrainingSequence) -> TrainingSequence:
     num_context, length = sample.num_context_tokens, len(sample.token_ids)
-    return Sample([*sample.token_ids, sample.token_ids[-1]], [0] * num_context + [1] * (length + 1 - num_context))
+    return TrainingSequence(
+        [*sample.token_ids, sample.token_ids[-1]], [0] * num_context + [1] * (length + 1 - num_context)
+    )

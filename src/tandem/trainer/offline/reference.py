@@ -17,7 +17,7 @@ from tandem.config.shared import ModelConfig
 from tandem.models.files import weight_files
 from tandem.trainer.model.step import Stepper
 from tandem.trainer.offline.preferences import REFERENCE, AlignBatch, AlignRow
-from tandem.types.rollout import PackedBatch, Sample
+from tandem.types.rollout import PackedBatch, TrainingSequence
 from tandem.utils.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class References:
         ]
 
 
-def sample_key(sample: Sample) -> bytes:
+def sample_key(sample: TrainingSequence) -> bytes:
     """The same for the same tokens with the same mask."""
     content = np.array([sample.token_ids, sample.loss_mask], dtype=np.int64)
     return hashlib.sha256(content.tobytes()).digest()
@@ -62,7 +62,7 @@ def precompute(
     Batches are those of the steps, and divided as there: in other company, matrix products may round otherwise, and
     the policy would not be its reference before the first step.
     """
-    samples: dict[bytes, Sample] = {}
+    samples: dict[bytes, TrainingSequence] = {}
     unseen: list[Sequence[AlignRow]] = []
     for rows in batches:
         num_before = len(samples)
@@ -100,7 +100,7 @@ def compute_logprobs(
     logprobs = torch.zeros(len(places), device=ranks.device)
     for micro_batch in batch.divide(ranks.rank, ranks.size, tokens_per_microbatch):
         own = torch.from_numpy(micro_batch.streams[PLACE]).long().to(ranks.device)
-        logprobs[own] = stepper.judge(micro_batch).logprobs
+        logprobs[own] = stepper.infer(micro_batch).logprobs
     found = ranks.all_sum(logprobs).cpu().numpy()
     samples = [sample for row in rows for sample in row.samples]
     ends = np.cumsum([sum(sample.loss_mask) for sample in samples])

@@ -18,7 +18,7 @@ from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.types.rollout import PackedBatch, Sample
+from tandem.types.rollout import PackedBatch, TrainingSequence
 from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 2.0
 
 
-def train_sft(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder) -> None:
+def train_sft(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: MetricsForwarder) -> None:
     with joined_ranks(config) as ranks:
         _train(config, data, forwarder, ranks)
 
 
-def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder, ranks: Ranks) -> None:
+def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: MetricsForwarder, ranks: Ranks) -> None:
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
     trained = load_trained(config.model, config.optimizer, config.parallel, ranks, lora=config.lora, seed=config.seed)
@@ -79,7 +79,7 @@ def _train(config: SFTConfig, data: Dataset[Sample], forwarder: MetricsForwarder
 class HeldOut:
     """Rows to evaluate on, packed once, as many at a time as in a training step."""
 
-    def __init__(self, samples: Sequence[Sample], config: SFTConfig, ranks: Ranks) -> None:
+    def __init__(self, samples: Sequence[TrainingSequence], config: SFTConfig, ranks: Ranks) -> None:
         size = config.batch_size
         batches = [pack(samples[first : first + size]) for first in range(0, len(samples), size)]
         self._num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)

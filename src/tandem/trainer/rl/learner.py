@@ -35,14 +35,14 @@ class Update:
 
 
 class Learner:
-    """`judges` are frozen models by the stream they fill: reference_logprobs, teacher_logprobs."""
+    """`frozen_models` by the stream they fill: reference_logprobs, teacher_logprobs."""
 
     def __init__(
-        self, config: TrainerConfig, stepper: Stepper, judges: Mapping[str, FrozenModel] | None = None
+        self, config: TrainerConfig, stepper: Stepper, frozen_models: Mapping[str, FrozenModel] | None = None
     ) -> None:
         self.config = config
         self.stepper = stepper
-        self.judges = judges or {}
+        self.frozen_models = frozen_models or {}
         self.loss = micro_batch_loss(config.loss, make_policy_loss(config.loss))
 
     def learn(self, batch: TrainBatch) -> dict[str, float]:
@@ -67,11 +67,12 @@ class Learner:
         """With the streams that models have to be asked for before the first update."""
         loss = self.config.loss
         asks_policy = loss.type == "ppo" or (loss.old_logprobs == "recomputed" and self._moves_more_than_once)
-        if not self.judges and not asks_policy:
+        if not self.frozen_models and not asks_policy:
             return updates
         updates = [
             replace(
-                update, micro_batches=[self._judged(part, temperature, asks_policy) for part in update.micro_batches]
+                update,
+                micro_batches=[self._add_streams(part, temperature, asks_policy) for part in update.micro_batches],
             )
             for update in updates
         ]
@@ -81,10 +82,10 @@ class Learner:
     def _moves_more_than_once(self) -> bool:
         return self.config.updates_per_batch * self.config.epochs_per_batch > 1
 
-    def _judged(self, part: PackedBatch, temperature: float, asks_policy: bool) -> PackedBatch:
-        streams = {name: judge.logprobs(part, temperature) for name, judge in self.judges.items()}
+    def _add_streams(self, part: PackedBatch, temperature: float, asks_policy: bool) -> PackedBatch:
+        streams = {name: frozen.logprobs(part, temperature) for name, frozen in self.frozen_models.items()}
         if asks_policy:
-            predictions = self.stepper.judge(part, temperature)
+            predictions = self.stepper.infer(part, temperature)
             streams["old_logprobs"] = predictions.logprobs
             if predictions.values is not None:
                 streams["old_values"] = predictions.values
@@ -173,7 +174,7 @@ def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
     return compute
 
 
-def judges_of(config: LossConfig, model: Path) -> dict[str, Path]:
+def frozen_model_paths(config: LossConfig, model: Path) -> dict[str, Path]:
     """The frozen models a loss asks, by the stream they fill."""
     found: dict[str, Path] = {}
     if config.kl.coef > 0:

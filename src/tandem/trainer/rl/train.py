@@ -13,7 +13,7 @@ from tandem.trainer.losses import needs_entropy_gradient
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.rl.learner import Learner, judges_of
+from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.transport.weights.filesystem import WeightsPublisher
@@ -41,11 +41,11 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         entropy_gradient=needs_entropy_gradient(config.loss),
         critic=config.loss.ppo if config.loss.type == "ppo" else None,
     )
-    judges = {
+    frozen_models = {
         stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks)
-        for stream, path in judges_of(config.loss, config.model.name).items()
+        for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
-    learner = Learner(config, trained.stepper, judges)
+    learner = Learner(config, trained.stepper, frozen_models)
     throughput = trained.throughput()
     run_dir.create()
     run_log = RunLog(run_dir, "trainer", enabled=ranks.is_first)

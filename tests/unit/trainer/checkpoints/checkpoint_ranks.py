@@ -18,7 +18,7 @@ from tandem.trainer.build import Trained, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.model.optimizer import make_optimizer
 from tandem.trainer.parallel.ranks import Ranks, joined
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 from tandem.utils.run_dir import RunDir
 
 
@@ -67,7 +67,7 @@ def main(model: Path, strategy: str, given: Path, made: Path) -> None:
         trained = load(model, strategy, ranks)
         # Somebody may have asked the model before, which leaves the parameters gathered with zero2.
         with torch.no_grad():
-            trained.stepper.predict(pack([Sample([7, 8, 9], [0, 1, 1], {})]))
+            trained.stepper.predict(pack([TrainingSequence([7, 8, 9], [0, 1, 1], {})]))
         extra_state = make_checkpointer(trained, given, ranks).load(2)
         assert extra_state == {"row": 5}
         loaded = everything(trained)

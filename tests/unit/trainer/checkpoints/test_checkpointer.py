@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tandem.config.shared import CheckpointConfig
-from tandem.trainer import checkpoint, snapshot
+from tandem.trainer.checkpoints import checkpointer as checkpointing
+from tandem.trainer.checkpoints import snapshot
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.shards import read_whole, shard_file
 from tandem.trainer.checkpoints.snapshot import Snapshot, SnapshotWriter
@@ -69,7 +70,7 @@ def test_without_the_optimizer_state_the_run_would_differ(make_stepper, train, t
     train(whole, range(1, 4))
     train(first, range(1, 3))
     save(first, tmp_path, 2)
-    monkeypatch.setattr(checkpoint, "load_optimizer", lambda *arguments: None)
+    monkeypatch.setattr(checkpointing, "load_optimizer", lambda *arguments: None)
     checkpointer(second, tmp_path).load(2)
     train(second, range(3, 4))
     same = [torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True)]

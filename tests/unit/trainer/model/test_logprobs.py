@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tandem.trainer import logprobs as logprobs_module
+from tandem.trainer.model import logprobs as logprobs_module
 from tandem.trainer.model.logprobs import token_logprobs
 
 

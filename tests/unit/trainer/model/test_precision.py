@@ -25,7 +25,7 @@ from tandem.trainer.offline.reference import precompute, stream_reference
 from tandem.trainer.offline.reward_model import load_trained_scorer
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner
-from tandem.types.rollout import Sample, TrainBatch
+from tandem.types.rollout import TrainBatch, TrainingSequence
 
 RANKS = Ranks.single(torch.device("cpu"))
 DTYPES = ["float32", "bfloat16"]
@@ -45,7 +45,7 @@ def load(model: ModelConfig, *, lora: bool = False, checkpointing: int = 0, **op
     return load_trained(model, OptimizerConfig(lr=1e-2), parallel, RANKS, lora=adapter, **options)
 
 
-def make_samples(longest: int) -> list[Sample]:
+def make_samples(longest: int) -> list[TrainingSequence]:
     """Groups of prompts and completions up to `longest` tokens each: beyond 256 together, other kernels take over."""
     draw = random.Random(longest)
     samples = []
@@ -55,11 +55,11 @@ def make_samples(longest: int) -> list[Sample]:
             completion = [draw.randrange(6, 100) for _ in range(draw.randint(longest // 2, longest))]
             mask = [0] * len(prompt) + [1] * len(completion)
             streams = {"advantages": [draw.uniform(-1, 1)] * len(mask), "logprobs": [-4.6] * len(mask)}
-            samples.append(Sample(prompt + completion, mask, streams))
+            samples.append(TrainingSequence(prompt + completion, mask, streams))
     return samples
 
 
-def take_a_step(trained: Trained, samples: list[Sample]) -> None:
+def take_a_step(trained: Trained, samples: list[TrainingSequence]) -> None:
     """Away from weights that bfloat16 can hold exactly, and from an adapter of zeros."""
     batch = pack(samples)
     trained.stepper.step([batch], lambda _, said: LossOutput(-said.logprobs.sum(), {}), batch.num_loss_tokens)
@@ -80,8 +80,8 @@ def test_every_pass_says_the_same(tiny_model: Path, dtype, lora: bool, checkpoin
     assert torch.equal(frozen.logprobs(batch, TEMPERATURE), learning.logprobs)
     for _ in range(2):
         learning = trained.stepper.predict(batch, TEMPERATURE)
-        judged = trained.stepper.judge(batch, TEMPERATURE)
-        assert torch.equal(judged.logprobs, learning.logprobs) and torch.equal(judged.entropy, learning.entropy)
+        predicted = trained.stepper.infer(batch, TEMPERATURE)
+        assert torch.equal(predicted.logprobs, learning.logprobs) and torch.equal(predicted.entropy, learning.entropy)
         take_a_step(trained, make_samples(20))
     assert not torch.equal(frozen.logprobs(batch, TEMPERATURE), learning.logprobs), "nothing was learned"
 
@@ -93,7 +93,7 @@ def test_so_do_models_of_transformers(tiny_model: Path, dtype, lora: bool) -> No
     trained, frozen = load(config, lora=lora), FrozenModel(config, ParallelConfig(), RANKS)
     batch = pack(make_samples(20))
     learning = trained.stepper.predict(batch, TEMPERATURE).logprobs
-    assert torch.equal(trained.stepper.judge(batch, TEMPERATURE).logprobs, learning)
+    assert torch.equal(trained.stepper.infer(batch, TEMPERATURE).logprobs, learning)
     assert torch.equal(frozen.logprobs(batch, TEMPERATURE), learning)
 
 
@@ -102,7 +102,7 @@ def test_lower_precision_is_another_one(tiny_model: Path) -> None:
     batch = pack(make_samples(20))
     for impl in ("native", "hf"):
         exact, rounded = (
-            load(ModelConfig(name=tiny_model, dtype=dtype, impl=impl)).stepper.judge(batch).logprobs for dtype in DTYPES
+            load(ModelConfig(name=tiny_model, dtype=dtype, impl=impl)).stepper.infer(batch).logprobs for dtype in DTYPES
         )
         assert 0 < (exact - rounded).abs().max() < 0.1
 
@@ -118,7 +118,7 @@ def test_masters_in_float32_count_as_they_are_published(tiny_model: Path) -> Non
     assert {parameter.dtype for parameter in frozen.model.parameters()} == {torch.bfloat16}
     copy_weights(frozen.model.decoder, named_tensors(trained.decoder))  # type: ignore[arg-type]
     batch = pack(make_samples(20))
-    assert torch.equal(frozen.logprobs(batch, TEMPERATURE), trained.stepper.judge(batch, TEMPERATURE).logprobs)
+    assert torch.equal(frozen.logprobs(batch, TEMPERATURE), trained.stepper.infer(batch, TEMPERATURE).logprobs)
 
 
 @pytest.mark.parametrize("longest", [20, 200])
@@ -142,10 +142,10 @@ def test_before_the_first_update_ratios_are_one_and_the_kl_is_zero(
     trained = load(config.model, lora=lora)
     trained.stepper.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.0)
     frozen = FrozenModel(config.model, config.parallel, RANKS)
-    judges = {"reference_logprobs": frozen, "teacher_logprobs": frozen}
+    frozen_models = {"reference_logprobs": frozen, "teacher_logprobs": frozen}
     batch = pack(make_samples(longest))
     assert longest == 20 or len(divide(batch, 0, 1, 450)) > 1
-    stats = Learner(config, trained.stepper, judges).learn(TrainBatch(1, TEMPERATURE, batch))
+    stats = Learner(config, trained.stepper, frozen_models).learn(TrainBatch(1, TEMPERATURE, batch))
     exact = {"reference_kl": 0.0, "teacher_kl": 0.0, "ratio": 1.0, "clip_fraction": 0.0, "loss/kl": 0.0}
     assert {name: stats[name] for name in exact} == exact
 
@@ -157,10 +157,10 @@ def test_values_before_the_batch_are_those_of_the_first_update(tiny_model: Path,
     assert head is not None
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     batch = pack(make_samples(20))
-    learning, judged = trained.stepper.predict(batch), trained.stepper.judge(batch)
-    assert learning.values is not None and judged.values is not None
+    learning, predicted = trained.stepper.predict(batch), trained.stepper.infer(batch)
+    assert learning.values is not None and predicted.values is not None
     assert learning.values.dtype == torch.float32 and float(learning.values.detach().std()) > 0.1
-    assert torch.equal(learning.values, judged.values)
+    assert torch.equal(learning.values, predicted.values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,16 +168,16 @@ def test_scores_of_a_reward_model_do_not_depend_on_the_pass(tiny_model: Path, dt
     options = OptimizerConfig(), ParallelConfig(), RANKS
     stepper = load_trained_scorer(ModelConfig(name=tiny_model, dtype=dtype), *options, seed=0).stepper
     batch = pack(make_samples(20))
-    learning, judged = stepper.predict(batch).values, stepper.judge(batch).values
-    assert learning is not None and judged is not None
-    assert torch.equal(learning, judged)
+    learning, predicted = stepper.predict(batch).values, stepper.infer(batch).values
+    assert learning is not None and predicted is not None
+    assert torch.equal(learning, predicted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", ["precomputed", "model"])
 def test_before_the_first_step_an_aligned_model_is_its_reference(tiny_model: Path, dtype, source, tmp_path) -> None:
     """With long sequences in several micro-batches, where the company matters to the last bit."""
-    samples = [Sample(sample.token_ids, sample.loss_mask) for sample in make_samples(200)]
+    samples = [TrainingSequence(sample.token_ids, sample.loss_mask) for sample in make_samples(200)]
     rows = [AlignRow((samples[i], samples[i + 1]), (GOOD, BAD)) for i in (0, 3, 6)]
     config = ModelConfig(name=tiny_model, dtype=dtype)
     stepper = load(config).stepper

@@ -16,7 +16,7 @@ from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, 
 from tandem.trainer.offline.reference import no_reference, precompute, stream_reference
 from tandem.trainer.offline.reward_model import load_trained_scorer
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 
 CPU = torch.device("cpu")
 TYPES = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
@@ -25,8 +25,8 @@ TYPES = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
 @pytest.fixture
 def rows(make_samples) -> list[AlignRow]:
     """Six pairs; the prompts of two of them are the same."""
-    found = [Sample(each.token_ids, each.loss_mask) for each in make_samples(0, num_prompts=5, group_size=2)]
-    found += [Sample([*each.token_ids, 7], [*each.loss_mask, 1]) for each in found[:2]]
+    found = [TrainingSequence(each.token_ids, each.loss_mask) for each in make_samples(0, num_prompts=5, group_size=2)]
+    found += [TrainingSequence([*each.token_ids, 7], [*each.loss_mask, 1]) for each in found[:2]]
     return [AlignRow((found[i], found[i + 1]), (GOOD, BAD), margin=0.1 * i) for i in range(0, len(found), 2)]
 
 
@@ -165,7 +165,7 @@ def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: str, empt
     for number in range(len(rows) if empty == "every chosen" else 1):
         samples = list(rows[number].samples)
         prompt = samples[which].token_ids[: samples[which].num_context_tokens]
-        samples[which] = Sample(prompt, [0] * len(prompt))
+        samples[which] = TrainingSequence(prompt, [0] * len(prompt))
         rows[number] = replace(rows[number], samples=tuple(samples))
     aligner, completed, mismatched = start(AlignLossConfig(type=loss_type), 1000)
     stats = aligner.step(AlignBatch.of(completed), mismatched)

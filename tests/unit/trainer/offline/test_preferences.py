@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from tandem.config.align import AlignLossConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, encode_align_row, mismatches, scored
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 
 
-def sample(prompt: list[int], completion: list[int]) -> Sample:
-    return Sample(prompt + completion, [0] * len(prompt) + [1] * len(completion))
+def sample(prompt: list[int], completion: list[int]) -> TrainingSequence:
+    return TrainingSequence(prompt + completion, [0] * len(prompt) + [1] * len(completion))
 
 
 def pair(prompt: list[int], chosen: list[int], rejected: list[int], margin: float = 0.0) -> AlignRow:
     return AlignRow((sample(prompt, chosen), sample(prompt, rejected)), (GOOD, BAD), margin)
 
 
-def judged(prompt: list[int], completion: list[int], label: float) -> AlignRow:
+def labeled(prompt: list[int], completion: list[int], label: float) -> AlignRow:
     return AlignRow((sample(prompt, completion),), (label,))
 
 
@@ -69,7 +69,7 @@ def test_pairs_stay_together_however_the_step_is_divided(rows: list, num_ranks: 
 
 
 def test_mismatched_completions_come_from_the_next_row_with_another_prompt() -> None:
-    rows = [judged([1], [11], GOOD), judged([1], [12], BAD), judged([2], [21, 22], GOOD), judged([3], [31], BAD)]
+    rows = [labeled([1], [11], GOOD), labeled([1], [12], BAD), labeled([2], [21, 22], GOOD), labeled([3], [31], BAD)]
     found = [row.samples[0] for row in mismatches(rows)]
     assert [one.token_ids for one in found] == [[1, 21, 22], [1, 21, 22], [2, 31], [3, 11]]
     assert [one.loss_mask for one in found] == [[0, 1, 1], [0, 1, 1], [0, 1], [0, 1]]
@@ -82,14 +82,14 @@ def test_mismatched_completions_of_pairs_come_in_pairs() -> None:
 
 
 def test_without_another_prompt_nothing_is_mismatched() -> None:
-    assert mismatches([judged([1], [11], GOOD), judged([1], [12], BAD)]) == []
-    assert mismatches([judged([1], [11], GOOD)]) == []
+    assert mismatches([labeled([1], [11], GOOD), labeled([1], [12], BAD)]) == []
+    assert mismatches([labeled([1], [11], GOOD)]) == []
 
 
 def test_a_reward_model_reads_all_after_the_prompt_and_one_token_more() -> None:
     """The last token, which closes the turn and is not learned by others, is scored too."""
-    row = scored(AlignRow((Sample([1, 2, 3, 4], [0, 0, 1, 0]),), (GOOD,), margin=0.5))
-    assert row.samples[0] == Sample([1, 2, 3, 4, 4], [0, 0, 1, 1, 1])
+    row = scored(AlignRow((TrainingSequence([1, 2, 3, 4], [0, 0, 1, 0]),), (GOOD,), margin=0.5))
+    assert row.samples[0] == TrainingSequence([1, 2, 3, 4, 4], [0, 0, 1, 1, 1])
     assert row.margin == 0.5
 
 
@@ -102,7 +102,7 @@ PAIR = {"prompt": "abc", "chosen": "cba", "rejected": "abc", "margin": 1.5}
 LABELED = {"prompt": "abc", "completion": "cba", "label": False}
 
 
-def completion(tokenizer: Tokenizer, encoded: Sample) -> str:
+def completion(tokenizer: Tokenizer, encoded: TrainingSequence) -> str:
     learned = [token for token, mask in zip(encoded.token_ids, encoded.loss_mask, strict=True) if mask]
     return tokenizer.decode(learned, skip_special_tokens=False)
 

@@ -12,12 +12,12 @@ from tandem.config.shared import ModelConfig
 from tandem.data.packing import pack
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignRow
 from tandem.trainer.offline.reference import precompute, sample_key
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 
 
 @pytest.fixture
 def rows(make_samples) -> list[AlignRow]:
-    found = [Sample(each.token_ids, each.loss_mask) for each in make_samples(0, num_prompts=5, group_size=2)]
+    found = [TrainingSequence(each.token_ids, each.loss_mask) for each in make_samples(0, num_prompts=5, group_size=2)]
     return [AlignRow((found[i], found[i + 1]), (GOOD, BAD)) for i in range(0, len(found), 2)]
 
 
@@ -64,11 +64,13 @@ def test_the_cache_stands_for_the_same_model_and_the_same_rows(make_stepper, row
 
 def test_samples_are_told_apart_by_tokens_and_by_mask() -> None:
     keys = {
-        sample_key(Sample(ids, mask))
+        sample_key(TrainingSequence(ids, mask))
         for ids, mask in [([1, 2, 3], [0, 1, 1]), ([1, 2, 4], [0, 1, 1]), ([1, 2, 3], [0, 0, 1]), ([1, 2], [0, 1])]
     }
     assert len(keys) == 4
-    assert sample_key(Sample([1, 2], [0, 1])) == sample_key(Sample([1, 2], [0, 1], {"place": [0.0, 1.0]}))
+    assert sample_key(TrainingSequence([1, 2], [0, 1])) == sample_key(
+        TrainingSequence([1, 2], [0, 1], {"place": [0.0, 1.0]})
+    )
 
 
 def test_nothing_of_the_cache_path_is_left_behind(make_stepper, rows, tiny_model, tmp_path: Path) -> None:

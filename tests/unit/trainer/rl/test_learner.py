@@ -10,10 +10,10 @@ import torch
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.trainer.rl.learner import Learner, with_signal
-from tandem.types.rollout import Sample, TrainBatch
+from tandem.types.rollout import TrainBatch, TrainingSequence
 
 
-def silent(sample: Sample) -> Sample:
+def silent(sample: TrainingSequence) -> TrainingSequence:
     return replace(sample, streams={**sample.streams, "advantages": [0.0] * len(sample.token_ids)})
 
 

@@ -29,10 +29,10 @@ from tandem.trainer.build import Trained, load_trained
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.offline.sft import sft_loss
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.rl.learner import Learner, judges_of
+from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.trainer.rl.train import train_rl
 from tandem.transport.rollouts.filesystem import RolloutWriter
-from tandem.types.rollout import Sample, TrainBatch
+from tandem.types.rollout import TrainBatch, TrainingSequence
 from tandem.utils.files import read_json_lines
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture
-def samples(make_samples) -> list[Sample]:
+def samples(make_samples) -> list[TrainingSequence]:
     """Four groups. What stands beside tokens that are not learned is nonsense, and must not matter."""
     found = make_samples(3, num_prompts=4)
     return [
@@ -86,14 +86,14 @@ def load(config: TrainerConfig, ranks: Ranks = ALONE) -> tuple[Trained, Learner]
         torch.nn.init.normal_(trained.model.value_head.weight, generator=torch.Generator().manual_seed(9))
         torch.nn.init.constant_(trained.model.value_head.bias, 0.3)
     trained.stepper.optimizer = torch.optim.SGD(trained.model.parameters(), lr=LR)
-    judges = {
+    frozen_models = {
         stream: FrozenModel(ModelConfig(name=path), config.parallel, ranks)
-        for stream, path in judges_of(config.loss, config.model.name).items()
+        for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
-    return trained, Learner(config, trained.stepper, judges)
+    return trained, Learner(config, trained.stepper, frozen_models)
 
 
-def train_batch(samples: Sequence[Sample], step: int = 1) -> TrainBatch:
+def train_batch(samples: Sequence[TrainingSequence], step: int = 1) -> TrainBatch:
     batch = pack(samples)
     assert len(divide(batch, 0, 1, 24)) > 2
     return TrainBatch(step, TEMPERATURE, batch)
@@ -107,7 +107,7 @@ class Plain:
     hidden: Tensor  # (learned, hidden): where each is predicted from
 
 
-def read_plainly(decoder: Any, sample: Sample) -> Plain:
+def read_plainly(decoder: Any, sample: TrainingSequence) -> Plain:
     token_ids = torch.tensor(sample.token_ids)
     hidden = decoder(token_ids, torch.arange(len(token_ids)), PackedAttention(torch.tensor([len(token_ids)])))
     learned = torch.tensor(sample.loss_mask).nonzero().flatten()
@@ -115,12 +115,12 @@ def read_plainly(decoder: Any, sample: Sample) -> Plain:
     return Plain(distribution.gather(-1, token_ids[learned][:, None]).squeeze(-1), hidden[learned - 1])
 
 
-def plain_logprobs(model: Path | Any, samples: Sequence[Sample]) -> Tensor:
+def plain_logprobs(model: Path | Any, samples: Sequence[TrainingSequence]) -> Tensor:
     decoder = load_decoder(model, torch.float32, CPU) if isinstance(model, Path) else model
     return torch.cat([read_plainly(decoder, sample).logprobs for sample in samples])
 
 
-def learned_stream(samples: Sequence[Sample], name: str) -> Tensor:
+def learned_stream(samples: Sequence[TrainingSequence], name: str) -> Tensor:
     pairs = (pair for s in samples for pair in zip(s.streams[name], s.loss_mask, strict=True))
     return torch.tensor([value for value, learned in pairs if learned])
 
@@ -292,7 +292,7 @@ def test_who_is_asked() -> None:
         ),
     }
     for name, (loss, expected) in asked.items():
-        assert judges_of(LossConfig.model_validate(loss), start) == expected, name
+        assert frozen_model_paths(LossConfig.model_validate(loss), start) == expected, name
 
 
 def test_the_trainer_asks_the_models_that_the_loss_names(models, samples, tmp_path: Path) -> None:
@@ -347,10 +347,10 @@ def test_there_is_dropout_in_learning_only(models, samples) -> None:
         return trained, learner
 
     batch = pack(samples)
-    exact = begin(0.0)[0].stepper.judge(batch, TEMPERATURE).logprobs
+    exact = begin(0.0)[0].stepper.infer(batch, TEMPERATURE).logprobs
     trained, learner = begin(0.5)
     stepper = trained.stepper
-    assert torch.equal(stepper.judge(batch, TEMPERATURE).logprobs, exact)
+    assert torch.equal(stepper.infer(batch, TEMPERATURE).logprobs, exact)
     evaluated = stepper.evaluate([batch], sft_loss, batch.num_loss_tokens)["loss"]
     assert evaluated == begin(0.0)[0].stepper.evaluate([batch], sft_loss, batch.num_loss_tokens)["loss"]
     drawn = [stepper.predict(batch, TEMPERATURE).logprobs for _ in range(2)]
