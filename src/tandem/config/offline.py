@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
-from tandem.config.data import DataConfig, EvaluationConfig, require_held_out
+from tandem.config.data import DataConfig, OfflineEvalConfig, require_held_out
 from tandem.config.lora import LoRAConfig, check_lora
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import (
@@ -45,7 +45,7 @@ class OfflineConfig(Config):
     tokens_per_microbatch: int = Field(default=8192, ge=2)
     """Most tokens packed into one forward and backward pass; a pair is not divided."""
 
-    eval: EvaluationConfig = EvaluationConfig()
+    eval: OfflineEvalConfig = OfflineEvalConfig()
     lora: LoRAConfig | None = None
     """Train a LoRA adapter; left out: the whole model."""
 

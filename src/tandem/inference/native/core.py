@@ -24,11 +24,11 @@ from tandem.inference.engine import (
     GenerationResult,
     UnusableWeights,
 )
-from tandem.inference.native.adjustments import adjust
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import Key
 from tandem.inference.native.constraints import Constraints
 from tandem.inference.native.flights import Flight, Launcher
+from tandem.inference.native.logit_processors import adjust
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import Drawn, sample, sampling_rows
 from tandem.inference.native.scheduler import Fork, Scheduler

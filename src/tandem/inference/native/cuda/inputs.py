@@ -109,8 +109,9 @@ def prefill_inputs(
         start[owner] + offset,
         np.minimum(chunk[owner] - offset, QUERY_TILE),
     ]
-    *tokens, last, table, owners, firsts, at, counts = upload([part.astype(np.int32) for part in arrays], device)
-    return PrefillInputs(*tokens, last, PrefillTiles(table, columns, owners, firsts, at, counts))
+    on_device = upload([part.astype(np.int32) for part in arrays], device)
+    ids, slots, at, to, last, table, *tiles_on_device = on_device
+    return PrefillInputs(ids, slots, at, to, last, PrefillTiles(table, columns, *tiles_on_device))
 
 
 def upload(arrays: Sequence[Array], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
