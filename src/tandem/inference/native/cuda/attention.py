@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64  # tokens of the context a program reads at once
+DECODE_WARPS, DECODE_STAGES = 2, 3
 QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
 MAX_SPLITS = 32
@@ -51,12 +52,14 @@ def _decode(
         inside = t < end
         block = tl.load(blocks + t // BLOCK, mask=inside, other=0).to(tl.int64)
         where = block * block_stride + (t % BLOCK) * token_stride + head * head_stride
-        k = tl.load(keys + where[None, :] + d[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
+        k_mask = inside[None, :] if HEAD_DIM == PADDED else inside[None, :] & is_dim[:, None]
+        v_mask = inside[:, None] if HEAD_DIM == PADDED else inside[:, None] & is_dim[None, :]
+        k = tl.load(keys + where[None, :] + d[:, None], mask=k_mask, other=0.0)
         scores = tl.dot(queries, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         shrink, p = tl.exp(top - new_top), tl.exp(scores - new_top[:, None])
-        v = tl.load(values + where[:, None] + d[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
+        v = tl.load(values + where[:, None] + d[None, :], mask=v_mask, other=0.0)
         result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total, top = total * shrink + tl.sum(p, axis=1), new_top
     if IS_SPLIT:
@@ -144,7 +147,7 @@ class DecodeRows:
             *keys.stride()[:3], head_dim**-0.5, splits,
             HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
             ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=TILE,
-            WINDOW=window or 0, IS_SPLIT=splits > 1, num_warps=2 if padded <= 128 else 4, num_stages=3,
+            WINDOW=window or 0, IS_SPLIT=splits > 1, num_warps=DECODE_WARPS if padded <= 128 else 4, num_stages=DECODE_STAGES,
         )  # fmt: skip
         if splits > 1:
             _merge[(num_rows * num_heads,)](*parts, out, HEAD_DIM=head_dim, PADDED=padded, SPLITS=splits, num_warps=2)

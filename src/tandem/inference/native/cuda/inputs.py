@@ -123,16 +123,10 @@ def upload(arrays: Sequence[Array], device: torch.device, into: Tensor | None = 
         words[place : place + array.size] = np.ascontiguousarray(array).ravel().view(np.int32)
     target = torch.empty_like(host, device=device) if into is None else into[: len(host)]
     target.copy_(host, non_blocking=True)
-    return views(target, arrays)
-
-
-def views(words: Tensor, arrays: Sequence[Array]) -> list[Tensor]:
-    """The arrays that lie in `words`."""
-    places = offsets([array.size for array in arrays])
-    flat = [words[place : place + array.size] for array, place in zip(arrays, places, strict=False)]
+    parts = [target[place : place + array.size] for array, place in zip(arrays, places, strict=False)]
     return [
         part.view(torch.float32) if array.dtype == np.float32 else part
-        for part, array in zip(flat, arrays, strict=True)
+        for part, array in zip(parts, arrays, strict=True)
     ]
 
 

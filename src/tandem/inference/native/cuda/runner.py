@@ -25,9 +25,9 @@ from tandem.inference.native.cuda.inputs import (
     decode_arrays,
     decode_inputs,
     draw_arrays,
+    offsets,
     prefill_inputs,
     upload,
-    views,
 )
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.sampler import NO_TOP, Drawn, SamplingRows, sampling_rows
@@ -70,27 +70,22 @@ class CudaRunner:
         self.last = torch.zeros(state.num_slots + 1, dtype=torch.int32, device=device)
         self.sources = torch.arange(buckets(state.num_slots)[-1], dtype=torch.int32, device=device)
         self.use_graphs = use_graphs
+        num_logits = len(self.sources) if use_graphs else 0
+        self.logits = cache.keys.new_empty(num_logits, decoder.spec.vocab_size)  # of a graph's rows
         self.graphs: dict[int, DecodeGraph] = {}
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Compile the kernels and capture the graphs, the largest first: the others find room in its memory."""
-        state, rows = self.state, np.zeros(1, np.int64)
-        table, state.block_table = state.block_table, np.full_like(state.block_table, self.spare_block)
-        chunk = np.full(1, min(2, state.tokens.shape[1]))
-        self.launch(rows, chunk, rows)
-        self._decode(decode_inputs(upload(self._spare_arrays(1), self.device)), None)
-        state.block_table = table
-        if self.use_graphs:
-            sizes = buckets(state.num_slots)
-            logits = torch.empty(
-                sizes[-1], self.decoder.spec.vocab_size, dtype=self.cache.keys.dtype, device=self.device
-            )
-            memory: Any = None
-            for size in reversed(sizes):
-                self.graphs[size] = self._capture(size, logits, memory)
-                memory = memory or self.graphs[size].graph.pool()
-            self._logits = logits
+        slot = np.zeros(1, np.int64)  # still free; what is computed for it goes to the block that belongs to nobody
+        self.state.block_table[slot] = self.spare_block
+        self.launch(slot, np.full(1, 2), slot)
+        self._launch_decode(slot, use_graph=False)
+        memory: Any = None
+        for size in reversed(buckets(self.state.num_slots)) if self.use_graphs else ():
+            self.graphs[size] = self._capture(slot, size, memory)
+            memory = memory or self.graphs[size].graph.pool()
+        self.state.block_table[slot] = 0
         torch.cuda.synchronize(self.device)
 
     def launch(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Launched:
@@ -151,7 +146,7 @@ class CudaRunner:
         graph = self.graphs[size]
         upload(arrays, self.device, graph.words)
         graph.graph.replay()
-        return Launched(self._logits[: len(rows)], DrawnOnDevice(graph.drawn.words, len(rows)))
+        return Launched(self.logits[: len(rows)], DrawnOnDevice(graph.drawn.words, len(rows)))
 
     def _decode(self, inputs: DecodeInputs, logits: Tensor | None) -> tuple[Tensor, DrawnOnDevice]:
         """A whole decoding step; logits are written to `logits` where that is given."""
@@ -163,32 +158,21 @@ class CudaRunner:
             torch.mm(hidden, self.decoder.output_weight.T, out=logits)
         return logits, draw(logits, self.sources, inputs.draw, self.last)
 
-    def _capture(self, num_rows: int, logits: Tensor, memory: Any) -> DecodeGraph:
-        state = self.state
-        arrays = self._spare_arrays(num_rows)
-        words = torch.zeros(
-            sum(array.size + 4 for array in arrays) + num_rows * state.block_table.shape[1],
-            dtype=torch.int32, device=self.device,
-        )  # fmt: skip
-        upload(arrays, self.device, words)
-        inputs = decode_inputs(views(words, arrays))
+    def _capture(self, slot: Rows, num_rows: int, memory: Any) -> DecodeGraph:
+        arrays = decode_arrays(self.state, slot, sampling_rows(self.state, slot), num_rows, self.spare_block)
+        num_words = offsets([array.size for array in arrays])[-1] + num_rows * self.state.block_table.shape[1]
+        words = torch.zeros(num_words, dtype=torch.int32, device=self.device)
+        inputs = decode_inputs(upload(arrays, self.device, words))
+        logits = self.logits[:num_rows]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self._decode(inputs, logits[:num_rows])  # products choose their plans before the graph is captured
+            self._decode(inputs, logits)  # products choose their plans before the graph is captured
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            _, drawn = self._decode(inputs, logits[:num_rows])
+            _, drawn = self._decode(inputs, logits)
         return DecodeGraph(graph, words, drawn)
-
-    def _spare_arrays(self, num_rows: int) -> list[NDArray[Any]]:
-        """Inputs of a step with padding rows only."""
-        rows = np.zeros(1, np.int64)
-        arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), num_rows, self.spare_block)
-        arrays[-1][:] = self.spare_block
-        arrays[2][:] = self.spare_block * self.state.block_size
-        return arrays
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
