@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64  # tokens of the context a program reads at once
-DECODE_WARPS, DECODE_STAGES = 2, 3
+DECODE_WARPS, DECODE_STAGES = 2, 3  # what was measured best (docs/log.md)
 QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
 MAX_SPLITS = 32
@@ -147,7 +147,8 @@ class DecodeRows:
             *keys.stride()[:3], head_dim**-0.5, splits,
             HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
             ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=TILE,
-            WINDOW=window or 0, IS_SPLIT=splits > 1, num_warps=DECODE_WARPS if padded <= 128 else 4, num_stages=DECODE_STAGES,
+            WINDOW=window or 0, IS_SPLIT=splits > 1,
+            num_warps=DECODE_WARPS if padded <= 128 else 4, num_stages=DECODE_STAGES,
         )  # fmt: skip
         if splits > 1:
             _merge[(num_rows * num_heads,)](*parts, out, HEAD_DIM=head_dim, PADDED=padded, SPLITS=splits, num_warps=2)
