@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tandem.models import ops
 from tandem.models.cpu.kernels import Layout
+from tandem.models.gpu import flex
 
 MAX_SHORT_CONTEXT = 256
 # Segments share a rectangle if their lengths differ by less than a factor of the square root of two.
@@ -62,20 +63,30 @@ class Rectangle:
 
 
 class PackedAttention:
-    """On a CPU, short sequences go through a kernel of ours that takes them as they lie; everything else is laid out
-    as rectangles for PyTorch's."""
+    """On a CPU, short sequences go through a kernel of ours that takes them as they lie, and on a GPU all do through
+    FlexAttention; everything else is laid out as rectangles for PyTorch's."""
 
-    def __init__(self, lengths: Tensor, parents: Tensor | None = None) -> None:
-        """lengths and parents (segments,); the parent of a root is -1, and without parents all are roots."""
+    def __init__(self, lengths: Tensor, parents: Tensor | None = None, padding: int = 0) -> None:
+        """lengths and parents (segments,); the parent of a root is -1, and without parents all are roots. `padding`
+        tokens follow the last segment: what they get is of no use, and nobody sees them."""
         self.lengths = lengths
         self.parents = torch.full_like(lengths, -1) if parents is None else parents
+        self.padding = padding
         self.layout = _short_layout(lengths, self.parents) if lengths.device.type == "cpu" else None
 
     @torch.compiler.disable  # nothing to fuse, and its layout changes with every batch
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.layout is not None and (out := ops.packed_attention(q, k, v, self.layout, window)) is not None:
             return out
-        return self.rectangles.attend(q, k, v, window)
+        if flex.serves(q):
+            return self.flex.attend(q, k, v, window)
+        out = self.rectangles.attend(q, k, v, window)
+        return F.pad(out, (0, 0, 0, 0, 0, self.padding)) if self.padding else out
+
+    @functools.cached_property
+    def flex(self) -> flex.FlexAttention:
+        lengths, parents = (x.cpu().numpy() for x in (self.lengths, self.parents))
+        return flex.FlexAttention(lengths, parents, self.padding, self.lengths.device)
 
     @functools.cached_property
     def rectangles(self) -> "Rectangles":

@@ -1,0 +1,73 @@
+"""What makes training fast on a GPU, against its plain twins: kernels, FlexAttention, log-probs."""
+
+import importlib.util
+import itertools
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tandem.models.attention import PackedAttention, Rectangles
+from tandem.models.gpu import flex
+
+pytestmark = pytest.mark.gpu
+KERNELS = Path(__file__).parents[1] / "unit" / "models" / "gpu" / "interpreted.py"
+
+
+@pytest.fixture(scope="module")
+def comparisons() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("interpreted", KERNELS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("memory_gib", [0.005, 100])
+def test_kernels_compute_what_their_twins_do(
+    comparisons: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, memory_gib: float
+) -> None:
+    monkeypatch.setattr(comparisons.logprobs, "memory_of", lambda device: int(memory_gib * 2**30))
+    errors = {name: case() for name, case in comparisons.cases("cuda", dtype, scale=101)}
+    assert len(errors) == 15
+    assert {name: error for name, error in errors.items() if not error < tolerance} == {}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 32), ((16, 8), 128), ((3, 3), 64)], ids=str)
+def test_flex_attention_is_that_of_rectangles(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
+    lengths = torch.tensor([130, 40, 300, 128, 1000, 77], device="cuda")
+    parents = torch.tensor([-1, 0, 0, -1, 3, -1], device="cuda")
+    total, padding = int(lengths.sum()), -int(lengths.sum()) % 128
+    q, k, v = (torch.randn(total + padding, n, head_dim, device="cuda") for n in (heads[0], heads[1], heads[1]))
+
+    def with_gradients(attend, dtype: torch.dtype, size: int) -> list[torch.Tensor]:
+        leaves = [x[:size].to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)[:total]
+        pull = torch.linspace(-1, 1, out.numel(), device="cuda").cos().view_as(out).to(dtype)
+        return [out, *(grad[:total] for grad in torch.autograd.grad(out, leaves, pull))]
+
+    attention = PackedAttention(lengths, parents, padding)
+    found = with_gradients(lambda q, k, v: attention.attend(0, q, k, v, window), torch.bfloat16, total + padding)
+    assert flex.serves(q.bfloat16()) and "flex" in attention.__dict__
+    exact = Rectangles(lengths, parents)
+    expected = with_gradients(lambda q, k, v: exact.attend(q, k, v, window), torch.float32, total)
+    for one, other in itertools.zip_longest(found, expected):
+        assert (one.float() - other).norm() / other.norm() < 1e-2
+
+
+@pytest.mark.filterwarnings("default")
+def test_one_compilation_serves_all_numbers_of_tokens() -> None:
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ([100, 28], [300] * 5, [4096, 17]):
+            total = sum(lengths)
+            attention = PackedAttention(torch.tensor(lengths, device="cuda"), padding=-total % 128)
+            size = total + -total % 128
+            q, k, v = (torch.randn(size, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
+            q.requires_grad_()
+            attention.attend(0, q, k, v, None).sum().backward()
