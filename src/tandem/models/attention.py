@@ -8,13 +8,16 @@ and to itself, so that a prompt with many completions is computed once.
 import functools
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.models import ops
 from tandem.models.cpu.kernels import Layout
 from tandem.models.gpu import flex
+from tandem.models.runtime import to_device
 
 MAX_SHORT_CONTEXT = 256
 # Segments share a rectangle if their lengths differ by less than a factor of the square root of two.
@@ -72,7 +75,17 @@ class PackedAttention:
         self.lengths = lengths
         self.parents = torch.full_like(lengths, -1) if parents is None else parents
         self.padding = padding
+        self.on_host: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self.layout = _short_layout(lengths, self.parents) if lengths.device.type == "cpu" else None
+
+    @classmethod
+    def of(
+        cls, lengths: NDArray[np.int64], parents: NDArray[np.int64], device: torch.device, padding: int = 0
+    ) -> "PackedAttention":
+        """For a batch that lies on the host, where what depends on its layout is computed."""
+        attention = cls(to_device(lengths, device), to_device(parents, device), padding)
+        attention.on_host = lengths, parents
+        return attention
 
     @torch.compiler.disable  # nothing to fuse, and its layout changes with every batch
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -85,7 +98,7 @@ class PackedAttention:
 
     @functools.cached_property
     def flex(self) -> flex.FlexAttention:
-        lengths, parents = (x.cpu().numpy() for x in (self.lengths, self.parents))
+        lengths, parents = self.on_host or (self.lengths.cpu().numpy(), self.parents.cpu().numpy())
         return flex.FlexAttention(lengths, parents, self.padding, self.lengths.device)
 
     @functools.cached_property

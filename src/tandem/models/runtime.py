@@ -4,9 +4,10 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.config.shared import Device
@@ -57,6 +58,12 @@ def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:
             return thread.submit(function, *args, **kwargs).result()
 
     return run
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for what a GPU still has to do."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def whole(tensor: Tensor) -> Tensor:

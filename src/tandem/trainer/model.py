@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tandem.models import ops
 from tandem.models.attention import PackedAttention
 from tandem.models.gpu.blocks import BLOCK
+from tandem.models.runtime import to_device
 from tandem.trainer.logprobs import token_logprobs
 from tandem.types.rollout import PackedBatch
 
@@ -32,9 +33,7 @@ class Inputs:
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> "Inputs":
         def move(array: NDArray[Any]) -> Tensor:
-            tensor = torch.from_numpy(array)
-            # Without waiting for what the GPU still has to do.
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+            return to_device(array, device)
 
         # Kernels of a GPU work on blocks of tokens, and what is compiled for whole blocks serves all batches.
         padding = -batch.num_tokens % BLOCK if device.type == "cuda" else 0
@@ -44,7 +43,7 @@ class Inputs:
         return cls(
             move(np.pad(batch.token_ids, (0, padding))),
             move(np.pad(batch.positions, (0, padding))),
-            PackedAttention(move(batch.segment_lengths), move(batch.segment_parents), padding),
+            PackedAttention.of(batch.segment_lengths, batch.segment_parents, device, padding),
             move(batch.token_ids[targets]),
             move(previous_tokens(batch)[targets]),
             None if np.array_equal(spread, np.arange(len(targets))) else move(spread),

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def has_kernels(x: Tensor) -> bool:
     """By its device alone. What torch.compile traces is left to it: it fuses PyTorch's operations by itself."""
-    return x.is_cuda and is_installed() and not torch.compiler.is_compiling()
+    return x.is_cuda and not torch.compiler.is_compiling() and is_installed()
 
 
 @functools.cache

@@ -60,11 +60,9 @@ def _count_queries(first: NDArray[np.int64], end: NDArray[np.int64], is_some: ND
     """(query blocks, key blocks): how many queries have the block between their first and their end."""
     num_blocks = len(first) // BLOCK
     is_some = is_some & (first < end)
-    blocks, first, end = np.flatnonzero(is_some) // BLOCK, first[is_some], end[is_some]
-    changes = np.zeros((num_blocks, num_blocks + 1), dtype=np.int64)
-    np.add.at(changes, (blocks, first), 1)
-    np.add.at(changes, (blocks, end), -1)
-    return changes.cumsum(axis=1)[:, :-1]
+    rows, size = np.flatnonzero(is_some) // BLOCK * (num_blocks + 1), num_blocks * (num_blocks + 1)
+    begins, ends = (np.bincount(rows + column[is_some], minlength=size) for column in (first, end))
+    return (begins - ends).reshape(num_blocks, -1).cumsum(axis=1)[:, :-1]
 
 
 def _distances(sight: Sight, num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -17,11 +17,11 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tandem.models.gpu.available import is_installed
 from tandem.models.gpu.blocks import BLOCK, block_tables, sight_of
+from tandem.models.runtime import to_device
 
 LEAST_HEAD_DIM = 16  # that Triton multiplies
-LISTS = tuple(
-    f"{kind}{side}_{what}" for kind in ("", "full_") for side in ["kv", "q"] for what in ("num_blocks", "indices")
-)
+# Whole blocks only, and every token sees itself: what FlexAttention would have to be careful about does not occur.
+OPTIONS: Any = {"IS_DIVISIBLE": True, "ROWS_GUARANTEED_SAFE": True}
 
 
 def serves(q: Tensor) -> bool:
@@ -39,7 +39,7 @@ class FlexAttention:
         self.num_blocks = -(-self.num_tokens // BLOCK)
         self.sight = sight_of(lengths, parents, self.num_blocks * BLOCK)
         self.device = device
-        self._masks: dict[int | None, BlockMask] = {}
+        self._lists: dict[int | None, dict[str, Tensor]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """(tokens, heads, head_dim), like q."""
@@ -47,37 +47,44 @@ class FlexAttention:
         q, k, v = ((F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).transpose(0, 1)[None] for x in (q, k, v))
         for x in (q, k, v):
             torch._dynamo.maybe_mark_dynamic(x, 2)
-        mask = self.mask(window)
-        lists = {name: getattr(mask, name) for name in LISTS}
-        out = _compiled()(q, k, v, lists, self._moved, window)
-        return out[0].transpose(0, 1)[: self.num_tokens]
+        out = _compiled()(q, k, v, self.lists(window), self.limits, window)[0].transpose(0, 1)
+        return out[: self.num_tokens] if missing else out
 
-    def mask(self, window: int | None) -> BlockMask:
-        if window not in self._masks:
-            self._masks[window] = self._make_mask(window)
-        return self._masks[window]
-
-    def _make_mask(self, window: int | None) -> BlockMask:
-        partial, full = (_lists(table) for table in block_tables(self.sight, window))
-        sees = mask_function(*self._moved, window)
-        mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees).to(self.device)
-        for name in LISTS:
-            tensor = getattr(mask, name)
-            for dimension in range(2, tensor.ndim):
-                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        return mask
+    def lists(self, window: int | None) -> dict[str, Tensor]:
+        """The lists of a BlockMask by their names."""
+        if window not in self._lists:
+            partial, full = block_tables(self.sight, window)
+            tables = {"kv": partial, "q": partial.T, "full_kv": full, "full_q": full.T}
+            self._lists[window] = {}
+            for name, table in tables.items():
+                # Of each block, how many blocks it has and, those first, which.
+                counts, order = table.sum(axis=1), np.argsort(~table, axis=1, kind="stable")
+                self._lists[window] |= {f"{name}_num_blocks": self._move(counts), f"{name}_indices": self._move(order)}
+        return self._lists[window]
 
     @functools.cached_property
-    def _moved(self) -> tuple[Tensor, Tensor, Tensor]:
-        sight = (self.sight.starts, self.sight.prefix_starts, self.sight.prefix_ends)
-        starts, prefix_starts, prefix_ends = (torch.from_numpy(x.astype(np.int32)).to(self.device) for x in sight)
-        for tensor in (starts, prefix_starts, prefix_ends):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    def limits(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sight of each token."""
+        sight = self.sight
+        starts, prefix_starts, prefix_ends = (
+            _of_any_size(to_device(x.astype(np.int32), self.device))
+            for x in (sight.starts, sight.prefix_starts, sight.prefix_ends)
+        )
         return starts, prefix_starts, prefix_ends
+
+    def _move(self, array: NDArray[np.int64]) -> Tensor:
+        return _of_any_size(to_device(array.astype(np.int32)[None, None], self.device))
+
+
+def _of_any_size(tensor: Tensor) -> Tensor:
+    """Have torch.compile take its sizes as numbers that vary."""
+    for dimension in range(tensor.ndim):
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    return tensor
 
 
 def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, lists: dict[str, Tensor], sight: tuple[Tensor, ...], window: int | None
+    q: Tensor, k: Tensor, v: Tensor, lists: dict[str, Tensor], limits: tuple[Tensor, ...], window: int | None
 ) -> Tensor:
     """q, k, v (1, heads, tokens, head_dim). What is compiled; the number of tokens is read off the tensors, so that
     one compilation serves them all."""
@@ -85,9 +92,10 @@ def attend_blocks(
         seq_lengths=(q.shape[2], k.shape[2]),
         **lists,
         BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=mask_function(*sight, window),
+        mask_mod=mask_function(*limits, window),
     )
-    return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])  # type: ignore[return-value]
+    gqa = q.shape[1] != k.shape[1]
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=OPTIONS)  # type: ignore
 
 
 def mask_function(
@@ -105,13 +113,6 @@ def mask_function(
         return own | ((key >= prefix_starts[query]) & (key < prefix_ends[query]) & (distance < window))
 
     return sees if window is None else sees_near
-
-
-def _lists(table: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """Of each block of queries, how many blocks it has and, those first, which."""
-    counts = table.sum(axis=1).astype(np.int32)
-    indices = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
-    return torch.from_numpy(counts)[None, None], torch.from_numpy(indices)[None, None]
 
 
 @functools.cache
