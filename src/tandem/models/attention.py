@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tandem.models import ops
 from tandem.models.cpu.kernels import Layout
-from tandem.models.gpu import flex
+from tandem.models.gpu import equal_lengths, flex
 from tandem.models.runtime import to_device
 
 MAX_SHORT_CONTEXT = 256
@@ -66,8 +66,9 @@ class Rectangle:
 
 
 class PackedAttention:
-    """On a CPU, short sequences go through a kernel of ours that takes them as they lie, and on a GPU all do through
-    FlexAttention; everything else is laid out as rectangles for PyTorch's."""
+    """On a CPU, short sequences go through a kernel of ours that takes them as they lie; on a GPU, in bfloat16, all do
+    through FlexAttention, or cuDNN's where they are of one length. Everything else is laid out as rectangles for
+    PyTorch's."""
 
     def __init__(self, lengths: Tensor, parents: Tensor | None = None, padding: int = 0) -> None:
         """lengths and parents (segments,); the parent of a root is -1, and without parents all are roots. `padding`
@@ -92,14 +93,24 @@ class PackedAttention:
         if self.layout is not None and (out := ops.packed_attention(q, k, v, self.layout, window)) is not None:
             return out
         if flex.serves(q):
+            length = self._one_length
+            if length is not None and (window is None or window >= length):
+                return equal_lengths.attend(q, k, v, length)
             return self.flex.attend(q, k, v, window)
         out = self.rectangles.attend(q, k, v, window)
         return F.pad(out, (0, 0, 0, 0, 0, self.padding)) if self.padding else out
 
     @functools.cached_property
     def flex(self) -> flex.FlexAttention:
-        lengths, parents = self.on_host or (self.lengths.cpu().numpy(), self.parents.cpu().numpy())
-        return flex.FlexAttention(lengths, parents, self.padding, self.lengths.device)
+        return flex.FlexAttention(*self._host_segments, self.padding, self.lengths.device)
+
+    @functools.cached_property
+    def _one_length(self) -> int | None:
+        return equal_lengths.one_length(*self._host_segments, self.padding)
+
+    @property
+    def _host_segments(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self.on_host or (self.lengths.cpu().numpy(), self.parents.cpu().numpy())
 
     @functools.cached_property
     def rectangles(self) -> "Rectangles":

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from tandem.models.gpu import kernels
 
 # Gradients of norm weights are added up by so many programs, then over them: the order does not depend on timing.
-PROGRAMS = 528
+PROGRAMS = 2048
 COLUMNS = 1024  # that a program of an elementwise kernel takes
 
 

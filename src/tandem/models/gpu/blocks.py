@@ -56,6 +56,15 @@ def block_tables(sight: Sight, window: int | None) -> tuple[NDArray[np.bool_], N
     return is_seen & ~is_full, is_seen & is_full
 
 
+def lists_of(table: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each row, how many blocks it has (rows,), and which, those first (rows, blocks)."""
+    counts = table.sum(axis=1)
+    rows, columns = np.nonzero(table)
+    indices = np.zeros(table.shape, dtype=np.int64)
+    indices[rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]] = columns
+    return counts, indices
+
+
 def _count_queries(first: NDArray[np.int64], end: NDArray[np.int64], is_some: NDArray[np.bool_]) -> NDArray[np.int64]:
     """(query blocks, key blocks): how many queries have the block between their first and their end."""
     num_blocks = len(first) // BLOCK

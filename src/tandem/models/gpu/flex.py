@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tandem.models.gpu.available import is_installed
-from tandem.models.gpu.blocks import BLOCK, block_tables, sight_of
+from tandem.models.gpu.blocks import BLOCK, block_tables, lists_of, sight_of
 from tandem.models.runtime import to_device
 
 LEAST_HEAD_DIM = 16  # that Triton multiplies
-# Whole blocks only, and every token sees itself: what FlexAttention would have to be careful about does not occur.
-OPTIONS: Any = {"IS_DIVISIBLE": True, "ROWS_GUARANTEED_SAFE": True}
+# There are whole blocks only, which FlexAttention cannot see where the number of tokens varies.
+OPTIONS: Any = {"IS_DIVISIBLE": True}
 
 
 def serves(q: Tensor) -> bool:
@@ -36,7 +36,8 @@ class FlexAttention:
         self, lengths: NDArray[np.int64], parents: NDArray[np.int64], padding: int, device: torch.device
     ) -> None:
         self.num_tokens = int(lengths.sum()) + padding
-        self.num_blocks = -(-self.num_tokens // BLOCK)
+        # A single block would need a compilation of its own: torch.compile takes sizes of one as constants.
+        self.num_blocks = max(2, -(-self.num_tokens // BLOCK))
         self.sight = sight_of(lengths, parents, self.num_blocks * BLOCK)
         self.device = device
         self._lists: dict[int | None, dict[str, Tensor]] = {}
@@ -44,10 +45,10 @@ class FlexAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """(tokens, heads, head_dim), like q."""
         missing = self.num_blocks * BLOCK - len(q)
-        q, k, v = ((F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).transpose(0, 1)[None] for x in (q, k, v))
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x for x in (q, k, v))
         for x in (q, k, v):
-            torch._dynamo.maybe_mark_dynamic(x, 2)
-        out = _compiled()(q, k, v, self.lists(window), self.limits, window)[0].transpose(0, 1)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        out = _compiled()(q, k, v, self.lists(window), self.limits, window)
         return out[: self.num_tokens] if missing else out
 
     def lists(self, window: int | None) -> dict[str, Tensor]:
@@ -57,9 +58,8 @@ class FlexAttention:
             tables = {"kv": partial, "q": partial.T, "full_kv": full, "full_q": full.T}
             self._lists[window] = {}
             for name, table in tables.items():
-                # Of each block, how many blocks it has and, those first, which.
-                counts, order = table.sum(axis=1), np.argsort(~table, axis=1, kind="stable")
-                self._lists[window] |= {f"{name}_num_blocks": self._move(counts), f"{name}_indices": self._move(order)}
+                counts, indices = (self._move(x) for x in lists_of(table))
+                self._lists[window] |= {f"{name}_num_blocks": counts, f"{name}_indices": indices}
         return self._lists[window]
 
     @functools.cached_property
@@ -86,8 +86,9 @@ def _of_any_size(tensor: Tensor) -> Tensor:
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, lists: dict[str, Tensor], limits: tuple[Tensor, ...], window: int | None
 ) -> Tensor:
-    """q, k, v (1, heads, tokens, head_dim). What is compiled; the number of tokens is read off the tensors, so that
-    one compilation serves them all."""
+    """q, k, v (tokens, heads, head_dim), like what comes back. What is compiled; the number of tokens is read off the
+    tensors, so that one compilation serves them all."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = BlockMask(
         seq_lengths=(q.shape[2], k.shape[2]),
         **lists,
@@ -95,7 +96,8 @@ def attend_blocks(
         mask_mod=mask_function(*limits, window),
     )
     gqa = q.shape[1] != k.shape[1]
-    return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=OPTIONS)  # type: ignore
+    out: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=OPTIONS)
+    return out[0].transpose(0, 1)
 
 
 def mask_function(

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tandem.models.attention import Rectangles
-from tandem.models.gpu import flex
-from tandem.models.gpu.blocks import BLOCK, block_tables, sight_of
+from tandem.models.gpu import equal_lengths, flex
+from tandem.models.gpu.blocks import BLOCK, block_tables, lists_of, sight_of
 
 Segments = tuple[NDArray[np.int64], NDArray[np.int64]]
 
@@ -54,6 +54,8 @@ def test_blocks_are_those_of_the_dense_mask(packed: Segments, window: int | None
     some, every = cells.any(axis=(1, 3)), cells.all(axis=(1, 3))
     assert not (partial & full).any()
     assert not (full & ~every).any() and not (some & ~(partial | full)).any()
+    for row, count, indices in zip(partial, *lists_of(partial), strict=True):
+        assert indices[:count].tolist() == np.flatnonzero(row).tolist()
     if window is None:
         assert np.array_equal(full, every) and np.array_equal(partial, some & ~every)
 
@@ -97,8 +99,35 @@ def test_one_compilation_serves_all_numbers_of_tokens(monkeypatch: pytest.Monkey
 
     compiled = torch.compile(flex.attend_blocks, backend=backend)
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
-    for lengths, parents in (([130, 300], [-1, -1]), ([512, 512, 10], [-1, 0, 0]), ([900] * 3, [-1] * 3)):
+    for lengths, parents in (([1], [-1]), ([130, 300], [-1, -1]), ([512, 512, 10], [-1, 0, 0]), ([900] * 3, [-1] * 3)):
         attention = flex.FlexAttention(np.array(lengths), np.array(parents), 0, torch.device("cpu"))
         q, k, v = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
         attention.attend(q, k, v, None)
     assert count == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "padding", "expected"),
+    [
+        ([256, 256], [-1, -1], 0, 256),
+        ([256], [-1], 0, 256),
+        ([256, 384], [-1, -1], 0, None),
+        ([256, 256], [-1, 0], 0, None),  # a child sees more
+        ([100, 100], [-1, -1], 56, None),
+        ([200, 200], [-1, -1], 0, None),  # lengths that vary are not worth a plan each
+    ],
+)
+def test_sequences_of_one_length(lengths: list[int], parents: list[int], padding: int, expected: int | None) -> None:
+    assert equal_lengths.one_length(np.array(lengths), np.array(parents), padding) == expected
+
+
+def test_attention_of_equal_lengths_is_that_of_rectangles() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(256, heads, 16, generator=draw) for heads in (4, 2, 2))
+    lengths = torch.tensor([128, 128])
+    expected = Rectangles(lengths, torch.full_like(lengths, -1)).attend(q, k, v, None)
+    learning = equal_lengths.attend(q.requires_grad_(), k, v, 128)
+    with torch.no_grad():
+        judged = equal_lengths.attend(q, k, v, 128)
+    torch.testing.assert_close(learning, expected)
+    assert learning.requires_grad and not judged.requires_grad and torch.equal(learning, judged)
