@@ -19,11 +19,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", choices=["training"], action="append", help="default: all")
     parser.add_argument("--shapes", nargs="+", choices=list(gpu_training.SHAPES), default=list(gpu_training.SHAPES))
-    parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    parser.add_argument("--peers", nargs="*", choices=["eager", "compiled"], default=["eager", "compiled"])
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for row in gpu_training.run(args.shapes, peers=not args.no_peers):
+    for row in gpu_training.run(args.shapes, args.peers):
         rows.append(row)
         print(json.dumps(row), flush=True)
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}", *gpu_training.table(rows)]

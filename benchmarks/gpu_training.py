@@ -19,14 +19,15 @@ import torch
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
-from tandem.data.packing import pack
+from tandem.data.packing import divide, pack
 from tandem.models.decoder import Decoder
 from tandem.models.spec import ModelSpec
-from tandem.trainer.model import LanguageModel
-from tandem.trainer.ranks import Ranks
-from tandem.trainer.setup import make_stepper
-from tandem.trainer.train_sft import sft_loss
-from tandem.types.rollout import PackedBatch, Sample
+from tandem.trainer.build import make_stepper
+from tandem.trainer.model.language_model import LanguageModel
+from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.offline.sft import sft_loss
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.types.rollout import PackedBatch, TrainingSequence
 
 PEAK_FLOPS = 808e12  # of bfloat16 matrix products as measured on an H200
 QWEN3 = {
@@ -68,7 +69,8 @@ class Work:
         return cls(f"groups {prompts}x{completions}x({prompt_length}+{length})", rows)
 
     def packed(self) -> PackedBatch:
-        return pack([Sample(prompt + rest, [0] * len(prompt) + [1] * len(rest)) for prompt, rest in self.rows])
+        rows = ((prompt + rest, [0] * len(prompt) + [1] * len(rest)) for prompt, rest in self.rows)
+        return pack([TrainingSequence(token_ids, mask) for token_ids, mask in rows])
 
 
 def _draw(count: int, seed: int) -> list[int]:
@@ -95,10 +97,12 @@ def ours(shape: dict[str, Any], work: Work, **parallel: Any) -> Step:
     options = OptimizerConfig(), ParallelConfig.model_validate(parallel), Ranks.single(device)
     stepper = make_stepper(model, decoder.layers, config, *options)
     batch = work.packed()
-    return lambda: stepper.step([batch], sft_loss, batch.num_loss_tokens)
+    tokens = tokens_per_microbatch(stepper, 0, least=4096, deterministic=False)
+    micro_batches = divide(batch, 0, 1, tokens)
+    return lambda: stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
 
 
-def hugging_face(shape: dict[str, Any], work: Work, *, compiled: bool, rows_at_once: int = 16) -> Step:
+def hugging_face(shape: dict[str, Any], work: Work, *, compiled: bool, rows_at_once: int) -> Step:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     with torch.device("cuda"):
@@ -159,17 +163,20 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def run(shapes: list[str], peers: bool = True) -> Iterator[dict[str, Any]]:
-    """One row of the table after the other."""
+def run(shapes: list[str], peers: list[str]) -> Iterator[dict[str, Any]]:
+    """One row of the table after the other. Compiling takes the peer a minute, so it does that for one work a shape."""
     for name in shapes:
         shape = SHAPES[name]
         works = [Work.sequences(4, 4096)] if name == "4B" else [Work.sequences(4, 4096), Work.groups(7, 8, 128, 512)]
         for work in works:
             batch = work.packed()
             ways: dict[str, Callable[[], Step]] = {"ours": lambda shape=shape, work=work: ours(shape, work)}
-            if peers:
-                ways["hf eager"] = lambda shape=shape, work=work: hugging_face(shape, work, compiled=False)
-                ways["hf compiled"] = lambda shape=shape, work=work: hugging_face(shape, work, compiled=True)
+            for peer in peers if work is works[0] else [peer for peer in peers if peer == "eager"]:
+                # A larger model leaves its peer room for fewer rows at once.
+                options = {"compiled": peer == "compiled", "rows_at_once": 2 if name == "4B" else 16}
+                ways[f"hf {peer}"] = lambda shape=shape, work=work, options=options: hugging_face(
+                    shape, work, **options
+                )
             for way, make in ways.items():
                 row: dict[str, Any] = {"section": "training", "shape": name, "work": work.name, "way": way}
                 try:

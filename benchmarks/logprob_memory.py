@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.trainer.logprobs import token_logprobs
+from tandem.trainer.model.logprobs import token_logprobs
 
 WAYS = ("naive", "chunked")
 

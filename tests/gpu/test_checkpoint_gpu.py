@@ -9,12 +9,12 @@ import torch
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import CheckpointConfig, ModelConfig, OptimizerConfig
 from tandem.models.runtime import whole
-from tandem.trainer.checkpoint import Checkpointer, copy_to_cpu, new_group
-from tandem.trainer.optimizer import make_optimizer
-from tandem.trainer.ranks import Ranks, joined
-from tandem.trainer.setup import Trained, load_trained
-from tandem.trainer.sharding import shard
-from tandem.trainer.shards import read_shards, write_shards
+from tandem.trainer.build import Trained, load_trained
+from tandem.trainer.checkpoints.checkpointer import Checkpointer, copy_to_cpu, new_group
+from tandem.trainer.checkpoints.shards import read_shards, write_shards
+from tandem.trainer.model.optimizer import make_optimizer
+from tandem.trainer.parallel.ranks import Ranks, joined
+from tandem.trainer.parallel.sharding import shard
 from tandem.utils.run_dir import RunDir
 
 OPTIMIZER = OptimizerConfig(lr=1e-2)

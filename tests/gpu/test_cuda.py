@@ -20,21 +20,21 @@ from tandem.inference.engine import GenerationRequest, Sampling
 from tandem.inference.grammars import Grammars
 from tandem.inference.native.build import build_engine
 from tandem.inference.structure import Structure
-from tandem.trainer.frozen import FrozenModel
-from tandem.trainer.ranks import joined
-from tandem.trainer.setup import load_trained
-from tandem.trainer.sharding import needs_group
-from tandem.trainer.train_sft import sft_loss
+from tandem.trainer.build import load_trained
+from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.offline.sft import sft_loss
+from tandem.trainer.parallel.ranks import joined
+from tandem.trainer.parallel.sharding import needs_group
 from tandem.transport.weights.manifest import write_manifest
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
 
 
-def make_samples() -> list[Sample]:
+def make_samples() -> list[TrainingSequence]:
     """Three completions of one prompt, and a sequence by itself."""
     rows = [(PROMPT, [74, 73, 72, 71, 2]), (PROMPT, [74, 2]), (PROMPT, [71, 72, 73]), ([7, 8, 9], [10, 11])]
-    return [Sample(prompt + rest, [0] * len(prompt) + [1] * len(rest)) for prompt, rest in rows]
+    return [TrainingSequence(prompt + rest, [0] * len(prompt) + [1] * len(rest)) for prompt, rest in rows]
 
 
 def train(model_dir: Path, device: str, dtype: str = "float32", **parallel: Any) -> tuple[list[float], dict[str, Any]]:
@@ -80,20 +80,22 @@ def test_training_on_a_gpu_is_training_on_the_cpu(tiny_model: Path, parallel: di
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel", [{}, {"gradient_checkpointing": 1}, {"strategy": "zero3_offload"}], ids=str)
 def test_every_pass_says_the_same_to_the_bit(tiny_model: Path, impl: str, dtype: str, parallel: dict[str, Any]) -> None:
-    """The one that learns, the one that recomputes, a reference of the same weights; in short and long sequences, and in
-    ones of one length."""
+    """The one that learns, the one that recomputes, a reference of the same weights; sequences short, long and of one
+    length."""
     config = ParallelConfig.model_validate(parallel)
     model = ModelConfig.model_validate({"name": tiny_model, "dtype": dtype, "impl": impl})
     longer = [token % 90 + 6 for token in range(400)]
-    packed = pack([*make_samples(), Sample(longer, [0] * 10 + [1] * 390), Sample(longer[::-1], [0] * 50 + [1] * 350)])
-    of_one_length = pack([Sample(longer[first : first + 256], [0] + [1] * 255) for first in (0, 1)])
+    rows = [(longer, 10), (longer[::-1], 50)]
+    alone = [TrainingSequence(row, [0] * prompt + [1] * (400 - prompt)) for row, prompt in rows]
+    packed = pack([*make_samples(), *alone])
+    of_one_length = pack([TrainingSequence(longer[first : first + 256], [0] + [1] * 255) for first in (0, 1)])
     with joined("cuda", 60, group_for_one=needs_group(config)) as ranks:
         stepper = load_trained(model, OptimizerConfig(), config, ranks).stepper
         frozen = FrozenModel(model, config, ranks)
         for batch in (packed, of_one_length):
             learning = stepper.predict(batch, 0.7)
             assert learning.logprobs.requires_grad
-            assert torch.equal(stepper.judge(batch, 0.7).logprobs, learning.logprobs)
+            assert torch.equal(stepper.infer(batch, 0.7).logprobs, learning.logprobs)
             assert torch.equal(frozen.logprobs(batch, 0.7), learning.logprobs)
 
 

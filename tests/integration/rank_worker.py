@@ -20,15 +20,15 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
 from tandem.models.runtime import setup_torch
-from tandem.trainer.frozen import FrozenModel
-from tandem.trainer.learner import micro_batch_loss
+from tandem.trainer.build import load_trained
 from tandem.trainer.losses import make_policy_loss
-from tandem.trainer.ranks import Ranks, joined
-from tandem.trainer.setup import load_trained
-from tandem.types.rollout import Sample
+from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.parallel.ranks import Ranks, joined
+from tandem.trainer.rl.learner import micro_batch_loss
+from tandem.types.rollout import TrainingSequence
 
 
-def make_samples(seed: int) -> list[Sample]:
+def make_samples(seed: int) -> list[TrainingSequence]:
     """Three groups of unequal size and length, so that no two ranks have the same to do."""
     draw = random.Random(seed)
     samples = []
@@ -42,7 +42,7 @@ def make_samples(seed: int) -> list[Sample]:
                 "logprobs": [draw.uniform(-5.0, -4.0) for _ in prompt + completion],
             }
             mask = [0] * len(prompt) + [1] * len(completion)
-            samples.append(Sample(prompt + completion, mask, streams))
+            samples.append(TrainingSequence(prompt + completion, mask, streams))
     return samples
 
 
@@ -77,7 +77,7 @@ def ask_in_passes(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tenso
     reference = FrozenModel(config, parallel, ranks).logprobs(batch, 0.7)
     return {
         "learning": learning.detach(),
-        "recomputed": stepper.judge(batch, 0.7).logprobs,
+        "recomputed": stepper.infer(batch, 0.7).logprobs,
         "reference": reference,
     }
 

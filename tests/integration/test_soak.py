@@ -1,7 +1,6 @@
 """Hundreds of clients at once, a third of whom leave when they like: nothing is leaked, nobody is left waiting."""
 
 import asyncio
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import aiohttp
 from tests.integration.processes import Starter
 from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
-
-from tandem.utils.ports import nearest_free_port
+from tests.ports import free_port
 
 NUM_CLIENTS = 500
 NUM_ROUNDS = 4
@@ -92,7 +90,7 @@ async def soak(base_url: str) -> list[float]:
 
 
 def test_clients_that_come_and_go(tiny_model: Path, starter: Starter) -> None:
-    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    port = free_port()
     base_url = f"http://127.0.0.1:{port}"
     process = starter.start(
         "inference",

@@ -15,7 +15,7 @@ from tests.scale.hosts import Host
 
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
-from tandem.trainer.train_rl import train_rl
+from tandem.trainer.rl.train import train_rl
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Sample, TrainBatch
 from tandem.utils.files import read_json_lines, write_json

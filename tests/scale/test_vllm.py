@@ -19,12 +19,12 @@ import pytest
 import torch
 from tests.integration.processes import wait_until
 from tests.patience import PATIENCE
+from tests.ports import free_port
 from tests.scale.vllm_models import FIRST_TOKEN, publish_counting, publish_random
 from tests.scale.vllm_server import (
     KEY,
     VllmServer,
     descendants,
-    free_port,
     launch,
     start,
     wait_until_gone,
@@ -529,7 +529,7 @@ def test_two_data_parallel_ranks_as_head_and_headless(
     """Both ranks get every update, and tokens of both carry exact versions."""
     address = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
     size = ["--data-parallel-size", "2", "--data-parallel-size-local", "1"]
-    port = str(free_port() + 1)
+    port = str(free_port())
     head = launch(vllm_python, tiny_model, tmp_path / "head.log", "--port", port, *size, *address)
     rank = ["--headless", "--data-parallel-start-rank", "1"]
     other = launch(vllm_python, tiny_model, tmp_path / "headless.log", *size, *address, *rank)

@@ -127,14 +127,14 @@ class SFTDataConfig(DataConfig):
     """Messages of these roles are learned, the others are context."""
 
 
-class EvaluationConfig(Config):
+class OfflineEvalConfig(Config):
     """Evaluation on held-out rows; always after the last step."""
 
     every: float | None = Field(default=None, gt=0)
     """Also after every so many steps; below 1, after every such fraction of training."""
 
     @model_validator(mode="after")
-    def _whole(self) -> "EvaluationConfig":
+    def _whole(self) -> "OfflineEvalConfig":
         if self.every is not None and self.every >= 1 and self.every != int(self.every):
             raise ValueError(f"every = {self.every:g} is neither a number of steps nor a fraction of training below 1")
         return self
@@ -146,7 +146,7 @@ class EvaluationConfig(Config):
         return step == max_steps or step % int(interval) == 0
 
 
-def require_held_out(evaluation: EvaluationConfig, data: DataConfig) -> None:
+def require_held_out(evaluation: OfflineEvalConfig, data: DataConfig) -> None:
     """Nothing can be evaluated on no rows."""
     if evaluation.every is not None and not data.has_eval:
         raise ValueError(f"eval.every = {evaluation.every:g} needs rows: give data.eval_size or data.eval_path")

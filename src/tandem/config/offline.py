@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
-from tandem.config.data import DataConfig, EvaluationConfig, require_held_out
+from tandem.config.data import DataConfig, OfflineEvalConfig, require_held_out
 from tandem.config.lora import LoRAConfig, check_lora
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import (
@@ -42,10 +42,11 @@ class OfflineConfig(Config):
     batch_size: int = Field(default=32, ge=1)
     """Rows per step; a pair is one."""
 
-    tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens packed into one forward and backward pass; a pair is not divided."""
+    tokens_per_microbatch: int = Field(default=0, ge=0)
+    """Most tokens packed into one forward and backward pass; a pair is not divided. 0: 8192, or on a GPU as many as its
+    memory holds, and always room for one sequence or pair."""
 
-    eval: EvaluationConfig = EvaluationConfig()
+    eval: OfflineEvalConfig = OfflineEvalConfig()
     lora: LoRAConfig | None = None
     """Train a LoRA adapter; left out: the whole model."""
 

@@ -35,7 +35,7 @@ class ParallelConfig(Config):
 
 
 def require_room(tokens_per_microbatch: int, seq_len: int) -> None:
-    if tokens_per_microbatch < seq_len:
+    if 0 < tokens_per_microbatch < seq_len:
         raise ValueError(
             f"tokens_per_microbatch = {tokens_per_microbatch} cannot hold one sequence of seq_len = {seq_len}; "
             f"the smallest valid value is {seq_len}"

@@ -10,14 +10,16 @@ from typing import Any
 
 from tandem.data.masks import Conversation, require_characters, tokenize_conversation, tokenize_spans
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import Message, Sample
+from tandem.types.rollout import Message, TrainingSequence
 
 Fields = Mapping[str, Any]
-Fit = Callable[[Sample], Sample]
+Fit = Callable[[TrainingSequence], TrainingSequence]
 """Takes a sample that is not longer than it may be, cuts it, or raises ValueError."""
 
 
-def encode_sft_row(row: Fields, fit: Fit, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)) -> Sample:
+def encode_sft_row(
+    row: Fields, fit: Fit, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)
+) -> TrainingSequence:
     if "messages" in row:
         conversation = Conversation(read_messages(row["messages"], "messages"), read_tools(row))
         return fit(encode_conversation(conversation, tokenizer, roles))
@@ -30,7 +32,7 @@ def encode_sft_row(row: Fields, fit: Fit, tokenizer: Tokenizer, roles: Collectio
 
 def encode_completion(
     prompt: Any, completion: Any, name: str, row: Fields, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)
-) -> Sample:
+) -> TrainingSequence:
     """A prompt that is context and a completion that is learned; `name` is the completion's field."""
     if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.has_chat_template:
         return encode_continuation(prompt, completion, name, tokenizer)
@@ -41,7 +43,7 @@ def encode_completion(
 
 def encode_conversation(
     conversation: Conversation, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)
-) -> Sample:
+) -> TrainingSequence:
     learned = [
         (index, message)
         for index, message in enumerate(conversation.messages)
@@ -55,13 +57,13 @@ def encode_conversation(
     return _with_something_to_learn(tokenize_conversation(conversation, tokenizer, roles))
 
 
-def encode_text(text: Any, tokenizer: Tokenizer) -> Sample:
+def encode_text(text: Any, tokenizer: Tokenizer) -> TrainingSequence:
     """Plain language modelling: every token is learned, and that the text ends."""
     token_ids = _encode_plain(text, "text", tokenizer)
-    return _with_something_to_learn(Sample(token_ids, [0] + [1] * (len(token_ids) - 1)))
+    return _with_something_to_learn(TrainingSequence(token_ids, [0] + [1] * (len(token_ids) - 1)))
 
 
-def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Tokenizer) -> Sample:
+def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Tokenizer) -> TrainingSequence:
     """For models without a chat template: the completion follows the prompt as it is, and ends."""
     if not completion.strip():
         raise ValueError(f"{name!r} is empty: there is nothing to learn in it")
@@ -69,7 +71,9 @@ def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Toke
     joined = tokenize_spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))], tokenizer)
     opening = _opening_tokens(tokenizer)
     closing = [token for token in tokenizer.eos_token_ids[:1] if joined.token_ids[-1] != token]
-    sample = Sample([*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing))
+    sample = TrainingSequence(
+        [*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing)
+    )
     if 1 not in sample.loss_mask:
         raise ValueError(f"there is nothing to learn in {name!r}: no token begins in it but the first of the text")
     return sample
@@ -163,7 +167,7 @@ def _opening_tokens(tokenizer: Tokenizer) -> list[int]:
     return marked[: marked.index(plain[0])]
 
 
-def _with_something_to_learn(sample: Sample) -> Sample:
+def _with_something_to_learn(sample: TrainingSequence) -> TrainingSequence:
     if 1 not in sample.loss_mask:
         raise ValueError("there is nothing to learn: the chat template shows no message that is learned")
     return sample

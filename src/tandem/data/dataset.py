@@ -14,7 +14,7 @@ from tandem.config.data import DataConfig, SourceConfig
 from tandem.data.conversations import Fields, Fit
 from tandem.data.rows import Row, RowSource, open_source
 from tandem.data.sources import Indices, InMemory, Mixed, SampleSource, Streamed
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Fitting:
         self.cuts = cuts
         self.has_cut = False
 
-    def __call__(self, sample: Sample) -> Sample:
+    def __call__(self, sample: TrainingSequence) -> TrainingSequence:
         num_tokens = len(sample.token_ids)
         if num_tokens <= self.seq_len:
             return sample
@@ -116,7 +116,7 @@ class Fitting:
                 "data.on_bad_row = 'skip' or 'truncate'"
             )
         self.has_cut = True
-        cut = Sample(sample.token_ids[: self.seq_len], sample.loss_mask[: self.seq_len])
+        cut = TrainingSequence(sample.token_ids[: self.seq_len], sample.loss_mask[: self.seq_len])
         if 1 not in cut.loss_mask:
             raise NothingLeft(f"cut to seq_len = {self.seq_len}, it has nothing to learn; it has {num_tokens} tokens")
         return cut

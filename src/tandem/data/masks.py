@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.data.template import Span
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import Message, Sample
+from tandem.types.rollout import Message, TrainingSequence
 from tandem.utils.errors import UserError
 
 # Not a character by the Unicode standard, and so in no message; see require_characters.
@@ -139,12 +139,12 @@ def learned_spans(rendering: Rendering, roles: Collection[str]) -> list[Span]:
 
 def tokenize_conversation(
     conversation: Conversation, tokenizer: Tokenizer, roles: Collection[str] = ("assistant",)
-) -> Sample:
+) -> TrainingSequence:
     rendering = Rendering(conversation, tokenizer)
     return tokenize_spans(rendering.text, learned_spans(rendering, roles), tokenizer)
 
 
-def tokenize_spans(text: str, spans: Sequence[Span], tokenizer: Tokenizer) -> Sample:
+def tokenize_spans(text: str, spans: Sequence[Span], tokenizer: Tokenizer) -> TrainingSequence:
     """The text as tokens; learned are those that begin inside a span, and never the first."""
     token_ids, starts = tokenizer.encode_with_starts(text)
     mask = [0] * len(token_ids)
@@ -154,7 +154,7 @@ def tokenize_spans(text: str, spans: Sequence[Span], tokenizer: Tokenizer) -> Sa
         while start >= end and end < len(text):
             begin, end = next(remaining, (len(text), len(text)))
         mask[position] = int(position > 0 and begin <= start < end)
-    return Sample(token_ids=token_ids, loss_mask=mask)
+    return TrainingSequence(token_ids=token_ids, loss_mask=mask)
 
 
 def require_characters(text: str) -> None:

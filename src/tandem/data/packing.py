@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.data.balance import balance, fill
-from tandem.types.rollout import PackedBatch, Sample
+from tandem.types.rollout import PackedBatch, TrainingSequence
 
 # Attention over so many tokens costs about as much as everything else does for one.
 ATTENTION_TOKENS = 4096
 
 
-def pack(samples: Sequence[Sample]) -> PackedBatch:
+def pack(samples: Sequence[TrainingSequence]) -> PackedBatch:
     """Sequence i of the batch is samples[i]."""
     contexts: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for number, sample in enumerate(samples):

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_messages, read_tools
 from tandem.data.masks import Conversation
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 
 
 class Preference(NamedTuple):
     """Two samples with the same context."""
 
-    chosen: Sample
-    rejected: Sample
+    chosen: TrainingSequence
+    rejected: TrainingSequence
 
 
 class Judged(NamedTuple):
     """A sample, and whether its answer is good."""
 
-    sample: Sample
+    sample: TrainingSequence
     label: bool
 
 
@@ -40,7 +40,7 @@ def encode_preference_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Prefer
     return Preference(fit(chosen), fit(rejected))
 
 
-def encode_judged_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Judged:
+def encode_labeled_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Judged:
     for name in ("prompt", "completion", "label"):
         _require(row, name)
     label = row["label"]
@@ -70,7 +70,7 @@ def _split(prompt: Any, answer: Any, name: str) -> tuple[Any, Any]:
     return (messages[:num_repeated], messages[num_repeated:]) if num_repeated else (prompt, messages)
 
 
-def _encode_conversations(row: Fields, tokenizer: Tokenizer) -> list[Sample]:
+def _encode_conversations(row: Fields, tokenizer: Tokenizer) -> list[TrainingSequence]:
     """Both conversations; the messages they begin with alike are the prompt."""
     if not isinstance(row["chosen"], list) or not isinstance(row["rejected"], list):
         raise ValueError("a row without 'prompt' needs 'chosen' and 'rejected' as lists of messages")

@@ -15,10 +15,10 @@ def main() -> None:
 def align(config: AlignConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.entrypoints.offline import Train, run_offline
-    from tandem.trainer.preferences import encode_align_row
+    from tandem.trainer.offline.preferences import encode_align_row
 
     def load_train() -> Train[AlignConfig]:
-        from tandem.trainer.train_align import train_align
+        from tandem.trainer.offline.align import train_align
 
         return train_align
 

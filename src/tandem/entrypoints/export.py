@@ -30,7 +30,7 @@ def export(config: ExportConfig) -> None:
     if output.exists():
         raise UserError(f"output_dir = {str(output)!r} is there already; remove it, or give another --output-dir")
 
-    from tandem.trainer.export import export_checkpoint
+    from tandem.trainer.checkpoints.export import export_checkpoint
 
     export_checkpoint(run_dir, step, output, config.dtype)
     print(f"the model of step {step} is in {output}")

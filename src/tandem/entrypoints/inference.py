@@ -78,8 +78,8 @@ def serve(config: InferenceConfig) -> None:
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
     from tandem.data.tokenizer import Tokenizer
     from tandem.inference.api.app import create_app
-    from tandem.inference.api.defaults import SamplingDefaults
-    from tandem.inference.api.served import ApiOptions
+    from tandem.inference.api.context import ApiOptions
+    from tandem.inference.api.prompts import SamplingDefaults
     from tandem.inference.browsers import names_of
     from tandem.inference.connections import make_server
     from tandem.inference.roots import weight_roots

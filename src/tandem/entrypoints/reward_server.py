@@ -37,12 +37,12 @@ def serve(config: RewardServerConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.inference.browsers import names_of
     from tandem.inference.connections import make_server
-    from tandem.inference.scoring.app import create_app
-    from tandem.inference.scoring.scores import ScoreModel
+    from tandem.inference.reward_model.app import create_app
+    from tandem.inference.reward_model.scores import ScoreModel
     from tandem.inference.vocabulary import compare_vocabularies
     from tandem.models.cpu import library
+    from tandem.models.reward_model import load_scorer
     from tandem.models.runtime import choose_device, in_own_thread, setup_torch
-    from tandem.models.scorer import load_scorer
 
     setup_torch(threads=config.threads, seed=0, deterministic=False)
     device = choose_device(config.device)

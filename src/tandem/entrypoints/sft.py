@@ -18,7 +18,7 @@ def fine_tune(config: SFTConfig) -> None:
     from tandem.entrypoints.offline import Train, run_offline
 
     def load_train() -> Train[SFTConfig]:
-        from tandem.trainer.train_sft import train_sft
+        from tandem.trainer.offline.sft import train_sft
 
         return train_sft
 

@@ -21,7 +21,7 @@ def train(config: TrainerConfig) -> None:
     with hold_run(config.output_dir, "trainer", ["trainer"]):
         spread_over_ranks("tandem.entrypoints.trainer", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
 
-        from tandem.trainer.train_rl import train_rl
+        from tandem.trainer.rl.train import train_rl
 
         train_rl(config)
 

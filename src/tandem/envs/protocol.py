@@ -1,4 +1,4 @@
-"""What an environment is: tasks to train on, tasks held out, and a judge. Called by the orchestrator."""
+"""What an environment is: tasks to train on, tasks held out, and a reward function. Called by the orchestrator."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Protocol

@@ -9,8 +9,8 @@ from tandem.utils.errors import UserError
 async def try_environment(environment: Environment, config: EnvConfig) -> None:
     """Score an empty completion and the answer of one training and one held-out task; UserError where that fails.
 
-    Models write empty and malformed completions all the time: a judge that cannot take one would lose every such
-    rollout, and with it what there is to learn from it.
+    Models write empty and malformed completions all the time: a reward function that cannot take one would lose every
+    such rollout, and with it what there is to learn from it.
     """
     if not config.check:
         return

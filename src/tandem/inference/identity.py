@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.inference.engine import EngineBusy
-from tandem.types.identity import NOBODY, ServerIdentity, describe_run
+from tandem.types.identity import NO_RUN, ServerIdentity, describe_run
 
 
 class Identity:
@@ -25,7 +25,7 @@ class Identity:
         self.instance = uuid.uuid4().hex
         self.model = model
         self._version = version
-        self._runs = [NOBODY]  # whose weights have served, one after another
+        self._runs = [NO_RUN]  # whose weights have served, one after another
         self._adapters: set[str] = set()  # names under which adapters have served
         self._one_change = asyncio.Lock()
         self._settled = asyncio.Event()
@@ -34,7 +34,7 @@ class Identity:
     @property
     def run(self) -> str | None:
         """Whose weights serve."""
-        return None if self._runs[-1] == NOBODY else self._runs[-1]
+        return None if self._runs[-1] == NO_RUN else self._runs[-1]
 
     @property
     def status(self) -> dict[str, str | int | None]:
@@ -49,7 +49,7 @@ class Identity:
         return ServerIdentity(self.instance, self.model, self._version(), tuple(dict.fromkeys(self._runs[start:])))
 
     async def settled(self) -> None:
-        """Returns while nobody's weights are taking the place of another's: whose tokens are drawn is known then."""
+        """Returns while nobody's weights are taking the place of another's: it is known then whose tokens are drawn."""
         await self._settled.wait()
 
     @asynccontextmanager
@@ -58,7 +58,7 @@ class Identity:
         async with self._one_change:
             # An adapter that nobody has asked for so far changes nobody's tokens.
             keeps_owner = run is None and adapter is not None and adapter not in self._adapters
-            owner = self._runs[-1] if keeps_owner else run or NOBODY
+            owner = self._runs[-1] if keeps_owner else run or NO_RUN
             if owner != self._runs[-1]:
                 self._refuse_displaced(owner)
                 self._settled.clear()
@@ -72,7 +72,7 @@ class Identity:
                 self._settled.set()
 
     def _refuse_displaced(self, run: str) -> None:
-        if run != NOBODY and run in self._runs:
+        if run != NO_RUN and run in self._runs:
             now = describe_run(self._runs[-1])
             raise EngineBusy(f"the weights that run {run!r} loaded here have been replaced by {now}")
 

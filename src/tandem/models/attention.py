@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.models import ops
-from tandem.models.cpu.kernels import Layout
+from tandem.models.cpu.kernels import SegmentLayout
 from tandem.models.gpu import equal_lengths, flex
 from tandem.models.runtime import to_device
 
@@ -117,7 +117,7 @@ class PackedAttention:
         return Rectangles(self.lengths, self.parents)
 
 
-def _short_layout(lengths: Tensor, parents: Tensor) -> Layout | None:
+def _short_layout(lengths: Tensor, parents: Tensor) -> SegmentLayout | None:
     """None if some context is long enough for PyTorch's kernel, which works on blocks of queries, to be faster."""
     is_child = parents >= 0
     prefix_lengths = torch.where(is_child, lengths[parents], 0)
@@ -125,7 +125,9 @@ def _short_layout(lengths: Tensor, parents: Tensor) -> Layout | None:
         return None
     starts = lengths.cumsum(0) - lengths
     prefix_starts = torch.where(is_child, starts[parents], 0)
-    return Layout(*(per_segment.repeat_interleave(lengths) for per_segment in (starts, prefix_starts, prefix_lengths)))
+    return SegmentLayout(
+        *(per_segment.repeat_interleave(lengths) for per_segment in (starts, prefix_starts, prefix_lengths))
+    )
 
 
 class Rectangles:

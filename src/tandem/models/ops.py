@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.models.cpu import autograd, kernels
-from tandem.models.cpu.kernels import Layout
+from tandem.models.cpu.kernels import SegmentLayout
 from tandem.models.gpu.available import has_kernels
 from tandem.models.precision import rounded
 
@@ -105,7 +105,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return autograd.SiluMul.apply(fast, gate_up) if torch.is_grad_enabled() else fast.silu_mul(gate_up)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor | None:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, window: int | None) -> Tensor | None:
     """Attention of packed sequences without padding, in float32 inside; None where no kernel can do it."""
     if kernels.find(q) is None or q.shape[-1] % kernels.LANES:
         return None

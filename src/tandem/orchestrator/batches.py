@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tandem.data.packing import pack
 from tandem.orchestrator.buffer import staleness
-from tandem.types.rollout import Group, Rollout, Sample, TrainBatch
+from tandem.types.rollout import Group, Rollout, TrainBatch, TrainingSequence
 
 
 def make_batch(groups: Sequence[Group], advantages: Sequence[list[float]], step: int, temperature: float) -> TrainBatch:
@@ -17,10 +17,10 @@ def make_batch(groups: Sequence[Group], advantages: Sequence[list[float]], step:
     return TrainBatch(step, temperature, pack(samples))
 
 
-def make_sample(rollout: Rollout, advantage: float) -> Sample:
+def make_sample(rollout: Rollout, advantage: float) -> TrainingSequence:
     """Prompt and completion end to end; only the sampled tokens carry loss."""
     num_prompt, num_sampled = len(rollout.prompt_ids), len(rollout.completion.token_ids)
-    return Sample(
+    return TrainingSequence(
         token_ids=rollout.prompt_ids + rollout.completion.token_ids,
         loss_mask=[0] * num_prompt + [1] * num_sampled,
         streams={

@@ -25,12 +25,12 @@ from tandem.orchestrator.client import InferenceClient, ServerLost
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
-from tandem.orchestrator.policy import Policy
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.shaping import shape_rewards, shaping_metrics
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, request_seed, sampling_options
+from tandem.orchestrator.weight_sync import Policy
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Group

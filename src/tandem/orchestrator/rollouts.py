@@ -1,4 +1,4 @@
-"""One group: a task's prompt to the server, its completions to the judge.
+"""One group: a task's prompt to the server, its completions to the reward function.
 
 A completion that cannot be scored costs its rollout: another is sampled in its place. A task for which that has
 happened as often as it may has failed.
@@ -11,8 +11,8 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
 from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
-from tandem.orchestrator.policy import Policy
 from tandem.orchestrator.tasks import request_seed
+from tandem.orchestrator.weight_sync import Policy
 from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import ALL_TOKENS, Completion, Group, Rollout, SamplingOptions, Task
 
@@ -66,20 +66,20 @@ class RolloutMaker:
                 seed=request_seed(seed, "attempt", attempt) if attempt else seed,
                 options=options,
             )
-            judged = await self._judge_all(task, prompt_ids, completions)
-            rollouts += [outcome for outcome in judged if isinstance(outcome, Rollout)]
-            failed = [outcome for outcome in judged if isinstance(outcome, RolloutFailure)]
+            outcomes = await self._score_all(task, prompt_ids, completions)
+            rollouts += [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+            failed = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailure)]
             self.record(Attempt(task, order, attempt, n, failed))
             if not failed:
                 return Group(task, order, rollouts)
         raise TaskFailed([one.failure for one in failed])
 
-    async def _judge_all(
+    async def _score_all(
         self, task: Task, prompt_ids: list[int], completions: list[Completion]
     ) -> list[Rollout | RolloutFailure]:
         """What each completion is worth. One that hangs takes along those that are not scored by then: they may have to
         wait behind it, only to hang as well."""
-        scoring = [asyncio.ensure_future(self._judge(task, prompt_ids, completion)) for completion in completions]
+        scoring = [asyncio.ensure_future(self._score(task, prompt_ids, completion)) for completion in completions]
         try:
             for ended in asyncio.as_completed(scoring):
                 outcome = await ended
@@ -90,7 +90,7 @@ class RolloutMaker:
             for one in scoring:
                 one.cancel()
 
-    async def _judge(self, task: Task, prompt_ids: list[int], completion: Completion) -> Rollout | RolloutFailure:
+    async def _score(self, task: Task, prompt_ids: list[int], completion: Completion) -> Rollout | RolloutFailure:
         text = self.tokenizer.decode(completion.token_ids)
         if completion.stop is not None:
             text = text.partition(completion.stop)[0]

@@ -1,4 +1,4 @@
-"""Client of the reward server: conversations in, scores out. For environments whose judge is a model."""
+"""Client of the reward server: conversations in, scores out. For environments that a reward model scores."""
 
 import asyncio
 import logging

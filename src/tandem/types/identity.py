@@ -19,7 +19,7 @@ MODEL_HEADER = "x-tandem-model"
 VERSION_HEADER = "x-tandem-version"
 RUN_HEADER = "x-tandem-run"
 
-NOBODY = "-"  # in place of a run: the server's own weights, or those of somebody who named no run
+NO_RUN = "-"  # in place of a run: the server's own weights, or those of somebody who named no run
 RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 RunName = Annotated[str, Field(pattern=RUN_PATTERN)]
 
@@ -60,4 +60,4 @@ def new_run_name(output_dir: Path) -> str:
 
 
 def describe_run(run: str) -> str:
-    return "somebody who named no run" if run == NOBODY else f"run {run!r}"
+    return "somebody who named no run" if run == NO_RUN else f"run {run!r}"

@@ -16,7 +16,7 @@ MOST_LOGPROB = 1e-3
 
 @dataclass(frozen=True)
 class Task:
-    """One row of a dataset: what is asked, and what the scorer needs to judge the answer."""
+    """One row of a dataset: what is asked, and what the reward function needs to score the answer."""
 
     index: int
     messages: list[Message]
@@ -95,7 +95,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TrainingSequence:
     """One training sequence. The mask and every stream have one entry per token: entry t speaks of token t,
     and streams are read only where the mask is set."""
 

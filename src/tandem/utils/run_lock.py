@@ -251,14 +251,14 @@ def _create(path: Path, holder: Holder) -> bool:
     return True
 
 
-def _remove_stale(path: Path, judged: Holder | None) -> None:
-    """Another process may have judged the same lock and taken it meanwhile: a new one is put back."""
+def _remove_stale(path: Path, examined: Holder | None) -> None:
+    """Another process may have examined the same lock and taken it meanwhile: a new one is put back."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.stale")
     with suppress(FileNotFoundError):
-        if read_holder(path) != judged:
+        if read_holder(path) != examined:
             return
         path.rename(aside)
-        if read_holder(aside) != judged:
+        if read_holder(aside) != examined:
             with suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()

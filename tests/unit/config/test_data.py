@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tandem.config.data import DataConfig, EvaluationConfig, SourceConfig
+from tandem.config.data import DataConfig, OfflineEvalConfig, SourceConfig
 from tandem.config.sft import SFTConfig
 
 MODEL = ("--model.name", "m")
@@ -69,7 +69,7 @@ def test_where_rows_come_from() -> None:
     ],
 )
 def test_when_evaluation_is_due(every: float | None, max_steps: int, expected: list[int]) -> None:
-    config = EvaluationConfig(every=every)
+    config = OfflineEvalConfig(every=every)
     assert [step for step in range(1, max_steps + 1) if config.is_due(step, max_steps)] == expected
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.data.conversations import encode_sft_row, read_messages, read_tools
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 
 
 def turn(role: str, content: Any) -> dict[str, Any]:
@@ -45,11 +45,11 @@ def base_tokenizer(tiny_model: Path, tmp_path: Path) -> Tokenizer:
     return Tokenizer(model)
 
 
-def as_it_is(sample: Sample) -> Sample:
+def as_it_is(sample: TrainingSequence) -> TrainingSequence:
     return sample
 
 
-def shown(sample: Sample, tokenizer: Tokenizer) -> str:
+def shown(sample: TrainingSequence, tokenizer: Tokenizer) -> str:
     """The text of a sample, with what is learned in square brackets."""
     pieces, was_learned = [], 0
     for token, is_learned in zip([*sample.token_ids, 0], [*sample.loss_mask, 0], strict=True):

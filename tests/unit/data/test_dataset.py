@@ -17,10 +17,10 @@ from tandem.data.conversations import encode_sft_row
 from tandem.data.dataset import Dataset, hold_out, load_dataset
 from tandem.data.sources import InMemory
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 from tandem.utils.errors import UserError
 
-Load = Callable[..., Dataset[Sample]]
+Load = Callable[..., Dataset[TrainingSequence]]
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.fixture
 def load(tokenizer: Tokenizer) -> Load:
-    def run(seq_len: int = 8, seed: int = 0, **options: Any) -> Dataset[Sample]:
+    def run(seq_len: int = 8, seed: int = 0, **options: Any) -> Dataset[TrainingSequence]:
         config = SFTDataConfig.model_validate(options)
         return load_dataset(config, partial(encode_sft_row, tokenizer=tokenizer), seq_len=seq_len, seed=seed)
 

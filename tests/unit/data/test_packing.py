@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tandem.data.packing import divide, pack, segment_costs, split, take
-from tandem.types.rollout import PackedBatch, Sample
+from tandem.types.rollout import PackedBatch, TrainingSequence
 
 
-def sample(number: int, num_prompt: int, num_learned: int, prompt: int | None = None) -> Sample:
+def sample(number: int, num_prompt: int, num_learned: int, prompt: int | None = None) -> TrainingSequence:
     """Learned entries of every stream say which sample and which token they belong to."""
     prompt = number if prompt is None else prompt
     marks = [(number + 1) * 1000 + position for position in range(num_learned)]
     return make(prompt, num_prompt, marks, [1 - position % 2 for position in range(num_learned)], number)
 
 
-def make(prompt: int, num_prompt: int, completion: list[int], mask: list[int], number: int) -> Sample:
+def make(prompt: int, num_prompt: int, completion: list[int], mask: list[int], number: int) -> TrainingSequence:
     marks = [(number + 1) * 1000 + position for position in range(len(completion))]
-    return Sample(
+    return TrainingSequence(
         token_ids=[prompt * 100 + position for position in range(num_prompt)] + completion,
         loss_mask=[0] * num_prompt + mask,
         streams={
@@ -55,8 +55,8 @@ def unpack(batch: PackedBatch) -> list[tuple[list[int], list[int], dict[str, lis
     return found
 
 
-def expected(samples: list[Sample]) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
-    def learned(found: Sample) -> list[int]:
+def expected(samples: list[TrainingSequence]) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
+    def learned(found: TrainingSequence) -> list[int]:
         return np.flatnonzero(found.loss_mask).tolist()
 
     return [
@@ -94,7 +94,7 @@ def test_the_same_completion_twice_by_hand() -> None:
 
 
 def test_a_sequence_without_a_learned_token_is_counted_and_not_computed() -> None:
-    batch = pack([sample(0, 1, 1), Sample([5, 6], [0, 0], {"advantages": [0, 0], "logprobs": [0, 0]})])
+    batch = pack([sample(0, 1, 1), TrainingSequence([5, 6], [0, 0], {"advantages": [0, 0], "logprobs": [0, 0]})])
     assert (batch.num_sequences, batch.token_ids.tolist()) == (2, [0, 1000])
     assert [len(part) for part in divide_all(batch, 2, 10)] == [1, 1]
 
@@ -112,7 +112,7 @@ shapes = st.lists(
 )
 
 
-def samples_of(cases: list[tuple[int, int, int, int]]) -> list[Sample]:
+def samples_of(cases: list[tuple[int, int, int, int]]) -> list[TrainingSequence]:
     return [
         make(
             prompt, num_prompt, [50 + kind * 10 + i for i in range(length)], [1 - i % 2 for i in range(length)], number

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tandem.data.preferences import encode_judged_row, encode_preference_row
+from tandem.data.preferences import encode_labeled_row, encode_preference_row
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import Sample
+from tandem.types.rollout import TrainingSequence
 
 
 @pytest.fixture
@@ -19,11 +19,11 @@ def turn(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def as_it_is(sample: Sample) -> Sample:
+def as_it_is(sample: TrainingSequence) -> TrainingSequence:
     return sample
 
 
-def text_and_learned(sample: Sample, tokenizer: Tokenizer) -> tuple[str, str]:
+def text_and_learned(sample: TrainingSequence, tokenizer: Tokenizer) -> tuple[str, str]:
     learned = [token for token, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
     return tuple(
         tokenizer.decode(ids, skip_special_tokens=False).replace("<|im_start|>", "<").replace("<|im_end|>\n", ">")
@@ -73,7 +73,7 @@ def test_answers_of_several_turns(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("completion", ["good", GOOD, QUESTION + GOOD])
 def test_judged_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> None:
     row = {"prompt": "ab", "completion": completion, "label": label}
-    judged = encode_judged_row(row, as_it_is, tokenizer)
+    judged = encode_labeled_row(row, as_it_is, tokenizer)
     assert text_and_learned(judged.sample, tokenizer) == ("<user\nab><assistant\ngood>", "good>")
     assert judged.label is bool(label)
 
@@ -108,17 +108,17 @@ def test_bad_pairs(tokenizer: Tokenizer, row: dict[str, Any], problem: str) -> N
 )
 def test_bad_judgements(tokenizer: Tokenizer, row: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        encode_judged_row(row, as_it_is, tokenizer)
+        encode_labeled_row(row, as_it_is, tokenizer)
 
 
 def test_every_sample_of_a_row_is_fitted(tokenizer: Tokenizer) -> None:
     lengths: list[int] = []
 
-    def fit(sample: Sample) -> Sample:
+    def fit(sample: TrainingSequence) -> TrainingSequence:
         lengths.append(len(sample.token_ids))
-        return Sample(sample.token_ids[:-1], sample.loss_mask[:-1])
+        return TrainingSequence(sample.token_ids[:-1], sample.loss_mask[:-1])
 
     pair = encode_preference_row({"prompt": "ab", "chosen": "good", "rejected": "bad"}, fit, tokenizer)
     assert [len(sample.token_ids) for sample in pair] == [length - 1 for length in lengths] == [15, 14]
-    judged = encode_judged_row({"prompt": "ab", "completion": "bad", "label": True}, fit, tokenizer)
+    judged = encode_labeled_row({"prompt": "ab", "completion": "bad", "label": True}, fit, tokenizer)
     assert len(judged.sample.token_ids) == 14

@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 from tests.unit.inference.api.conftest import hello_engine, write_tokenizer
 
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.browsers import names_of
 
 PORT = 8000

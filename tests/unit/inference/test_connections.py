@@ -17,7 +17,7 @@ from tests.unit.inference.api.fake_engine import FakeEngine
 
 from tandem.inference.api import limits
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.connections import make_server
 from tandem.utils.ports import listen
 

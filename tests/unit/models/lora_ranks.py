@@ -11,18 +11,18 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
-from tandem.trainer.ranks import Ranks, joined
-from tandem.trainer.setup import load_trained
-from tandem.trainer.train_sft import sft_loss
-from tandem.types.rollout import Sample
+from tandem.trainer.build import load_trained
+from tandem.trainer.offline.sft import sft_loss
+from tandem.trainer.parallel.ranks import Ranks, joined
+from tandem.types.rollout import TrainingSequence
 
 LORA = LoRAConfig(rank=3, alpha=12.0)
 
 
-def make_samples() -> list[Sample]:
+def make_samples() -> list[TrainingSequence]:
     prompt = [5, 9, 33, 12]
     rests = [[60, 7, 8], [21, 40, 11, 3], [90, 14], [17, 18, 19, 4, 2]]
-    return [Sample(prompt + rest, [0] * len(prompt) + [1] * len(rest)) for rest in rests]
+    return [TrainingSequence(prompt + rest, [0] * len(prompt) + [1] * len(rest)) for rest in rests]
 
 
 def train(model: Path, impl: str, strategy: str, ranks: Ranks) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints import reward_server
 from tandem.models.cpu import compiler, kernels, library
 from tandem.models.cpu.compiler import Compiler
-from tandem.trainer.begin import joined_ranks
+from tandem.trainer.build import joined_ranks
 
 needs_compiler = pytest.mark.skipif(Compiler.find() is None, reason="no C compiler")
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.unit.models.lora_ranks import train
 
 from tandem.models.hf import load_decoder, named_tensors
-from tandem.trainer.ranks import Ranks
+from tandem.trainer.parallel.ranks import Ranks
 
 
 @pytest.mark.parametrize("impl", ["native", "hf"])

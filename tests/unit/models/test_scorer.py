@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.models.attention import PackedAttention
 from tandem.models.hf import WeightMismatch
-from tandem.models.scorer import Scorer, load_scorer, new_scorer, scorer_config
+from tandem.models.reward_model import Scorer, load_scorer, new_scorer, scorer_config
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.errors import UserError
 

@@ -11,19 +11,19 @@ from tandem.config.losses import LossConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
-from tandem.trainer.learner import micro_batch_loss
+from tandem.trainer.build import load_trained
 from tandem.trainer.losses import make_policy_loss
-from tandem.trainer.ranks import Ranks
-from tandem.trainer.setup import load_trained
-from tandem.trainer.step import Stepper
-from tandem.types.rollout import Sample
+from tandem.trainer.model.step import Stepper
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.rl.learner import micro_batch_loss
+from tandem.types.rollout import TrainingSequence
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def make_samples() -> Callable[..., list[Sample]]:
-    def make(seed: int, num_prompts: int = 2, group_size: int = 3) -> list[Sample]:
+def make_samples() -> Callable[..., list[TrainingSequence]]:
+    def make(seed: int, num_prompts: int = 2, group_size: int = 3) -> list[TrainingSequence]:
         """Groups that share a prompt, with completions and advantages drawn at random."""
         draw = random.Random(seed)
         samples = []
@@ -33,7 +33,7 @@ def make_samples() -> Callable[..., list[Sample]]:
                 completion = [draw.randrange(6, 100) for _ in range(draw.randint(1, 7))]
                 advantage = draw.uniform(-1, 1)
                 samples.append(
-                    Sample(
+                    TrainingSequence(
                         token_ids=prompt + completion,
                         loss_mask=[0] * len(prompt) + [1] * len(completion),
                         streams={
@@ -60,7 +60,9 @@ def make_stepper(tiny_model: Path) -> Callable[[], Stepper]:
 def take_step() -> Callable[..., dict[str, float]]:
     """One GRPO step on samples, in micro-batches of a bounded size."""
 
-    def take(stepper: Stepper, samples: list[Sample], bound: int = 1000, temperature: float = 1.0) -> dict[str, float]:
+    def take(
+        stepper: Stepper, samples: list[TrainingSequence], bound: int = 1000, temperature: float = 1.0
+    ) -> dict[str, float]:
         batch = pack(samples)
         micro_batches = divide(batch, 0, 1, bound)
         loss = micro_batch_loss(LossConfig(), make_policy_loss(LossConfig()))

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from tandem.data.packing import pack
-from tandem.types.rollout import Sample, TrainBatch
+from tandem.types.rollout import TrainBatch, TrainingSequence
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def make_batch() -> Callable[..., TrainBatch]:
     def make(step: int = 1, shapes: tuple[tuple[int, int], ...] = ((2, 3), (1, 2))) -> TrainBatch:
         """Sequences of given numbers of prompt and learned tokens."""
         samples = [
-            Sample(
+            TrainingSequence(
                 token_ids=[number * 100 + position for position in range(num_prompt + num_learned)],
                 loss_mask=[0] * num_prompt + [1] * num_learned,
                 streams={

@@ -15,14 +15,12 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.api.control import control_routes
+from tandem.inference.api.context import ApiContext, ApiOptions
 from tandem.inference.api.errors import add_error_handlers
-from tandem.inference.api.generation import generation_routes
-from tandem.inference.api.information import information_routes, package_version
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.api.metrics import CountRequests
 from tandem.inference.api.openapi import describe
-from tandem.inference.api.served import ApiOptions, Served
+from tandem.inference.api.routes import control_routes, generation_routes, information_routes, package_version
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing
@@ -48,13 +46,13 @@ def create_app(
         # While the loop still runs, so that whoever waits for the engine can be told.
         await asyncio.to_thread(engine.stop)
 
-    served = Served(engine, tokenizer, model_dir, options, grammars)
+    context = ApiContext(engine, tokenizer, model_dir, options, grammars)
     app = FastAPI(
         title="Tandem inference",
         version=package_version(),
         lifespan=lifespan,
         middleware=[
-            Middleware(CountRequests, metrics=served.metrics),
+            Middleware(CountRequests, metrics=context.metrics),
             Middleware(AnswerWhenClosing),
             Middleware(RefuseForeignPages, names=options.host_names),
             Middleware(RequireApiKey, api_key=options.api_key),
@@ -63,9 +61,9 @@ def create_app(
         ],
     )
     add_error_handlers(app)
-    for routes in (generation_routes(served), information_routes(served), control_routes(served)):
+    for routes in (generation_routes(context), information_routes(context), control_routes(context)):
         app.include_router(routes)
     describe(app, needs_key=options.api_key is not None)
     # Around all of it: FastAPI answers unexpected errors outside of the middleware it is given.
-    app.middleware_stack = Identify(app.build_middleware_stack(), served.identity)
+    app.middleware_stack = Identify(app.build_middleware_stack(), context.identity)
     return app

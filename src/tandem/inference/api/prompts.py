@@ -1,11 +1,16 @@
-"""From an accepted request body to what the engine takes; what cannot be served is refused by field."""
+"""From an accepted request body to what the engine takes; what cannot be served is refused by field.
+
+What requests leave out is taken from generation_config.json, as vLLM does it.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from pydantic import ValidationError
 
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.api.defaults import SamplingDefaults
 from tandem.inference.api.errors import BadRequest
 from tandem.inference.api.messages import ChatPrompts, refuse_size
 from tandem.inference.engine import GenerationRequest, Sampling
@@ -13,6 +18,49 @@ from tandem.inference.text_size import TextLimit
 from tandem.inference.vocabulary import explain_beyond, token_beyond
 from tandem.types.chat import ChatCompletionRequest, TokenizeRequest
 from tandem.types.openai import CompletionRequest, GenerationOptions
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json
+
+FILE = "generation_config.json"
+FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+Body = TypeVar("Body", bound=GenerationOptions)
+
+
+class SamplingDefaults:
+    """By field. `max_tokens` is one for chats only: text completions have 16, as everywhere."""
+
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        self.values = values or {}
+        self.max_tokens: int | None = self.values.pop("max_new_tokens", None)
+
+    @classmethod
+    def read(cls, model_dir: Path) -> "SamplingDefaults":
+        path = model_dir / FILE
+        given = read_json(path) if path.exists() else {}
+        known = (*FIELDS, "max_new_tokens")
+        found = {name: value for name in known if (value := given.get(name)) is not None}
+        checked = {name: value for name, value in found.items() if name in FIELDS}
+        try:
+            GenerationOptions.model_validate(checked)
+            ChatCompletionRequest.model_validate(
+                {"messages": [{"role": "user", "content": ""}], "max_tokens": found.get("max_new_tokens")}
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(
+                f"{path}: {first['loc'][0]} = {first['input']!r}: {first['msg']}; correct it, "
+                "or set generation_config = 'vllm' to leave the file aside"
+            ) from error
+        return cls(found)
+
+    def apply(self, body: Body) -> Body:
+        """The request with what it leaves out."""
+        missing = {name: value for name, value in self.values.items() if name not in body.model_fields_set}
+        return body.model_copy(update=missing) if missing else body
+
 
 if TYPE_CHECKING:
     from tandem.inference.grammars import Grammar

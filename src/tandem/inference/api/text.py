@@ -1,8 +1,46 @@
-"""The text of completions: cut where they ended, whole or as they grow. Both ways give the same text."""
+"""Text to tokens and back.
+
+Short texts become tokens on the event loop, long ones beside it, a few at a time: a text of a megabyte takes a second,
+and health checks and streams must not wait for it. Completions are cut where they ended, whole or as they grow; both
+ways give the same text.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from tandem.data.text_stream import UNFINISHED, TextStream
 from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.errors import QueueFull
 from tandem.inference.engine import GeneratedSample
+
+# Handing work to a thread costs more than encoding a text of this size.
+SHORT = 2048
+# Encoding takes a hundred times the memory of its text.
+NUM_THREADS = 2
+# Characters that may wait for a thread. Who waits holds the body of a request in memory.
+MAX_WAITING = 128 << 20
+
+T = TypeVar("T")
+
+
+class Encoders:
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "encode")
+        self._num_waiting = 0  # characters
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """The result of `work`, which encodes a text of `size` characters."""
+        if size <= SHORT:
+            return work()
+        if self._num_waiting and self._num_waiting + size > MAX_WAITING:
+            raise QueueFull(f"texts of {self._num_waiting >> 20} MiB wait to be encoded already; come back later")
+        self._num_waiting += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_waiting -= size
 
 
 class TokenTexts:

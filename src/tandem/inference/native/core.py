@@ -21,10 +21,10 @@ from tandem.inference.engine import (
     GenerationResult,
     UnusableWeights,
 )
-from tandem.inference.native.adjustments import adjust
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import Key
 from tandem.inference.native.constraints import Constraints
+from tandem.inference.native.logit_processors import adjust
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import Drawn, SamplingRows, sample
 from tandem.inference.native.scheduler import Scheduler

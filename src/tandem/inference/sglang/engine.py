@@ -17,7 +17,6 @@ from itertools import count
 from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.checkpoint import Served, check_adapter_files
 from tandem.inference.engine import (
     AdapterRefused,
     EngineError,
@@ -30,13 +29,14 @@ from tandem.inference.engine import (
 )
 from tandem.inference.sglang.adapters import Adapters
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
-from tandem.inference.sglang.flights import Flights, Request
-from tandem.inference.sglang.gate import Gate
-from tandem.inference.sglang.handshake import meet
+from tandem.inference.sglang.inflight import Flights, Request
 from tandem.inference.sglang.loop import SHUTTING_DOWN, EngineLoop
+from tandem.inference.sglang.pause import Gate
+from tandem.inference.sglang.probe import meet
 from tandem.inference.sglang.requests import Requests
 from tandem.inference.sglang.translate import Abilities, Limits, check_request
 from tandem.inference.sglang.weights import Weights
+from tandem.inference.weight_check import ServedModel, check_adapter_files
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SGLangEngine:
         options = config.sglang
         self._limits = Limits(config.seq_len, options.allow_unseeded, options.allow_adjusted_logprobs)
         self._abilities = Abilities()
-        self._served = Served(config.model.name)
+        self._served = ServedModel(config.model.name)
         self._client = SGLangClient(options.base_url, api_key, options.timeout_s)
         self._loop = EngineLoop(self._refuse_and_tell)
         self._flights = Flights()

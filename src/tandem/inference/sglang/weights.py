@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tandem.inference.engine import EngineBusy, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
-from tandem.inference.sglang.flights import Flights
-from tandem.inference.sglang.gate import Gate
-from tandem.inference.sglang.handshake import Met
+from tandem.inference.sglang.inflight import Flights
 from tandem.inference.sglang.loop import EngineLoop
+from tandem.inference.sglang.pause import Gate
+from tandem.inference.sglang.probe import Met
 
 
 class Weights:

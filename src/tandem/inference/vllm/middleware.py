@@ -23,7 +23,6 @@ from tandem.inference.api.errors import BadRequest
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
-from tandem.inference.checkpoint import Served
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
@@ -35,6 +34,7 @@ from tandem.inference.vllm.prompts import client_error, refuse_unknown_tokens
 from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.updates import PauseMode, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
+from tandem.inference.weight_check import ServedModel
 from tandem.types.openai import LoadAdapterRequest, PauseRequest, UnloadAdapterRequest, UpdateWeightsRequest
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Routes:
         self.settings = settings
         self.ledger = VersionLedger()
         self.identity = Identity(settings.model_name, lambda: self.ledger.version)
-        self._served = Served(settings.model_dir)
+        self._served = ServedModel(settings.model_dir)
         self._roots = WeightRoots(settings.weight_roots)
         self._updater: WeightUpdater | None = None
         self._adapters: Adapters | None = None

@@ -9,10 +9,10 @@ from typing import NoReturn
 import tandem
 from tandem.config.inference import InferenceConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.checkpoint import read_layout
 from tandem.inference.vllm.command import build_command, build_environment, is_headless
 from tandem.inference.vllm.installation import Installation, find_vllm
 from tandem.inference.vocabulary import compare_vocabularies
+from tandem.inference.weight_check import read_tensor_headers
 from tandem.models.files import within_positions
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
@@ -61,7 +61,7 @@ def check_model_files(model_dir: Path) -> dict[str, object]:
     if not any(model_dir.glob("*.safetensors")):
         raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no *.safetensors in it")
     try:
-        read_layout(model_dir)
+        read_tensor_headers(model_dir)
     except (OSError, ValueError) as error:
         raise UserError(f"model.name = {str(model_dir)!r} holds no weights that can be read: {error}") from error
     return read_table(model_dir / "config.json")

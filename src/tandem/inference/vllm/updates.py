@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from tandem.inference.checkpoint import Served, check_adapter_files
 from tandem.inference.engine import EngineError, WeightUpdateRefused
 from tandem.inference.vllm.versions import VersionLedger
+from tandem.inference.weight_check import ServedModel, check_adapter_files
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class EngineClient(Protocol):
 
 
 class WeightUpdater:
-    def __init__(self, engine: EngineClient, served: Served, model_dir: Path, ledger: VersionLedger) -> None:
+    def __init__(self, engine: EngineClient, served: ServedModel, model_dir: Path, ledger: VersionLedger) -> None:
         self.engine = engine
         self.served = served
         self.ledger = ledger

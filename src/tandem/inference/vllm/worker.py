@@ -6,15 +6,15 @@ vLLM mixes this class into its worker; method names are prefixed so that they ca
 from pathlib import Path
 from typing import Any
 
-from tandem.inference.checkpoint import Layout, compare_tensors, read_layout
+from tandem.inference.weight_check import TensorHeaders, compare_tensors, read_tensor_headers
 
 
 class WeightReloader:
     """Worker extension. Errors are raised: of several ranks, vLLM passes on only the first one's result."""
 
-    def tandem_check_weights(self, path: str, expected: Layout, tied: bool) -> None:
+    def tandem_check_weights(self, path: str, expected: TensorHeaders, tied: bool) -> None:
         """Whether this worker sees the files that the server has verified: it may be on another node."""
-        compare_tensors(expected, read_layout(Path(path)), tied=tied)
+        compare_tensors(expected, read_tensor_headers(Path(path)), tied=tied)
 
     def tandem_reload_weights(self, path: str) -> None:
         worker: Any = self

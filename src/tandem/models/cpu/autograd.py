@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from tandem.models.cpu import kernels
-from tandem.models.cpu.kernels import Kernels, Layout
+from tandem.models.cpu.kernels import Kernels, SegmentLayout
 
 
 def _exact(grad: Tensor) -> tuple[Kernels, Tensor]:
@@ -76,7 +76,7 @@ class PackedAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None
+        ctx: Any, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, window: int | None
     ) -> Tensor:
         out, logsums = kernels.packed_attention(q, k, v, layout, window)
         ctx.kernels, ctx.layout, ctx.window = kernels, layout, window

@@ -41,7 +41,7 @@ CAN_FAIL = {  # for want of memory; they say so
 
 
 @dataclass(frozen=True)
-class Layout:
+class SegmentLayout:
     """Packed sequences, one entry a token: it sees `prefix_lengths` tokens from `prefix_starts` on, then those from
     `starts` to itself. All in int64."""
 
@@ -134,7 +134,7 @@ class Kernels:
         return out
 
     def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """-> what q (tokens, heads, head_dim) sees, like q, and the log of its softmax's sums (tokens, heads)."""
         tokens, heads, head_dim = q.shape
@@ -151,7 +151,7 @@ class Kernels:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        layout: Layout,
+        layout: SegmentLayout,
         window: int | None,
         out: Tensor,
         logsums: Tensor,

@@ -27,7 +27,7 @@ def one_length(lengths: NDArray[np.int64], parents: NDArray[np.int64], padding: 
 def attend(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     """(tokens, heads, head_dim), like q. What learns and what does not go through the same kernel: the one with
     statistics for a backward pass."""
-    learns = torch.is_grad_enabled()
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     with torch.enable_grad(), sdpa_kernel(KERNELS, set_priority=True):
         q = q if q.requires_grad else q.detach().requires_grad_()

@@ -14,11 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tandem.models.gpu import kernels
+from tandem.models.gpu.logprobs_memory import plan_chunks
 from tandem.models.precision import rounded
-
-MAX_ROWS = 8192  # more do not make matrix products faster
-CHUNK_SHARE, KEPT_SHARE = 1 / 48, 1 / 16  # of a GPU's memory: one chunk, and all that is kept
-ROW_MULTIPLE = 128
 
 
 def token_logprobs(
@@ -83,16 +80,6 @@ class LogProbs(Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
-
-
-def plan_chunks(num_tokens: int, row_bytes: int, memory_bytes: int) -> tuple[int, int]:
-    """Rows of a chunk, all about equal, and how many chunks may be kept for the backward pass."""
-    most = min(MAX_ROWS, int(memory_bytes * CHUNK_SHARE) // row_bytes)
-    most = max(most // ROW_MULTIPLE * ROW_MULTIPLE, 1 if most < ROW_MULTIPLE else ROW_MULTIPLE)
-    num_chunks = max(1, -(-num_tokens // most))
-    rows = max(1, -(-num_tokens // num_chunks))
-    rows = min(most, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
-    return rows, int(memory_bytes * KEPT_SHARE) // (rows * row_bytes)
 
 
 def memory_of(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from tandem.trainer.losses.objective import (
     needs_reference,
     needs_teacher,
 )
-from tandem.trainer.losses.streams import LossOutput, PolicyStreams
+from tandem.trainer.losses.types import LossOutput, PolicyStreams
 
 __all__ = [
     "LossOutput",

@@ -18,7 +18,7 @@ from tandem.trainer.losses.preference import (
 )
 from tandem.trainer.losses.reward_model import ScoreStreams, reward_model_loss
 from tandem.trainer.losses.sequences import is_last_token, sequence_lengths, sum_by_sequence
-from tandem.trainer.losses.streams import LossOutput
+from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
 
 

@@ -13,7 +13,7 @@ from tandem.trainer.losses.normalization import token_weights
 from tandem.trainer.losses.policy import PolicyTerm, cispo_term, clipped_term, reinforce_term
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 from tandem.trainer.losses.sequences import discounted_sums
-from tandem.trainer.losses.streams import LossOutput, PolicyStreams
+from tandem.trainer.losses.types import LossOutput, PolicyStreams
 
 PolicyLoss = Callable[[PolicyStreams], LossOutput]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.config.losses import LossConfig, PpoConfig
 from tandem.trainer.losses.kl import kl_rewards
 from tandem.trainer.losses.sequences import discounted_sums, is_last_token
-from tandem.trainer.losses.streams import LossOutput
+from tandem.trainer.losses.types import LossOutput
 
 EPSILON = 1e-8
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.trainer.losses.streams import LossOutput
+from tandem.trainer.losses.types import LossOutput
 
 
 @dataclass(frozen=True)

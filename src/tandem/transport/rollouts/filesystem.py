@@ -22,7 +22,7 @@ from tandem.utils.waiting import Deadline, wait_for
 
 MARKER = "done.json"
 BATCH_FILE = "batch.safetensors"
-LAYOUT = ("token_ids", "positions", "segment_lengths", "segment_parents", "targets", "sequences")
+PACKED_FIELDS = ("token_ids", "positions", "segment_lengths", "segment_parents", "targets", "sequences")
 STREAM = "streams."
 
 
@@ -39,7 +39,7 @@ class RolloutWriter:
         final = self.folder / step_name(batch.step)
         staging = staging_directory(final)
         packed = batch.packed
-        tensors = {name: getattr(packed, name) for name in LAYOUT}
+        tensors = {name: getattr(packed, name) for name in PACKED_FIELDS}
         tensors |= {STREAM + name: stream for name, stream in packed.streams.items()}
         metadata = {
             "step": str(batch.step),
@@ -93,7 +93,7 @@ def _load(folder: Path) -> TrainBatch:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     streams = {name.removeprefix(STREAM): stream for name, stream in tensors.items() if name.startswith(STREAM)}
-    layout = {name: tensors[name] for name in LAYOUT}
+    layout = {name: tensors[name] for name in PACKED_FIELDS}
     packed = PackedBatch(**layout, num_sequences=int(metadata["num_sequences"]), streams=streams)
     orchestrator_state = (folder / ORCHESTRATOR).read_bytes()
     return TrainBatch(int(metadata["step"]), float(metadata["temperature"]), packed, orchestrator_state)

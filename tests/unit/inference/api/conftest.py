@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from tandem.data.tokenizer import Tokenizer as ModelTokenizer
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.engine import GenerationRequest
 from tandem.inference.grammars import Grammars
 from tandem.utils.files import write_json

@@ -12,7 +12,7 @@ from tests.unit.inference.api.sse import choices, chunks
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 
 USER = [{"role": "user", "content": "hi"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -10,7 +10,7 @@ from tests.unit.inference.api.test_chat import WEATHER
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.engine import EngineBusy, EngineStats
 from tandem.types.identity import ServerIdentity
 

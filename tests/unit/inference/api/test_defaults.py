@@ -9,8 +9,8 @@ from tests.unit.inference.api.conftest import SEQ_LEN, hello_engine
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
-from tandem.inference.api.defaults import SamplingDefaults
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
+from tandem.inference.api.prompts import SamplingDefaults
 from tandem.inference.engine import Sampling
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json

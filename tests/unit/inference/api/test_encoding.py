@@ -13,9 +13,9 @@ from tests.unit.inference.api.conftest import SEQ_LEN
 from tests.unit.inference.api.fake_engine import FakeEngine
 
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.api import encoding
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
+from tandem.inference.api.text import NUM_THREADS, SHORT
 from tandem.inference.text_size import LEAST_LIMIT, TextLimit, size_of
 
 TOO_LONG = "a" * (LEAST_LIMIT + 1)
@@ -101,7 +101,7 @@ class SlowTokenizer:
         encode = Tokenizer.encode
 
         def slowly(tokenizer: Tokenizer, text: str, **named: Any) -> list[int]:
-            if len(text) > encoding.SHORT:
+            if len(text) > SHORT:
                 self._begin()
                 assert self.may_go_on.wait(60)
                 self.num_running -= 1
@@ -120,7 +120,7 @@ def test_others_are_answered_while_a_long_text_is_encoded(
 ) -> None:
     slow = SlowTokenizer(monkeypatch)
     app = create_app(engine, tokenizer, Path("/models/little"), api_options)
-    long = "a" * (encoding.SHORT + 1)
+    long = "a" * (SHORT + 1)
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://little") as client:
@@ -130,7 +130,7 @@ def test_others_are_answered_while_a_long_text_is_encoded(
                 *[("/tokenize", {"prompt": long})] * 4,
             ]
             asked = [asyncio.create_task(client.post(path, json=body)) for path, body in bodies]
-            while slow.num_running < encoding.NUM_THREADS:
+            while slow.num_running < NUM_THREADS:
                 await asyncio.sleep(0.001)
             # None of these would be answered if the loop were held: the event is set after them.
             assert (await client.get("/health")).status_code == 200
@@ -140,7 +140,7 @@ def test_others_are_answered_while_a_long_text_is_encoded(
             assert [(await task).status_code for task in asked] == [400, 400, 200, 200, 200, 200]
 
     asyncio.run(asyncio.wait_for(ask(), 60))
-    assert slow.most_running == encoding.NUM_THREADS
+    assert slow.most_running == NUM_THREADS
 
 
 def test_too_much_text_that_waits_is_refused(
@@ -151,7 +151,7 @@ def test_too_much_text_that_waits_is_refused(
     api_options: ApiOptions,
 ) -> None:
     slow = SlowTokenizer(monkeypatch)
-    monkeypatch.setattr(encoding, "MAX_WAITING", 10_000)
+    monkeypatch.setattr("tandem.inference.api.text.MAX_WAITING", 10_000)
     app = create_app(engine, tokenizer, Path("/models/little"), api_options)
 
     async def ask() -> None:

@@ -14,7 +14,7 @@ from tests.unit.inference.api.fake_engine import FakeEngine
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.engine import EngineStats
 
 MODEL = Path("/models/little")

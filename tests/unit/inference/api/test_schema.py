@@ -14,8 +14,8 @@ from tests.unit.inference.api.conftest import hello_engine
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.api.errors import REFUSED
-from tandem.inference.api.served import ApiOptions
 from tandem.inference.grammars import Grammars
 from tandem.types.chat import ChatCompletionRequest
 from tandem.types.openai import CompletionRequest

@@ -20,7 +20,7 @@ from tandem.config.inference import InferenceConfig
 from tandem.data.text_stream import TextStream
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.api.structures import Structures
 from tandem.inference.grammars import Grammar, Grammars
 from tandem.inference.native.build import build_engine

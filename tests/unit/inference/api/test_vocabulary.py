@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
-from tandem.inference.api.served import ApiOptions
+from tandem.inference.api.context import ApiOptions
 from tandem.inference.vocabulary import compare_vocabularies
 from tandem.utils.errors import UserError
 

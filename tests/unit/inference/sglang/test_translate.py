@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.inference.engine import EngineError, GenerationRequest, PromptLogprob, Sampling, UnusableWeights
-from tandem.inference.sglang.handshake import version_numbers
+from tandem.inference.sglang.probe import version_numbers
 from tandem.inference.sglang.translate import (
     Abilities,
     Limits,

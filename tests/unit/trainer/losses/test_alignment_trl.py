@@ -15,13 +15,13 @@ from tandem.config.align import AlignLossConfig
 from tandem.data.packing import pack
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
-from tandem.models.scorer import new_scorer
+from tandem.models.reward_model import new_scorer
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
 from tandem.trainer.losses.unpaired import mismatched_kl
-from tandem.trainer.model import Inputs, LanguageModel
-from tandem.trainer.preferences import AlignBatch, AlignRow, scored
-from tandem.trainer.scoring import ScoringModel
-from tandem.types.rollout import Sample
+from tandem.trainer.model.language_model import Inputs, LanguageModel
+from tandem.trainer.offline.preferences import AlignBatch, AlignRow, scored
+from tandem.trainer.offline.reward_model import ScoringModel
+from tandem.types.rollout import TrainingSequence
 
 # TRL, transformers and datasets warn of matters of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,11 +39,11 @@ LABELED = [(prompt, good, True) for prompt, good, _ in PAIRS] + [(prompt, bad, F
 ROWS = [{"prompt": "abc", "chosen": "de", "rejected": "f"}] * 2
 
 
-def sample(prompt: list[int], completion: list[int]) -> Sample:
-    return Sample(prompt + completion, [0] * len(prompt) + [1] * len(completion))
+def sample(prompt: list[int], completion: list[int]) -> TrainingSequence:
+    return TrainingSequence(prompt + completion, [0] * len(prompt) + [1] * len(completion))
 
 
-def pair_samples(pairs: list[tuple[list[int], list[int], list[int]]]) -> list[Sample]:
+def pair_samples(pairs: list[tuple[list[int], list[int], list[int]]]) -> list[TrainingSequence]:
     return [sample(prompt, completion) for prompt, *both in pairs for completion in both]
 
 
@@ -65,14 +65,14 @@ def dataset(rows: list[dict[str, Any]]) -> Any:
     return Dataset.from_list(rows)
 
 
-def logprobs_of(decoder: Decoder, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+def logprobs_of(decoder: Decoder, samples: list[TrainingSequence]) -> tuple[Tensor, Tensor]:
     """Log-prob and sequence of each token of the completions."""
     batch = pack(samples)
     logprobs, _ = LanguageModel(decoder)(Inputs.of(batch, torch.device("cpu")), temperature=1.0)
     return logprobs, torch.from_numpy(batch.sequences)
 
 
-def our_streams(policy: Decoder, reference: Decoder | None, samples: list[Sample]) -> AlignStreams:
+def our_streams(policy: Decoder, reference: Decoder | None, samples: list[TrainingSequence]) -> AlignStreams:
     logprobs, sequences = logprobs_of(policy, samples)
     reference_logprobs = None if reference is None else logprobs_of(reference, samples)[0].detach()
     return AlignStreams(logprobs, reference_logprobs, sequences, len(samples))

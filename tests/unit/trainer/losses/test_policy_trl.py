@@ -22,8 +22,8 @@ from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.orchestrator.advantages.functions import dr_grpo_advantages, rloo_advantages
 from tandem.trainer.losses import PolicyStreams, loss_denominator, make_policy_loss
-from tandem.trainer.model import Inputs, LanguageModel
-from tandem.types.rollout import Sample
+from tandem.trainer.model.language_model import Inputs, LanguageModel
+from tandem.types.rollout import TrainingSequence
 
 # TRL, transformers and datasets warn of matters of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,9 +49,9 @@ class Batch:
     reference_logprobs: Tensor
 
 
-def samples() -> list[Sample]:
+def samples() -> list[TrainingSequence]:
     return [
-        Sample(prompt + completion, [0] * len(prompt) + [1] * len(completion))
+        TrainingSequence(prompt + completion, [0] * len(prompt) + [1] * len(completion))
         for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)
     ]
 

@@ -20,7 +20,7 @@ from tandem.trainer.losses.preference import (
     orpo_loss,
     simpo_loss,
 )
-from tandem.trainer.losses.streams import LossOutput
+from tandem.trainer.losses.types import LossOutput
 
 PairLoss = Callable[[PairStreams], LossOutput]
 LOSSES: dict[str, PairLoss] = {

@@ -1,0 +1,36 @@
+"""Scores of token sequences by a reward model, many sequences in one forward pass."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem.data.balance import fill
+from tandem.models.attention import PackedAttention
+from tandem.models.reward_model import Scorer
+
+
+class ScoreModel:
+    def __init__(self, scorer: Scorer, device: torch.device, tokens_per_batch: int) -> None:
+        self.scorer = scorer
+        self.device = device
+        self.tokens_per_batch = tokens_per_batch
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each sequence, in their order."""
+        found = [0.0] * len(sequences)
+        sizes = [len(sequence) for sequence in sequences]
+        # A single long sequence goes alone, whatever the bound.
+        for numbers in fill(range(len(sequences)), sizes, max(self.tokens_per_batch, max(sizes, default=0))):
+            for number, score in zip(numbers, self._pass([sequences[number] for number in numbers]), strict=True):
+                found[number] = score
+        return found
+
+    @torch.inference_mode()
+    def _pass(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        token_ids = torch.tensor([token for sequence in sequences for token in sequence])
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        parents = torch.full_like(lengths, -1)
+        attention = PackedAttention(lengths.to(self.device), parents.to(self.device))
+        scores = self.scorer(token_ids.to(self.device), positions.to(self.device), attention)
+        return scores[(lengths.cumsum(0) - 1).to(self.device)].float().tolist()

@@ -1,0 +1,64 @@
+"""From a checkpoint to a directory that transformers and vLLM load: whole tensors under Hugging Face names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.config.lora import LoRAConfig
+from tandem.config.shared import ModelConfig
+from tandem.models.files import check_model_dir
+from tandem.models.trainable import Trainable, load_trainable, merged_tensors
+from tandem.trainer.checkpoints.checkpointer import MODEL
+from tandem.trainer.checkpoints.shards import read_whole
+from tandem.transport.checkpoints import TRAINER
+from tandem.transport.weights.filesystem import copy_side_files, write_model
+from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.errors import UserError
+from tandem.utils.files import publish_directory, read_json, staging_directory
+from tandem.utils.run_dir import RunDir, step_name
+
+# The processes that train, by the names of their configurations.
+TRAINERS = ("trainer", "sft", "align")
+DECODER = "decoder."
+
+
+def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | None) -> None:
+    """Write the model of a checkpoint that was verified, in `dtype` or the precision of the run."""
+    config = run_config(run_dir)
+    model = ModelConfig.model_validate(config["model"])
+    check_model_dir(model.name, model.impl)
+    lora = LoRAConfig.model_validate(config["lora"]) if config.get("lora") else None
+    decoder = load_trainable(model, torch.device("cpu"), lora)
+    folder = run_dir.checkpoints / step_name(step) / TRAINER
+    take_weights(decoder, read_whole(folder, MODEL + DECODER), folder)
+    staging = staging_directory(output)
+    hf_config = read_json(model.name / "config.json") | {"dtype": dtype or model.dtype}
+    write_model(staging, merged_tensors(decoder), hf_config)
+    copy_side_files(model.name, staging)
+    write_manifest(staging, step)
+    publish_directory(staging, output)
+
+
+def run_config(run_dir: RunDir) -> dict[str, Any]:
+    """The resolved configuration of the process that trained."""
+    for name in TRAINERS:
+        path = run_dir.config / f"{name}.json"
+        if path.exists():
+            return read_json(path)
+    raise UserError(
+        f"run_dir = {str(run_dir.root)!r} does not say what was trained: there is no trainer.json, sft.json or "
+        f"align.json in {run_dir.config}"
+    )
+
+
+def take_weights(decoder: Trainable, saved: Mapping[str, Tensor], folder: Path) -> None:
+    """Overwrite what was trained, which must be all of what the decoder could train, and no more."""
+    trained = {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    for name in sorted(trained.keys() ^ saved.keys()):
+        raise UserError(f"run_dir: {folder} is not of the model that the run's configuration names: see {name!r}")
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(saved[name])

@@ -1,0 +1,129 @@
+"""What the model that training starts from says of the data: computed once, or by a frozen copy at every step."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch import Tensor
+
+from tandem.config.shared import ModelConfig
+from tandem.models.files import weight_files
+from tandem.trainer.model.step import Stepper
+from tandem.trainer.offline.preferences import REFERENCE, AlignBatch, AlignRow
+from tandem.types.rollout import PackedBatch, TrainingSequence
+from tandem.utils.files import write_atomic
+
+logger = logging.getLogger(__name__)
+PLACE = "place"
+
+# The reference log-probs of a micro-batch, (loss tokens,); None: there is no reference.
+ReferenceOf = Callable[[PackedBatch], Tensor | None]
+
+
+def stream_reference(device: torch.device) -> ReferenceOf:
+    """Precomputed log-probs travel with the batch."""
+    return lambda batch: torch.from_numpy(batch.streams[REFERENCE]).to(device)
+
+
+def no_reference(batch: PackedBatch) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class References:
+    """Log-probs of the learned tokens of samples, found by what the samples say."""
+
+    logprobs: Mapping[bytes, NDArray[np.float32]]
+
+    def attach(self, rows: Iterable[AlignRow]) -> list[AlignRow]:
+        return [
+            replace(row, reference=tuple(self.logprobs[sample_key(sample)] for sample in row.samples)) for row in rows
+        ]
+
+
+def sample_key(sample: TrainingSequence) -> bytes:
+    """The same for the same tokens with the same mask."""
+    content = np.array([sample.token_ids, sample.loss_mask], dtype=np.int64)
+    return hashlib.sha256(content.tobytes()).digest()
+
+
+def precompute(
+    stepper: Stepper, batches: Iterable[Sequence[AlignRow]], model: ModelConfig, tokens_per_microbatch: int, cache: Path
+) -> References:
+    """What the model says as it is now of all that is in the batches; or said at an earlier start: see `cache`.
+
+    Batches are those of the steps, and divided as there: in other company, matrix products may round otherwise, and
+    the policy would not be its reference before the first step.
+    """
+    samples: dict[bytes, TrainingSequence] = {}
+    unseen: list[Sequence[AlignRow]] = []
+    for rows in batches:
+        num_before = len(samples)
+        for sample in (sample for row in rows for sample in row.samples):
+            samples.setdefault(sample_key(sample), sample)
+        if len(samples) > num_before:
+            unseen.append(rows)
+    key = fingerprint(model, samples)
+    # Every rank looks before any has computed, so that all of them decide alike.
+    logprobs = _read(cache, key)
+    if logprobs is None:
+        logger.info("computing the reference log-probs of %d sequences", len(samples))
+        said: dict[bytes, NDArray[np.float32]] = {}
+        for rows in unseen:
+            for name, found in compute_logprobs(stepper, rows, tokens_per_microbatch).items():
+                said.setdefault(name, found)
+        logprobs = np.concatenate([said[name] for name in samples])
+        if stepper.ranks.is_first:
+            write_atomic(cache, save({"logprobs": logprobs}, metadata={"fingerprint": key}))
+    else:
+        logger.info("the reference log-probs of %d sequences are those of %s", len(samples), cache)
+    ends = np.cumsum([sum(sample.loss_mask) for sample in samples.values()])
+    return References(dict(zip(samples, np.split(logprobs, ends[:-1]), strict=True)))
+
+
+@torch.no_grad()
+def compute_logprobs(
+    stepper: Stepper, rows: Sequence[AlignRow], tokens_per_microbatch: int
+) -> dict[bytes, NDArray[np.float32]]:
+    """Log-probs of the learned tokens of each sample. The ranks share the work."""
+    ranks, batch = stepper.ranks, AlignBatch.of(rows)
+    places = np.arange(batch.packed.num_loss_tokens, dtype=np.float32)
+    batch = replace(batch, packed=replace(batch.packed, streams={PLACE: places}))
+    assert len(places) <= 2**24, "more than float32 can count"
+    logprobs = torch.zeros(len(places), device=ranks.device)
+    for micro_batch in batch.divide(ranks.rank, ranks.size, tokens_per_microbatch):
+        own = torch.from_numpy(micro_batch.streams[PLACE]).long().to(ranks.device)
+        logprobs[own] = stepper.infer(micro_batch).logprobs
+    found = ranks.all_sum(logprobs).cpu().numpy()
+    samples = [sample for row in rows for sample in row.samples]
+    ends = np.cumsum([sum(sample.loss_mask) for sample in samples])
+    return dict(zip(map(sample_key, samples), np.split(found, ends[:-1]), strict=True))
+
+
+def fingerprint(model: ModelConfig, keys: Iterable[bytes]) -> str:
+    """Changes with the model's files, its precision, and the samples."""
+    digest = hashlib.sha256(f"{model.name.resolve()} {model.dtype}".encode())
+    for file in weight_files(model.name):
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    for key in keys:
+        digest.update(key)
+    return digest.hexdigest()
+
+
+def _read(path: Path, key: str) -> NDArray[np.float32] | None:
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return file.get_tensor("logprobs") if file.metadata()["fingerprint"] == key else None
+    except SafetensorError as error:
+        logger.warning("%s is damaged and computed anew: %s", path, error)
+        return None

@@ -1,0 +1,93 @@
+"""How a model and its optimizer are spread over the ranks and over memory.
+
+ddp            every rank holds everything; gradients are added up once per update
+zero2          gradients and optimizer state are divided; parameters are gathered once per forward and backward
+zero3          parameters are divided too: each layer is gathered when it is needed and let go after
+zero3_offload  like zero3, with what a rank owns in CPU memory
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tandem.config.parallel import ParallelConfig
+from tandem.trainer.parallel.ranks import Ranks
+
+# Gradients travel together in pieces of about so many values.
+BUCKET_SIZE = 2**24
+
+
+def needs_group(config: ParallelConfig) -> bool:
+    """Whether even one process needs a process group: offloading is FSDP's."""
+    return config.strategy == "zero3_offload"
+
+
+def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Recomputation and compilation of layers, then sharding; once, before the optimizer is made."""
+    for number, layer in enumerate(layers):
+        if config.gradient_checkpointing and number % config.gradient_checkpointing == 0:
+            # In place of forward, so that neither parameters nor hooks change their names.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if config.compile:
+            # Layers differ by a number only: what is compiled for one has to serve all, and batches of any size.
+            torch._dynamo.config.allow_unspec_int_on_nn_module = True
+            layer.compile(dynamic=True)
+    if is_sharded(config, ranks):
+        shard(model, layers, config, dtype, ranks.device)
+
+
+def is_sharded(config: ParallelConfig, ranks: Ranks) -> bool:
+    return config.strategy != "ddp" and (ranks.size > 1 or is_offloaded(config, ranks.device))
+
+
+def is_offloaded(config: ParallelConfig, device: torch.device) -> bool:
+    """On a CPU everything lies in CPU memory as it is."""
+    return config.strategy == "zero3_offload" and device.type == "cuda"
+
+
+def home_of(config: ParallelConfig, device: torch.device) -> torch.device:
+    """Where parameters lie between the passes that compute with them on `device`."""
+    return torch.device("cpu") if is_offloaded(config, device) else device
+
+
+def shard(
+    model: nn.Module, layers: Iterable[nn.Module], config: ParallelConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Parameters become DTensors, each rank owning its part; master weights stay in the precision they have."""
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "reshard_after_forward": config.strategy != "zero2",
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+        ),
+        "offload_policy": CPUOffloadPolicy() if is_offloaded(config, device) else OffloadPolicy(),
+    }
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def add_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Sum the gradients of all ranks, many of them in one message."""
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            bucket.append(parameter.grad)
+        if sum(gradient.numel() for gradient in bucket) >= BUCKET_SIZE:
+            _add_bucket(bucket, ranks)
+            bucket = []
+    if bucket:
+        _add_bucket(bucket, ranks)
+
+
+def _add_bucket(gradients: list[Tensor], ranks: Ranks) -> None:
+    joined = ranks.all_sum(torch.cat([gradient.flatten() for gradient in gradients]))
+    for gradient, part in zip(gradients, joined.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,195 @@
+"""Learning from one batch of rollouts: cut into updates, completed with what the loss needs, stepped through."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.config.losses import LossConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.data.packing import divide, split, take
+from tandem.trainer.losses import (
+    PolicyLoss,
+    PolicyStreams,
+    ignores_zero_advantages,
+    loss_denominator,
+    make_policy_loss,
+    token_weights,
+)
+from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
+from tandem.trainer.losses.types import LossOutput
+from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.model.step import MAXIMUM, MicroBatchLoss, Predictions, Stepper
+from tandem.types.rollout import PackedBatch, TrainBatch
+
+
+@dataclass(frozen=True)
+class Update:
+    """What this rank computes for one update, and what the loss is divided by."""
+
+    micro_batches: list[PackedBatch]
+    denominator: float
+
+
+class Learner:
+    """`frozen_models` by the stream they fill: reference_logprobs, teacher_logprobs."""
+
+    def __init__(
+        self, config: TrainerConfig, stepper: Stepper, frozen_models: Mapping[str, FrozenModel] | None = None
+    ) -> None:
+        self.config = config
+        self.stepper = stepper
+        self.frozen_models = frozen_models or {}
+        self.loss = micro_batch_loss(config.loss, make_policy_loss(config.loss))
+
+    def learn(self, batch: TrainBatch) -> dict[str, float]:
+        """All updates of one batch. Metrics are means over the updates, or maxima."""
+        batch.require_usable()
+        updates = self._completed(list(self._updates(batch)), batch.temperature)
+        stats = [
+            self.stepper.step(update.micro_batches, self.loss, update.denominator, batch.temperature)
+            for _ in range(self.config.epochs_per_batch)
+            for update in updates
+        ]
+        return {name: _over_updates(name, [entry[name] for entry in stats]) for name in stats[0]}
+
+    @functools.cached_property
+    def tokens_per_microbatch(self) -> int:
+        """Decided with the first batch: by then, a server on the same GPU has taken its memory."""
+        config = self.config
+        return tokens_per_microbatch(
+            self.stepper, config.tokens_per_microbatch, least=config.seq_len, deterministic=config.deterministic
+        )
+
+    def _updates(self, batch: TrainBatch) -> Iterator[Update]:
+        ranks, loss = self.stepper.ranks, self.config.loss
+        for part in split(batch.packed, self.config.updates_per_batch, seed=batch.step):
+            computed = with_signal(part) if ignores_zero_advantages(loss) else part
+            micro_batches = divide(computed, ranks.rank, ranks.size, self.tokens_per_microbatch)
+            yield Update(micro_batches, loss_denominator(loss, part.num_loss_tokens, part.num_sequences))
+
+    def _completed(self, updates: list[Update], temperature: float) -> list[Update]:
+        """With the streams that models have to be asked for before the first update."""
+        loss = self.config.loss
+        asks_policy = loss.type == "ppo" or (loss.old_logprobs == "recomputed" and self._moves_more_than_once)
+        if not self.frozen_models and not asks_policy:
+            return updates
+        updates = [
+            replace(
+                update,
+                micro_batches=[self._add_streams(part, temperature, asks_policy) for part in update.micro_batches],
+            )
+            for update in updates
+        ]
+        return self._with_values(updates) if loss.type == "ppo" else updates
+
+    @property
+    def _moves_more_than_once(self) -> bool:
+        return self.config.updates_per_batch * self.config.epochs_per_batch > 1
+
+    def _add_streams(self, part: PackedBatch, temperature: float, asks_policy: bool) -> PackedBatch:
+        streams = {name: frozen.logprobs(part, temperature) for name, frozen in self.frozen_models.items()}
+        if asks_policy:
+            predictions = self.stepper.infer(part, temperature)
+            streams["old_logprobs"] = predictions.logprobs
+            if predictions.values is not None:
+                streams["old_values"] = predictions.values
+        return with_streams(part, streams)
+
+    def _with_values(self, updates: list[Update]) -> list[Update]:
+        """Advantages and returns from the critic's values; so far, the advantages were rewards."""
+        config = self.config.loss
+        estimated = [
+            replace(update, micro_batches=[estimate_advantages(part, config) for part in update.micro_batches])
+            for update in updates
+        ]
+        if not config.ppo.whiten:
+            return estimated
+        parts = [part for update in estimated for part in update.micro_batches]
+        sums = sum(moment_sums(torch.from_numpy(part.streams["advantages"])) for part in parts)
+        assert isinstance(sums, Tensor)
+        sums = self.stepper.ranks.all_sum(sums)
+        return [
+            replace(update, micro_batches=[_whitened(part, sums) for part in update.micro_batches])
+            for update in estimated
+        ]
+
+
+def _over_updates(name: str, values: list[float]) -> float:
+    return max(values) if name.startswith(MAXIMUM) else sum(values) / len(values)
+
+
+def with_signal(batch: PackedBatch) -> PackedBatch:
+    """Without the rollouts whose advantage is zero: their gradient is zero, whatever the model says.
+
+    One is kept if all of them are so: a step without signal is still a step of the optimizer.
+    """
+    has_signal = np.zeros(batch.num_sequences, dtype=bool)
+    has_signal[batch.sequences[batch.streams["advantages"] != 0]] = True
+    if has_signal.all():
+        return batch
+    return take(batch, np.flatnonzero(has_signal) if has_signal.any() else batch.sequences[:1])
+
+
+def with_streams(part: PackedBatch, streams: Mapping[str, Tensor]) -> PackedBatch:
+    arrays = {name: stream.detach().float().cpu().numpy() for name, stream in streams.items()}
+    return replace(part, streams={**part.streams, **arrays})
+
+
+def estimate_advantages(part: PackedBatch, config: LossConfig) -> PackedBatch:
+    streams = {name: torch.from_numpy(stream) for name, stream in part.streams.items()}
+    sequences = torch.from_numpy(part.sequences)
+    rewards = token_rewards(
+        streams["advantages"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
+    )
+    advantages, returns = gae(rewards, streams["old_values"], sequences, config.ppo.gamma, config.ppo.lam)
+    return with_streams(part, {"advantages": advantages, "returns": returns})
+
+
+def _whitened(part: PackedBatch, sums: Tensor) -> PackedBatch:
+    return with_streams(part, {"advantages": whiten(torch.from_numpy(part.streams["advantages"]), sums)})
+
+
+def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
+    """The objective over the tokens of one micro-batch, with the critic's where there is one."""
+
+    def compute(part: PackedBatch, predictions: Predictions) -> LossOutput:
+        device, logprobs = predictions.logprobs.device, predictions.logprobs
+        given = {name: torch.from_numpy(stream).to(device) for name, stream in part.streams.items()}
+        # Before the first of a batch's updates the policy is what it was; so where there is one, nobody was asked.
+        before = given["logprobs"] if config.old_logprobs == "sampled" else given.get("old_logprobs", logprobs.detach())
+        streams = PolicyStreams(
+            logprobs=logprobs,
+            entropy=predictions.entropy,
+            sampled_logprobs=given["logprobs"],
+            old_logprobs=before,
+            advantages=given["advantages"],
+            sequences=torch.from_numpy(part.sequences).to(device),
+            num_sequences=part.num_sequences,
+            reference_logprobs=given.get("reference_logprobs"),
+            teacher_logprobs=given.get("teacher_logprobs"),
+        )
+        output = loss(streams)
+        if predictions.values is None:
+            return output
+        weights = token_weights(config, streams.sequences, part.num_sequences, logprobs.dtype)
+        critic = critic_loss(predictions.values, given["old_values"], given["returns"], weights, config.ppo)
+        return LossOutput(output.loss + critic.loss, output.metrics | critic.metrics)
+
+    return compute
+
+
+def frozen_model_paths(config: LossConfig, model: Path) -> dict[str, Path]:
+    """The frozen models a loss asks, by the stream they fill."""
+    found: dict[str, Path] = {}
+    if config.kl.coef > 0:
+        found["reference_logprobs"] = config.kl.model or model
+    if config.teacher.coef > 0:
+        assert config.teacher.model is not None
+        found["teacher_logprobs"] = config.teacher.model
+    return found

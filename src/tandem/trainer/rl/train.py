@@ -1,0 +1,102 @@
+"""The RL trainer: batches in, weights out. Knows nothing of tasks, prompts or servers."""
+
+import logging
+import time
+from contextlib import closing
+
+from tandem.config.shared import lr_factor
+from tandem.config.trainer import TrainerConfig
+from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
+from tandem.trainer.checkpoints.checkpointer import Checkpointer
+from tandem.trainer.checkpoints.stopping import StopSignal
+from tandem.trainer.losses import needs_entropy_gradient
+from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.optimizer import set_lr
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.rl.learner import Learner, frozen_model_paths
+from tandem.transport.checkpoints import ORCHESTRATOR
+from tandem.transport.rollouts.filesystem import RolloutReader
+from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+def train_rl(config: TrainerConfig) -> None:
+    with joined_ranks(config) as ranks:
+        _train(config, ranks)
+
+
+def _train(config: TrainerConfig, ranks: Ranks) -> None:
+    run_dir = RunDir(config.output_dir)
+    start = agree_on_start(config, ranks)
+    trained = load_trained(
+        config.model,
+        config.optimizer,
+        config.parallel,
+        ranks,
+        lora=config.lora,
+        seed=config.seed,
+        entropy_gradient=needs_entropy_gradient(config.loss),
+        critic=config.loss.ppo if config.loss.type == "ppo" else None,
+    )
+    frozen_models = {
+        stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks)
+        for stream, path in frozen_model_paths(config.loss, config.model.name).items()
+    }
+    learner = Learner(config, trained.stepper, frozen_models)
+    throughput = trained.throughput()
+    run_dir.create()
+    run_log = RunLog(run_dir, "trainer", enabled=ranks.is_first)
+    batches = RolloutReader(run_dir.rollouts, config.rollout_timeout_s)
+    weights = WeightsPublisher(
+        run_dir.weights,
+        config.model.name,
+        config.model.dtype,
+        config.keep_weights,
+        adapter_config=trained.adapter_config,
+    )
+    publish = trained.publish if config.lora is None else trained.publish_adapter
+    checkpoints = Checkpointer(
+        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
+    )
+    if start > 0:
+        checkpoints.load(start)
+        publish(weights.republish, version=start)
+    run_log.event("started", step=start, ranks=ranks.size)
+    logger.info("ready on %s; waiting for the batch of step %d", ranks.device, start + 1)
+
+    beside: dict[str, bytes] = {}
+    with closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
+        for step in range(start + 1, config.max_steps + 1):
+            waiting = time.monotonic()
+            ranks.report(step, "waiting for the batch")
+            batches.wait(step, give_up=stop.is_asked)
+            if stop.is_agreed():
+                stop.end(checkpoints, run_log, step - 1, beside=beside)
+            batch = batches.read(step)
+            beside = {ORCHESTRATOR: batch.orchestrator_state}
+            started = time.monotonic()
+            ranks.report(step, "training")
+            lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
+            set_lr(trained.optimizer, lr)
+            stats = learner.learn(batch)
+            trained_at = time.monotonic()
+            ranks.report(step, "publishing")
+            publish(weights.publish, version=step)
+            times = throughput.measure(batch.packed, trained_at - started) | {
+                "lr": lr,
+                "wait_s": started - waiting,
+                "train_s": trained_at - started,
+                "publish_s": time.monotonic() - trained_at,
+            }
+            run_log.metrics(step, stats | times)
+            checkpoints.maybe_save(step, beside=beside)
+            if ranks.is_first:
+                logger.info("step %d: loss %.4f, grad norm %.3f", step, stats["loss"], stats["grad_norm"])
+        if config.lora is not None:
+            merged = WeightsPublisher(run_dir.merged, config.model.name, config.model.dtype, keep=1)
+            trained.publish(merged.publish, version=config.max_steps)
+        checkpoints.finish(config.max_steps, beside=beside)
+    run_log.event("finished", step=config.max_steps)

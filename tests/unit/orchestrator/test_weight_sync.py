@@ -1,0 +1,324 @@
+"""The policy follows the newest published weights, and gives them again to a server that was started again."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.weight_sync import Policy
+from tandem.transport.weights.manifest import write_manifest
+from tandem.types.rollout import Completion
+from tandem.utils.files import read_json_lines
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir, step_name
+
+BASE = Path("models/base")
+
+
+class FakeClient:
+    """A client and the server behind it, which `restart` starts again."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[str, int]] = []
+        self.instance: str | None = None
+        self.num_starts = 1
+        self.num_generated = 0
+        self.before_answer: Callable[[], None] = lambda: None  # while a completion is made
+        self._met = ""
+
+    def restart(self) -> None:
+        self.num_starts += 1
+        self.loaded.clear()
+
+    async def meet(self) -> None:
+        await asyncio.sleep(0)
+        self._met = str(self.num_starts)
+
+    def adopt(self) -> None:
+        self.instance = self._met
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        await self._answer(self._met)
+        self.loaded.append((path.name, version))
+
+    async def load_adapter(self, path: Path, version: int) -> None:
+        await self._answer(self._met)
+        self.loaded.append((f"adapter {path.name}", version))
+
+    async def generate(self, prompt_ids: list[int], **options: float) -> list[Completion]:
+        meant = self.instance
+        assert meant is not None, "a server that has not been adopted is asked for nothing"
+        await asyncio.sleep(0)
+        self.before_answer()
+        await self._answer(meant)
+        self.num_generated += 1
+        return [Completion(prompt_ids, [0.0] * len(prompt_ids), [self.loaded[-1][1]] * len(prompt_ids), "stop")]
+
+    async def _answer(self, meant: str) -> None:
+        await asyncio.sleep(0)
+        if meant != str(self.num_starts):
+            if self.instance == meant:
+                self.instance = None
+            raise InstanceChanged
+
+
+def make_policy(client: FakeClient, folder: Path, version: int = 0) -> Policy:
+    return Policy(client, BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))  # pyright: ignore[reportArgumentType]
+
+
+async def generate(policy: Policy, token: int = 1) -> Completion:
+    (completion,) = await policy.generate([token], n=1, max_tokens=1, temperature=1.0, seed=0)
+    return completion
+
+
+def publish(folder: Path, version: int, *, adapter: bool = False) -> None:
+    path = folder / step_name(version)
+    path.mkdir(parents=True)
+    if adapter:
+        (path / "adapter_config.json").write_text("{}")
+    write_manifest(path, version)
+
+
+def test_follow_takes_the_newest_and_ends_with_the_last(tmp_path: Path) -> None:
+    updates: list[tuple[int, int]] = []
+    client = FakeClient()
+
+    async def on_update(old: int, new: int) -> None:
+        updates.append((old, new))
+        if new == 3:
+            (tmp_path / step_name(9)).mkdir()  # unfinished: no manifest
+            publish(tmp_path, 4)
+            publish(tmp_path, 5)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path, 0)
+        following = asyncio.ensure_future(policy.follow(5, on_update))
+        await asyncio.sleep(0.02)
+        assert policy.version == 0
+        for version in (1, 2, 3):
+            publish(tmp_path, version)
+        await asyncio.wait_for(following, 5)
+        assert policy.version == 5
+
+    asyncio.run(run())
+    assert updates == [(0, 3), (3, 5)]
+    assert client.loaded == [("step_000003", 3), ("step_000005", 5)]
+
+
+def test_a_version_is_not_loaded_twice(tmp_path: Path) -> None:
+    """What is served already is the newest for a while, and the folder changes for other reasons too."""
+    client = FakeClient()
+
+    async def nothing(old: int, new: int) -> None:
+        pass
+
+    async def run() -> None:
+        publish(tmp_path, 2)
+        policy = make_policy(client, tmp_path, 2)
+        following = asyncio.ensure_future(policy.follow(3, nothing))
+        for number in range(3):
+            (tmp_path / f"other-{number}").mkdir()
+            await asyncio.sleep(0.02)
+        assert client.loaded == []
+        publish(tmp_path, 3)
+        await asyncio.wait_for(following, 5)
+
+    asyncio.run(run())
+    assert client.loaded == [("step_000003", 3)]
+
+
+def test_whoever_waits_for_the_next_update_is_told(tmp_path: Path) -> None:
+    async def run() -> None:
+        policy = make_policy(FakeClient(), tmp_path, 0)
+        first = policy.next_update
+        await policy.load(tmp_path, 1)
+        assert first.result() == 1
+        assert not policy.next_update.done()
+        await policy.load(tmp_path, 2)
+        assert first.result() == 1 and policy.version == 2
+
+    asyncio.run(run())
+
+
+class RefusingClient(FakeClient):
+    """Refuses version 1; `meanwhile` happens while it looks at it."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        if version == 1:
+            self.meanwhile()
+            raise InferenceError("step_000001 does not match its checksum")
+        await super().update_weights(path, version)
+
+
+async def ignore(old: int, new: int) -> None:
+    pass
+
+
+def test_refused_weights_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    async def run() -> None:
+        policy = make_policy(RefusingClient(lambda: None), tmp_path, 0)
+        publish(tmp_path, 1)
+        await policy.follow(2, ignore)
+
+    with pytest.raises(InferenceError, match="checksum"):
+        asyncio.run(run())
+
+
+def test_a_refused_version_that_was_replaced_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    client = RefusingClient(lambda: publish(tmp_path, 2))
+
+    async def run() -> None:
+        publish(tmp_path, 1)
+        await make_policy(client, tmp_path, 0).follow(2, ignore)
+
+    asyncio.run(run())
+    assert client.loaded == [("step_000002", 2)]
+
+
+def test_adapters_are_served_over_the_model_they_belong_to(tmp_path: Path) -> None:
+    client = FakeClient()
+
+    async def on_update(old: int, new: int) -> None:
+        if new < 2:
+            publish(tmp_path, new + 1, adapter=True)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path, 0)
+        await policy.load(BASE, 0)
+        publish(tmp_path, 1, adapter=True)
+        await policy.follow(2, on_update)
+        assert policy.version == 2
+
+    asyncio.run(run())
+    assert client.loaded == [("base", 0), ("adapter step_000001", 1), ("adapter step_000002", 2)]
+
+
+def test_a_run_resumed_at_an_adapter_first_puts_its_model_below(tmp_path: Path) -> None:
+    """The server may have been kept alive by a run of other weights."""
+    client = FakeClient()
+    publish(tmp_path, 3, adapter=True)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path, 3)
+        await policy.load(tmp_path / step_name(3), 3)
+
+    asyncio.run(run())
+    assert client.loaded == [("base", 0), ("adapter step_000003", 3)]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_server_that_was_started_again_is_given_its_version_before_anything_else(
+    tmp_path: Path, adapter: bool
+) -> None:
+    client = FakeClient()
+    publish(tmp_path, 3, adapter=adapter)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path, 3)
+        await policy.load(tmp_path / step_name(3), 3)
+        client.restart()
+        completions = await asyncio.gather(*(generate(policy, token) for token in range(20)))
+        assert [completion.token_ids for completion in completions] == [[token] for token in range(20)]
+        assert {version for completion in completions for version in completion.versions} == {3}
+
+    asyncio.run(run())
+    assert client.loaded == ([("base", 0), ("adapter step_000003", 3)] if adapter else [("step_000003", 3)])
+    assert client.num_generated == 20
+    (event,) = read_json_lines(tmp_path / "events.jsonl")
+    assert (event["event"], event["version"], event["instance"]) == ("server_restored", 3, "2")
+
+
+def test_a_server_that_dies_again_and_again_is_served_again_and_again(tmp_path: Path) -> None:
+    client = FakeClient()
+
+    def die_four_times() -> None:
+        if client.num_starts < 5:
+            client.restart()
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path)
+        await policy.load(BASE, 0)
+        client.before_answer = die_four_times
+        assert (await generate(policy)).versions == [0]
+
+    asyncio.run(run())
+    assert client.instance == "5" and client.loaded == [("base", 0)]
+
+
+def test_an_update_that_meets_a_new_server_begins_from_the_base(tmp_path: Path) -> None:
+    client = FakeClient()
+    for version in (1, 2):
+        publish(tmp_path, version, adapter=True)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path)
+        await policy.load(tmp_path / step_name(1), 1)
+        client.restart()
+        await policy.load(tmp_path / step_name(2), 2)
+        assert (await generate(policy)).versions == [2]
+
+    asyncio.run(run())
+    assert client.loaded == [("base", 0), ("adapter step_000002", 2)]
+
+
+def test_restoring_and_following_do_not_mix(tmp_path: Path) -> None:
+    """While completions wait for the server, the next version comes: each is loaded whole, one after the other."""
+    client = FakeClient()
+    for version in (1, 2):
+        publish(tmp_path, version, adapter=True)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path)
+        await policy.load(tmp_path / step_name(1), 1)
+        client.restart()
+        await asyncio.gather(generate(policy), policy.load(tmp_path / step_name(2), 2), generate(policy))
+
+    asyncio.run(run())
+    assert client.loaded in (
+        [("base", 0), ("adapter step_000001", 1), ("adapter step_000002", 2)],
+        [("base", 0), ("adapter step_000002", 2)],
+    )
+
+
+class LosingClient(FakeClient):
+    async def generate(self, prompt_ids: list[int], **options: float) -> list[Completion]:
+        await asyncio.sleep(0)
+        raise ServerLost("run 'theirs' has taken it")
+
+
+def test_whoever_loses_the_server_tells_the_run(tmp_path: Path) -> None:
+    async def run() -> None:
+        policy = make_policy(LosingClient(), tmp_path)
+        await policy.load(BASE, 0)
+        watching = asyncio.ensure_future(policy.watch())
+        generating = [asyncio.ensure_future(generate(policy)) for _ in range(3)]
+        with pytest.raises(ServerLost, match="run 'theirs' has taken it"):
+            await asyncio.wait_for(watching, 5)
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in generating)  # no group is blamed for it
+        for task in generating:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_new_server_that_refuses_the_weights_is_no_matter_of_one_group(tmp_path: Path) -> None:
+    client = RefusingClient(lambda: None)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path)
+        await policy.load(BASE, 0)
+        policy.version = 1
+        client.restart()
+        generating = asyncio.ensure_future(generate(policy))
+        with pytest.raises(ServerLost, match=r"started again cannot serve this run: .*checksum"):
+            await asyncio.wait_for(policy.watch(), 5)
+        generating.cancel()
+
+    asyncio.run(run())

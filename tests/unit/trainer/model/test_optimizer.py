@@ -1,0 +1,58 @@
+"""The learning rate over the steps, by hand, and who is decayed."""
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.config.shared import OptimizerConfig, SchedulerConfig, lr_factor
+from tandem.trainer.model.optimizer import make_optimizer, set_lr
+
+
+def factors(max_steps: int, **options: object) -> list[float]:
+    config = SchedulerConfig.model_validate(options)
+    return [lr_factor(step, max_steps, config) for step in range(1, max_steps + 1)]
+
+
+def test_constant() -> None:
+    assert factors(4) == [1.0] * 4
+    assert factors(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear() -> None:
+    """Two steps up, then a quarter less each step, down to zero at the last."""
+    assert factors(6, type="linear", warmup_steps=2) == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
+    assert factors(4, type="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine() -> None:
+    """Half a cosine over four steps: (1 + cos(k pi / 4)) / 2."""
+    root = 2**0.5
+    expected = [0.5 * (1 + 1 / root), 0.5, 0.5 * (1 - 1 / root), 0.0]
+    assert factors(4, type="cosine") == pytest.approx(expected)
+    assert factors(4, type="cosine", min_lr_ratio=0.1) == pytest.approx([0.1 + 0.9 * x for x in expected])
+    assert factors(6, type="cosine", warmup_steps=2) == pytest.approx([0.5, 1.0, *expected])
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_a_run_that_is_all_warm_up(kind: str) -> None:
+    assert factors(3, type=kind, warmup_steps=6) == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+
+
+def test_only_matrices_decay() -> None:
+    """No gradient, lr 0.5, decay 0.1: matrices shrink by 5 %, vectors stay."""
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5, weight_decay=0.1))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before["weight"] * 0.95)
+    torch.testing.assert_close(model.bias.detach(), before["bias"])
+
+
+def test_the_options_reach_adamw_and_set_lr_reaches_every_group() -> None:
+    optimizer = make_optimizer(nn.Linear(2, 2), OptimizerConfig(lr=3e-4, betas=(0.8, 0.95), eps=1e-6))
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.95), 1e-6)
+    set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

@@ -1,0 +1,191 @@
+"""The same weights give the same log-probs, to the bit, in every pass that the trainer makes."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.config.align import AlignLossConfig
+from tandem.config.lora import LoRAConfig
+from tandem.config.losses import PpoConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import ModelConfig, OptimizerConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.data.packing import divide, pack
+from tandem.models.cpu import kernels
+from tandem.models.hf import copy_weights, named_tensors
+from tandem.trainer.build import Trained, load_trained
+from tandem.trainer.losses.types import LossOutput
+from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.offline.aligner import Aligner
+from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow
+from tandem.trainer.offline.reference import precompute, stream_reference
+from tandem.trainer.offline.reward_model import load_trained_scorer
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.rl.learner import Learner
+from tandem.types.rollout import TrainBatch, TrainingSequence
+
+RANKS = Ranks.single(torch.device("cpu"))
+DTYPES = ["float32", "bfloat16"]
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(params=["kernels", "pytorch"])
+def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our kernels, and as where there are none."""
+    if request.param == "pytorch":
+        monkeypatch.setattr(kernels, "find", lambda x: None)
+
+
+def load(model: ModelConfig, *, lora: bool = False, checkpointing: int = 0, **options: Any) -> Trained:
+    parallel = ParallelConfig(gradient_checkpointing=checkpointing)
+    adapter = LoRAConfig(rank=4) if lora else None
+    return load_trained(model, OptimizerConfig(lr=1e-2), parallel, RANKS, lora=adapter, **options)
+
+
+def make_samples(longest: int) -> list[TrainingSequence]:
+    """Groups of prompts and completions up to `longest` tokens each: beyond 256 together, other kernels take over."""
+    draw = random.Random(longest)
+    samples = []
+    for _ in range(3):
+        prompt = [draw.randrange(6, 100) for _ in range(draw.randint(longest // 2, longest))]
+        for _ in range(3):
+            completion = [draw.randrange(6, 100) for _ in range(draw.randint(longest // 2, longest))]
+            mask = [0] * len(prompt) + [1] * len(completion)
+            streams = {"advantages": [draw.uniform(-1, 1)] * len(mask), "logprobs": [-4.6] * len(mask)}
+            samples.append(TrainingSequence(prompt + completion, mask, streams))
+    return samples
+
+
+def take_a_step(trained: Trained, samples: list[TrainingSequence]) -> None:
+    """Away from weights that bfloat16 can hold exactly, and from an adapter of zeros."""
+    batch = pack(samples)
+    trained.stepper.step([batch], lambda _, said: LossOutput(-said.logprobs.sum(), {}), batch.num_loss_tokens)
+
+
+@pytest.mark.parametrize("longest", [20, 200])
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("operations")
+def test_every_pass_says_the_same(tiny_model: Path, dtype, lora: bool, checkpointing: int, longest: int) -> None:
+    config = ModelConfig(name=tiny_model, dtype=dtype)
+    trained = load(config, lora=lora, checkpointing=checkpointing)
+    frozen = FrozenModel(config, ParallelConfig(), RANKS)
+    batch = pack(make_samples(longest))
+    learning = trained.stepper.predict(batch, TEMPERATURE)
+    assert learning.logprobs.requires_grad
+    assert torch.equal(frozen.logprobs(batch, TEMPERATURE), learning.logprobs)
+    for _ in range(2):
+        learning = trained.stepper.predict(batch, TEMPERATURE)
+        predicted = trained.stepper.infer(batch, TEMPERATURE)
+        assert torch.equal(predicted.logprobs, learning.logprobs) and torch.equal(predicted.entropy, learning.entropy)
+        take_a_step(trained, make_samples(20))
+    assert not torch.equal(frozen.logprobs(batch, TEMPERATURE), learning.logprobs), "nothing was learned"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_so_do_models_of_transformers(tiny_model: Path, dtype, lora: bool) -> None:
+    config = ModelConfig(name=tiny_model, dtype=dtype, impl="hf")
+    trained, frozen = load(config, lora=lora), FrozenModel(config, ParallelConfig(), RANKS)
+    batch = pack(make_samples(20))
+    learning = trained.stepper.predict(batch, TEMPERATURE).logprobs
+    assert torch.equal(trained.stepper.infer(batch, TEMPERATURE).logprobs, learning)
+    assert torch.equal(frozen.logprobs(batch, TEMPERATURE), learning)
+
+
+def test_lower_precision_is_another_one(tiny_model: Path) -> None:
+    """Else all of the above would hold for a trainer that ignores the option."""
+    batch = pack(make_samples(20))
+    for impl in ("native", "hf"):
+        exact, rounded = (
+            load(ModelConfig(name=tiny_model, dtype=dtype, impl=impl)).stepper.infer(batch).logprobs for dtype in DTYPES
+        )
+        assert 0 < (exact - rounded).abs().max() < 0.1
+
+
+def test_masters_in_float32_count_as_they_are_published(tiny_model: Path) -> None:
+    """After an update the weights fit into bfloat16 no longer: a frozen copy holds them rounded, as the policy uses
+    them, and gradients and masters stay in float32."""
+    config = ModelConfig(name=tiny_model, dtype="bfloat16")
+    trained, frozen = load(config), FrozenModel(config, ParallelConfig(), RANKS)
+    take_a_step(trained, make_samples(20))
+    for parameter in trained.model.parameters():
+        assert parameter.grad is not None and parameter.dtype == parameter.grad.dtype == torch.float32
+    assert {parameter.dtype for parameter in frozen.model.parameters()} == {torch.bfloat16}
+    copy_weights(frozen.model.decoder, named_tensors(trained.decoder))  # type: ignore[arg-type]
+    batch = pack(make_samples(20))
+    assert torch.equal(frozen.logprobs(batch, TEMPERATURE), trained.stepper.infer(batch, TEMPERATURE).logprobs)
+
+
+@pytest.mark.parametrize("longest", [20, 200])
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_before_the_first_update_ratios_are_one_and_the_kl_is_zero(
+    tiny_model: Path, dtype, lora: bool, longest: int
+) -> None:
+    """GSPO, whose bounds are as narrow as 3e-4, in two updates that move nothing, in several micro-batches."""
+    loss = {
+        "type": "gspo",
+        "normalize": "sequences",
+        "old_logprobs": "recomputed",
+        "kl": {"coef": 0.1, "estimator": "k3"},
+        "teacher": {"coef": 0.1, "model": tiny_model},
+    }
+    model = {"name": tiny_model, "dtype": dtype}
+    config = TrainerConfig.model_validate(
+        {"model": model, "seq_len": 400, "tokens_per_microbatch": 450, "epochs_per_batch": 2, "loss": loss}
+    )
+    trained = load(config.model, lora=lora)
+    trained.stepper.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.0)
+    frozen = FrozenModel(config.model, config.parallel, RANKS)
+    frozen_models = {"reference_logprobs": frozen, "teacher_logprobs": frozen}
+    batch = pack(make_samples(longest))
+    assert longest == 20 or len(divide(batch, 0, 1, 450)) > 1
+    stats = Learner(config, trained.stepper, frozen_models).learn(TrainBatch(1, TEMPERATURE, batch))
+    exact = {"reference_kl": 0.0, "teacher_kl": 0.0, "ratio": 1.0, "clip_fraction": 0.0, "loss/kl": 0.0}
+    assert {name: stats[name] for name in exact} == exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_before_the_batch_are_those_of_the_first_update(tiny_model: Path, dtype) -> None:
+    trained = load(ModelConfig(name=tiny_model, dtype=dtype), critic=PpoConfig())
+    head = trained.model.value_head
+    assert head is not None
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
+    batch = pack(make_samples(20))
+    learning, predicted = trained.stepper.predict(batch), trained.stepper.infer(batch)
+    assert learning.values is not None and predicted.values is not None
+    assert learning.values.dtype == torch.float32 and float(learning.values.detach().std()) > 0.1
+    assert torch.equal(learning.values, predicted.values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_a_reward_model_do_not_depend_on_the_pass(tiny_model: Path, dtype) -> None:
+    options = OptimizerConfig(), ParallelConfig(), RANKS
+    stepper = load_trained_scorer(ModelConfig(name=tiny_model, dtype=dtype), *options, seed=0).stepper
+    batch = pack(make_samples(20))
+    learning, predicted = stepper.predict(batch).values, stepper.infer(batch).values
+    assert learning is not None and predicted is not None
+    assert torch.equal(learning, predicted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ["precomputed", "model"])
+def test_before_the_first_step_an_aligned_model_is_its_reference(tiny_model: Path, dtype, source, tmp_path) -> None:
+    """With long sequences in several micro-batches, where the company matters to the last bit."""
+    samples = [TrainingSequence(sample.token_ids, sample.loss_mask) for sample in make_samples(200)]
+    rows = [AlignRow((samples[i], samples[i + 1]), (GOOD, BAD)) for i in (0, 3, 6)]
+    config = ModelConfig(name=tiny_model, dtype=dtype)
+    stepper = load(config).stepper
+    reference_of = FrozenModel(config, ParallelConfig(), RANKS).logprobs
+    if source == "precomputed":
+        rows = precompute(stepper, [rows], config, 800, tmp_path / "reference").attach(rows)
+        reference_of = stream_reference(RANKS.device)
+    batch = AlignBatch.of(rows)
+    assert len(batch.divide(0, 1, 800)) > 1
+    stats = Aligner(AlignLossConfig(type="dpo"), stepper, reference_of, 800).step(batch, [])
+    assert [stats[name] for name in ("rewards_chosen", "rewards_rejected", "kl")] == [0.0, 0.0, 0.0]

@@ -1,0 +1,173 @@
+"""Steps on preferences: however they are cut, with what the objectives ask of the whole step."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandem.config.align import AlignLossConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import ModelConfig, OptimizerConfig
+from tandem.data.packing import pack
+from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
+from tandem.trainer.offline.aligner import Aligner
+from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, mismatches, scored
+from tandem.trainer.offline.reference import no_reference, precompute, stream_reference
+from tandem.trainer.offline.reward_model import load_trained_scorer
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.types.rollout import TrainingSequence
+
+CPU = torch.device("cpu")
+TYPES = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
+
+
+@pytest.fixture
+def rows(make_samples) -> list[AlignRow]:
+    """Six pairs; the prompts of two of them are the same."""
+    found = [TrainingSequence(each.token_ids, each.loss_mask) for each in make_samples(0, num_prompts=5, group_size=2)]
+    found += [TrainingSequence([*each.token_ids, 7], [*each.loss_mask, 1]) for each in found[:2]]
+    return [AlignRow((found[i], found[i + 1]), (GOOD, BAD), margin=0.1 * i) for i in range(0, len(found), 2)]
+
+
+@pytest.fixture
+def start(make_stepper, rows, tiny_model, tmp_path):
+    """An aligner with plain SGD after a disturbance, so that policy and reference differ, and the rows it takes."""
+
+    def begin(loss: AlignLossConfig, bound: int):
+        if loss.type == "reward":
+            options = ModelConfig(name=tiny_model), OptimizerConfig(), ParallelConfig()
+            stepper = load_trained_scorer(*options, Ranks.single(CPU), seed=0).stepper
+            completed, mismatched = [scored(row) for row in rows], []
+        else:
+            stepper = make_stepper()
+            mismatched = mismatches(rows) if loss.type == "kto" else []
+            references = precompute(
+                stepper, [rows, mismatched], ModelConfig(name=tiny_model), 1000, tmp_path / "reference"
+            )
+            completed, mismatched = references.attach(rows), references.attach(mismatched)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in stepper.model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        stepper.optimizer = torch.optim.SGD(stepper.model.parameters(), lr=0.05)
+        reference_of = stream_reference(CPU) if loss.reference_source == "precomputed" else no_reference
+        return Aligner(loss, stepper, reference_of, bound), completed, mismatched
+
+    return begin
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_type: str) -> None:
+    loss = AlignLossConfig(type=loss_type)
+    results = []
+    for bound in (1000, 60, 32):
+        aligner, rows, mismatched = start(loss, bound)
+        before = [parameter.detach().clone() for parameter in aligner.stepper.model.parameters()]
+        batch = AlignBatch.of(rows)
+        num_micro_batches = len(batch.divide(0, 1, bound))
+        stats = [aligner.step(batch, mismatched) for _ in range(2)]
+        held_out = aligner.evaluate(batch, mismatched)
+        after = list(aligner.stepper.model.parameters())
+        moved = max((new.detach() - old).abs().max().item() for new, old in zip(after, before, strict=True))
+        assert moved > 1e-5, "nothing was learned"
+        results.append((num_micro_batches, [*stats, held_out], after))
+    assert results[0][0] == 1 and results[2][0] > results[1][0] > 1
+    for _, stats, parameters in results[1:]:
+        for found, expected in zip(stats, results[0][1], strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        for parameter, expected in zip(parameters, results[0][2], strict=True):
+            torch.testing.assert_close(parameter, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("loss_type", ["dpo", "kto"])
+def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: str) -> None:
+    """Against each sequence alone: c = Σ log-prob, its reward β (c - c°), and their means."""
+    aligner, rows, mismatched = start(AlignLossConfig(type=loss_type, beta=0.3), 40)
+
+    def rewards(row: AlignRow) -> list[float]:
+        assert row.reference is not None
+        with torch.no_grad():
+            return [
+                0.3 * (aligner.stepper.predict(pack([sample])).logprobs.sum().item() - float(reference.sum()))
+                for sample, reference in zip(row.samples, row.reference, strict=True)
+            ]
+
+    pairs = [rewards(row) for row in rows]
+    kl = max(0.0, sum(reward for row in mismatched for reward in rewards(row)) / 0.3 / max(1, len(mismatched)))
+    stats = aligner.evaluate(AlignBatch.of(rows), mismatched)
+    assert stats["rewards_chosen"] == pytest.approx(sum(good for good, _ in pairs) / 6, abs=1e-4)
+    assert stats["rewards_rejected"] == pytest.approx(sum(bad for _, bad in pairs) / 6, abs=1e-4)
+    assert stats["margin"] == pytest.approx(sum(good - bad for good, bad in pairs) / 6, abs=1e-4)
+    assert stats["kl"] > 0
+    if loss_type == "dpo":
+        assert stats["accuracy"] == pytest.approx(sum(good > bad for good, bad in pairs) / 6)
+    else:
+        assert len(mismatched) == 12 and stats["mismatched_kl"] == pytest.approx(kl, abs=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["cpo", "orpo"])
+def test_imitation_is_a_mean_over_the_chosen_tokens_of_the_step(start, loss_type: str) -> None:
+    aligner, rows, _ = start(AlignLossConfig(type=loss_type), 40)
+    with torch.no_grad():
+        chosen = [aligner.stepper.predict(pack([row.samples[0]])).logprobs for row in rows]
+    expected = -torch.cat(chosen).mean().item()
+    stats = aligner.evaluate(AlignBatch.of(rows), [])
+    assert stats["loss/sft"] == pytest.approx(expected, rel=1e-4)
+    assert stats["loss"] == pytest.approx(stats["loss/sft"] + stats["loss/preference"], rel=1e-5)
+
+
+def test_the_divergence_of_kto_is_that_of_the_whole_step(start) -> None:
+    """Swapped signs make the estimate positive: the reference is set below what the model says."""
+    loss = AlignLossConfig(type="kto")
+    found = []
+    for bound in (1000, 32):
+        aligner, rows, mismatched = start(loss, bound)
+        lowered = [replace(row, reference=tuple(part - 0.5 for part in row.reference)) for row in mismatched]
+        found.append(aligner.step(AlignBatch.of(rows), lowered)["mismatched_kl"])
+    assert found[0] > 0.5 and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_the_shift_of_bco_follows_the_rewards_of_earlier_steps(start) -> None:
+    aligner, rows, _ = start(AlignLossConfig(type="bco"), 1000)
+    batch = AlignBatch.of(rows)
+    first = aligner.step(batch, [])
+    assert first["reward_shift"] == 0.0
+    halfway = (first["rewards_chosen"] + first["rewards_rejected"]) / 2
+    assert halfway != 0 and aligner.shift.delta == pytest.approx(halfway)
+    second = aligner.step(batch, [])
+    assert second["reward_shift"] == pytest.approx(halfway)
+    both = halfway / 2 + (second["rewards_chosen"] + second["rewards_rejected"]) / 4
+    assert aligner.shift.delta == pytest.approx(both)
+    assert aligner.evaluate(batch, [])["reward_shift"] == aligner.shift.delta
+    assert aligner.shift.delta == pytest.approx(both), "an evaluation is not a step"
+
+
+def test_a_rank_without_data_takes_part_without_a_trace() -> None:
+    """An idle micro-batch has no sequences; every objective gives zero, with a gradient of nothing."""
+    for loss_type in TYPES:
+        config = AlignLossConfig(type=loss_type)
+        nothing = torch.zeros(0, requires_grad=True)
+        empty = torch.zeros(0)
+        reference = empty if config.reference_source != "none" else None
+        streams = AlignStreams(nothing, reference, torch.zeros(0, dtype=torch.int64), 0, empty, empty)
+        output = alignment_loss(streams, config, StepFacts())
+        output.loss.backward()
+        assert output.loss.item() == 0.0
+        assert all(value.item() == 0.0 for value in output.metrics.values())
+
+
+@pytest.mark.parametrize("loss_type", [name for name in TYPES if name != "reward"])
+@pytest.mark.parametrize("empty", ["one chosen", "every chosen", "one rejected"])
+def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: str, empty: str) -> None:
+    """Data hold none, see data.on_bad_row; should one come all the same, the step is finite."""
+    which = 1 if empty == "one rejected" else 0
+    for number in range(len(rows) if empty == "every chosen" else 1):
+        samples = list(rows[number].samples)
+        prompt = samples[which].token_ids[: samples[which].num_context_tokens]
+        samples[which] = TrainingSequence(prompt, [0] * len(prompt))
+        rows[number] = replace(rows[number], samples=tuple(samples))
+    aligner, completed, mismatched = start(AlignLossConfig(type=loss_type), 1000)
+    stats = aligner.step(AlignBatch.of(completed), mismatched)
+    assert all(map(math.isfinite, stats.values())), stats
+    assert all(parameter.isfinite().all() for parameter in aligner.stepper.model.parameters())

@@ -1,0 +1,78 @@
+"""Reference log-probs: what the model says, found again by what the samples say, computed once."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.shared import ModelConfig
+from tandem.data.packing import pack
+from tandem.trainer.offline.preferences import BAD, GOOD, AlignRow
+from tandem.trainer.offline.reference import precompute, sample_key
+from tandem.types.rollout import TrainingSequence
+
+
+@pytest.fixture
+def rows(make_samples) -> list[AlignRow]:
+    found = [TrainingSequence(each.token_ids, each.loss_mask) for each in make_samples(0, num_prompts=5, group_size=2)]
+    return [AlignRow((found[i], found[i + 1]), (GOOD, BAD)) for i in range(0, len(found), 2)]
+
+
+def test_each_sample_gets_the_log_probs_of_its_own_tokens(make_stepper, rows, tiny_model, tmp_path):
+    """In batches of several sizes, with rows that come again, against each sample alone."""
+    stepper = make_stepper()
+    batches = [rows[:3], [], rows[2:4], rows[:2], rows[4:]]
+    found = precompute(stepper, batches, ModelConfig(name=tiny_model), 30, tmp_path / "cache").attach(reversed(rows))
+    for row, original in zip(found, reversed(rows), strict=True):
+        assert row.reference is not None and row.samples == original.samples
+        for logprobs, sample in zip(row.reference, row.samples, strict=True):
+            with torch.no_grad():
+                alone = stepper.predict(pack([sample])).logprobs.numpy()
+            np.testing.assert_allclose(logprobs, alone, atol=1e-5)
+
+
+def test_the_cache_stands_for_the_same_model_and_the_same_rows(make_stepper, rows, tiny_model, tmp_path):
+    model_dir, cache = tmp_path / "model", tmp_path / "reference.safetensors"
+    shutil.copytree(tiny_model, model_dir)
+    model = ModelConfig(name=model_dir)
+    stepper = make_stepper()
+    asked = []
+    stepper.predict = lambda *arguments, ask=stepper.predict: asked.append(1) or ask(*arguments)
+    first = precompute(stepper, [rows], model, 1000, cache)
+    assert len(asked) == 1
+    again = precompute(stepper, [rows], model, 1000, cache)
+    assert len(asked) == 1, "the cache was not used"
+    for key, logprobs in first.logprobs.items():
+        np.testing.assert_array_equal(logprobs, again.logprobs[key])
+
+    precompute(stepper, [rows[:-1]], model, 1000, cache)
+    assert len(asked) == 2, "other rows have another reference"
+    precompute(stepper, [rows[:-1]], ModelConfig(name=model_dir, dtype="bfloat16"), 1000, cache)
+    assert len(asked) == 3, "another precision gives another reference"
+    precompute(stepper, [rows[:-1]], model, 1000, cache)
+    assert len(asked) == 4
+    os.utime(model_dir / "model.safetensors", ns=(0, 0))
+    precompute(stepper, [rows[:-1]], model, 1000, cache)
+    assert len(asked) == 5, "other weights have another reference"
+    cache.write_bytes(cache.read_bytes()[:-8])
+    precompute(stepper, [rows[:-1]], model, 1000, cache)
+    assert len(asked) == 6, "a damaged cache was believed"
+
+
+def test_samples_are_told_apart_by_tokens_and_by_mask() -> None:
+    keys = {
+        sample_key(TrainingSequence(ids, mask))
+        for ids, mask in [([1, 2, 3], [0, 1, 1]), ([1, 2, 4], [0, 1, 1]), ([1, 2, 3], [0, 0, 1]), ([1, 2], [0, 1])]
+    }
+    assert len(keys) == 4
+    assert sample_key(TrainingSequence([1, 2], [0, 1])) == sample_key(
+        TrainingSequence([1, 2], [0, 1], {"place": [0.0, 1.0]})
+    )
+
+
+def test_nothing_of_the_cache_path_is_left_behind(make_stepper, rows, tiny_model, tmp_path: Path) -> None:
+    precompute(make_stepper(), [rows], ModelConfig(name=tiny_model), 1000, tmp_path / "cache")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
