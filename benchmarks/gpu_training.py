@@ -164,31 +164,26 @@ def free_memory() -> None:
 
 
 def run(shapes: list[str], peers: list[str]) -> Iterator[dict[str, Any]]:
-    """One row of the table after the other. Compiling takes the peer a minute, so it does that for one work a shape."""
+    """One row of the table after the other. Compiling takes the peer minutes: for one work a shape, and last."""
     for name in shapes:
-        shape = SHAPES[name]
-        works = [Work.sequences(4, 4096)] if name == "4B" else [Work.sequences(4, 4096), Work.groups(7, 8, 128, 512)]
-        for work in works:
-            batch = work.packed()
-            ways: dict[str, Callable[[], Step]] = {"ours": lambda shape=shape, work=work: ours(shape, work)}
-            for peer in peers if work is works[0] else [peer for peer in peers if peer == "eager"]:
-                # A larger model leaves its peer room for fewer rows at once.
-                options = {"compiled": peer == "compiled", "rows_at_once": 2 if name == "4B" else 16}
-                ways[f"hf {peer}"] = lambda shape=shape, work=work, options=options: hugging_face(
-                    shape, work, **options
-                )
-            for way, make in ways.items():
-                row: dict[str, Any] = {"section": "training", "shape": name, "work": work.name, "way": way}
-                try:
-                    row |= measure(make)
-                except torch.cuda.OutOfMemoryError:
-                    row["error"] = "out of memory"
-                    yield row
-                    continue
-                row["tokens_per_s"] = batch.num_tokens / row["step_s"]
-                row["share"] = flops(shape, batch) / row["step_s"] / PEAK_FLOPS
-                yield row
+        works = [Work.sequences(4, 4096), *([Work.groups(7, 8, 128, 512)] if name == "0.6B" else [])]
+        ways = [("ours", work) for work in works]
+        ways += [(f"hf {peer}", work) for peer in peers for work in (works if peer == "eager" else works[:1])]
+        for way, work in ways:
+            yield {"section": "training", "shape": name, "work": work.name, "way": way} | _figures(name, work, way)
             torch._dynamo.reset()
+
+
+def _figures(name: str, work: Work, way: str) -> dict[str, Any]:
+    shape, batch = SHAPES[name], work.packed()
+    # A larger model leaves its peer room for fewer rows at once.
+    options = {"compiled": way == "hf compiled", "rows_at_once": 2 if name == "4B" else 16}
+    try:
+        row = measure(lambda: ours(shape, work) if way == "ours" else hugging_face(shape, work, **options))
+    except torch.cuda.OutOfMemoryError:
+        return {"error": "out of memory"}
+    speed = {"tokens_per_s": batch.num_tokens / row["step_s"]}
+    return row | speed | {"share": flops(shape, batch) / row["step_s"] / PEAK_FLOPS}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
