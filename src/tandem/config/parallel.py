@@ -28,7 +28,8 @@ class ParallelConfig(Config):
     0: none. 1: all layers."""
 
     compile: bool = False
-    """Compile the layers with torch.compile; the first steps take longer."""
+    """Compile the layers with torch.compile; the first steps take longer. For models of transformers: our own decoder
+    has kernels for what there is to fuse, and is slower compiled."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """How long ranks wait for each other before the run ends with the name of the missing one."""

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tandem.models.gpu import kernels
+from tandem.models.gpu import kernels as triton_kernels
 
+kernels: Any = triton_kernels  # launched as Triton's wrappers, whose types are not those of the functions
 # Gradients of norm weights are added up by so many programs, then over them: the order does not depend on timing.
 PROGRAMS = 2048
 COLUMNS = 1024  # that a program of an elementwise kernel takes

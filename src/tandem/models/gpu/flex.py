@@ -84,7 +84,7 @@ def _of_any_size(tensor: Tensor) -> Tensor:
 
 
 def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, lists: dict[str, Tensor], limits: tuple[Tensor, ...], window: int | None
+    q: Tensor, k: Tensor, v: Tensor, lists: dict[str, Any], limits: tuple[Tensor, Tensor, Tensor], window: int | None
 ) -> Tensor:
     """q, k, v (tokens, heads, head_dim), like what comes back. What is compiled; the number of tokens is read off the
     tensors, so that one compilation serves them all."""
@@ -104,15 +104,16 @@ def mask_function(
     starts: Tensor, prefix_starts: Tensor, prefix_ends: Tensor, window: int | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """What `blocks.Sight` says of a query and a key."""
+    near = window or 0
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = (key >= starts[query]) & (key <= query)
         return own | ((key >= prefix_starts[query]) & (key < prefix_ends[query]))
 
     def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = (key >= starts[query]) & (key <= query) & (query - key < window)
+        own = (key >= starts[query]) & (key <= query) & (query - key < near)
         distance = query - starts[query] + prefix_ends[query] - key
-        return own | ((key >= prefix_starts[query]) & (key < prefix_ends[query]) & (distance < window))
+        return own | ((key >= prefix_starts[query]) & (key < prefix_ends[query]) & (distance < near))
 
     return sees if window is None else sees_near
 

@@ -4,6 +4,9 @@ Everything is computed in float32 and rounded once. Weights are rounded to the p
 kept in. The plain PyTorch twins are in `ops.py`; `autograd.py` launches these. Import this module only where Triton is.
 """
 
+# pyright: reportPossiblyUnboundVariable=false
+# What a flag leaves out at compile time is not used there either.
+
 import triton
 import triton.language as tl
 

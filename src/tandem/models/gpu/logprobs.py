@@ -13,9 +13,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from tandem.models.gpu import kernels
+from tandem.models.gpu import kernels as triton_kernels
 from tandem.models.gpu.logprobs_memory import plan_chunks
 from tandem.models.precision import rounded
+
+kernels: Any = triton_kernels  # launched as Triton's wrappers, whose types are not those of the functions
 
 
 def token_logprobs(

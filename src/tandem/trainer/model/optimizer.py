@@ -75,7 +75,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be divided."""
-    return tensor.tolocal() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
