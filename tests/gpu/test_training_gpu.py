@@ -7,8 +7,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.models.attention import PackedAttention, Rectangles
 from tandem.models.gpu import flex
+from tandem.trainer.build import load_trained
+from tandem.trainer.model.memory import DEFAULT, LEAST, MOST, tokens_per_microbatch
+from tandem.trainer.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 KERNELS = Path(__file__).parents[1] / "unit" / "models" / "gpu" / "interpreted.py"
@@ -85,3 +90,16 @@ def test_one_compilation_serves_all_numbers_of_tokens() -> None:
             q, k, v = (torch.randn(size, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
             q.requires_grad_()
             attention.attend(0, q, k, v, None).sum().backward()
+
+
+def test_micro_batches_take_the_memory_that_is_left(tiny_model: Path) -> None:
+    ranks = Ranks.single(torch.device("cuda"))
+    model = ModelConfig(name=tiny_model, dtype="bfloat16")
+    stepper = load_trained(model, OptimizerConfig(), ParallelConfig(), ranks).stepper
+    assert tokens_per_microbatch(stepper, 0, least=100, deterministic=False) == MOST
+    assert tokens_per_microbatch(stepper, 0, least=100, deterministic=True) == DEFAULT
+    free, _ = torch.cuda.mem_get_info()
+    somebody = torch.empty(int(free * 0.95), dtype=torch.uint8, device="cuda")
+    assert LEAST <= tokens_per_microbatch(stepper, 0, least=100, deterministic=False) < MOST
+    del somebody
+    torch.cuda.empty_cache()
