@@ -110,7 +110,7 @@ def test_bfloat16_compute_stays_near(tiny_model: Path, parallel: dict[str, Any])
 
 
 def generate(model_dir: Path, device: str, requests: list[GenerationRequest], **options: Any) -> list[list[Any]]:
-    """Token ids and log-probs of every sample; on a GPU also that recorded steps were replayed, or not."""
+    """Token ids and log-probs of every sample; on a GPU also that there are CUDA graphs, or not."""
     settings = {"model": {"name": model_dir}, "seq_len": 96, "device": device, "kv_cache_tokens": 4096, "block_size": 4}
     engine = build_engine(
         InferenceConfig.model_validate(settings | options), [2], lambda: TextStream(Tokenizer(model_dir)), print
@@ -121,21 +121,29 @@ def generate(model_dir: Path, device: str, requests: list[GenerationRequest], **
         engine.submit(request, future.set_result)
     samples = [sample for future in futures for sample in future.result(timeout=120).samples]
     engine.stop()
-    graphs = engine.core.runner.graphs
-    assert (graphs is not None and len(graphs._graphs) > 0) == (device == "cuda" and options.get("cuda_graphs", True))
+    graphs = getattr(engine.core.runner, "graphs", {})
+    wanted = options.get("cuda_graphs", True) and not options.get("deterministic")
+    assert (len(graphs) > 0) == (device == "cuda" and wanted)
     return [[sample.token_ids, sample.logprobs] for sample in samples]
 
 
 def mixed_requests() -> list[GenerationRequest]:
-    """Lengths that pass through several buckets of rows and of context."""
+    """Lengths that pass through several buckets of rows; every way of drawing."""
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 7, "min_p": 0.02}]
     return [
-        GenerationRequest(PROMPT * (1 + i % 3), Sampling(5 + 3 * i, 0.7, seed=i, ignore_eos=True), n=1 + i % 4)
+        GenerationRequest(
+            PROMPT * (1 + i % 3),
+            Sampling(**({"max_tokens": 5 + 3 * i, "temperature": 0.7, "seed": i, "ignore_eos": True} | options[i % 4])),
+            n=1 + i % 4,
+        )
         for i in range(14)
     ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 200}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 200}, {"deterministic": True}], ids=str
+)
 def test_the_engine_samples_what_it_samples_on_the_cpu(tiny_model: Path, options: dict[str, Any]) -> None:
     requests = mixed_requests()
     expected = generate(tiny_model, "cpu", requests)
@@ -149,7 +157,7 @@ def test_the_engine_samples_what_it_samples_on_the_cpu(tiny_model: Path, options
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
 def test_grammars_mask_the_rows_they_belong_to(tiny_model: Path, options: dict[str, Any]) -> None:
-    """Rows with and without one share steps, recorded ones included."""
+    """Rows with and without one share steps, CUDA graphs included."""
     tokenizer = Tokenizer(tiny_model)
     grammar = Grammars(tokenizer, tokenizer.vocab_size).compile(Structure("test", "regex", "[0-9]{1,30}(ab|cd)*"))
     requests = [
@@ -162,7 +170,7 @@ def test_grammars_mask_the_rows_they_belong_to(tiny_model: Path, options: dict[s
 
 
 @pytest.mark.gpu
-def test_recorded_steps_stay_true_when_weights_change(tiny_model: Path, tmp_path: Path) -> None:
+def test_cuda_graphs_stay_true_when_weights_change(tiny_model: Path, tmp_path: Path) -> None:
     config = InferenceConfig.model_validate({"model": {"name": tiny_model}, "seq_len": 64, "device": "cuda"})
     engine = build_engine(config, [2], lambda: TextStream(Tokenizer(tiny_model)), print)
     engine.start()

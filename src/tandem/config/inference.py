@@ -19,6 +19,7 @@ NATIVE_ONLY = (
     "tokens_per_step",
     "block_size",
     "kv_cache_tokens",
+    "gpu_memory_utilization",
     "prefix_caching",
     "device",
     "cuda_graphs",
@@ -126,6 +127,10 @@ class InferenceConfig(Config):
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Size of the KV cache in tokens; None: room for max_sequences of seq_len, at most a quarter of free memory."""
 
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of the GPU's memory for weights, KV cache and all else; None: native: a quarter of what is free for the
+    cache, vllm: its own default."""
+
     prefix_caching: bool = True
     """Share the cache of prompts that begin alike, with earlier requests too. Never on with deterministic."""
 
@@ -133,7 +138,7 @@ class InferenceConfig(Config):
     """Where to compute; auto takes a GPU if there is one."""
 
     cuda_graphs: bool = True
-    """On a GPU, decode by replaying recorded steps instead of launching every kernel. Never on with deterministic."""
+    """On a GPU, decode by CUDA graphs instead of launching every kernel. Never on with deterministic."""
 
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None: all cores (under `rl`, its share of them)."""

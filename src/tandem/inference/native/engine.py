@@ -177,6 +177,7 @@ class NativeEngine:
             done.set_result(None)
 
         def begin() -> None:
+            self.core.read_flights()
             if mode == "wait" and self.paused:
                 done.set_exception(EngineBusy("the engine is paused: running requests cannot end; resume it first"))
             elif mode == "wait":
@@ -219,6 +220,7 @@ class NativeEngine:
                 return False
             if scheduler.has_work and not self.paused:
                 return True
+            self.core.read_flights()
             if self._check_when_idle:
                 scheduler.check_invariants()
             with self._wake:
