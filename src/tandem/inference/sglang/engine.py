@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
+from tandem.inference.control.loop import SHUTTING_DOWN, EngineLoop
 from tandem.inference.engine import (
     AdapterRefused,
     EngineError,
@@ -30,7 +31,6 @@ from tandem.inference.engine import (
 from tandem.inference.sglang.adapters import Adapters
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.inference.sglang.inflight import Flights, Request
-from tandem.inference.sglang.loop import SHUTTING_DOWN, EngineLoop
 from tandem.inference.sglang.pause import Gate
 from tandem.inference.sglang.probe import meet
 from tandem.inference.sglang.requests import Requests

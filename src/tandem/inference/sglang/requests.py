@@ -9,11 +9,11 @@ import logging
 import uuid
 from collections.abc import Collection
 
+from tandem.inference.control.loop import EngineLoop
 from tandem.inference.engine import EngineError, GenerationResult
 from tandem.inference.sglang.adapters import Adapter, Adapters
 from tandem.inference.sglang.client import SGLangClient
 from tandem.inference.sglang.inflight import Flight, Flights, Request
-from tandem.inference.sglang.loop import EngineLoop
 from tandem.inference.sglang.pause import Gate
 from tandem.inference.sglang.translate import UnknownWeights, generate_body
 from tandem.inference.sglang.weights import Weights

@@ -9,10 +9,10 @@ engine has failed.
 
 from pathlib import Path
 
+from tandem.inference.control.loop import EngineLoop
 from tandem.inference.engine import EngineBusy, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.inference.sglang.inflight import Flights
-from tandem.inference.sglang.loop import EngineLoop
 from tandem.inference.sglang.pause import Gate
 from tandem.inference.sglang.probe import Met
 

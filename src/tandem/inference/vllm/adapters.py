@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from tandem.inference.control.updates import WeightUpdater
 from tandem.inference.engine import AdapterRefused, EngineError
-from tandem.inference.vllm.updates import WeightUpdater
 from tandem.types.openai import LoadAdapterRequest
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tandem.inference.control.updates import WeightUpdater
 from tandem.inference.engine import AdapterRefused, EngineError, WeightUpdateRefused
-from tandem.inference.vllm.updates import WeightUpdater
 from tandem.inference.vllm.versions import VersionLedger
 from tandem.transport.weights.manifest import write_manifest
 
