@@ -1,149 +1,177 @@
-"""Pausing, resuming and changing weights and adapters of vLLM's engines, one at a time.
+"""Pausing, resuming and changing the weights and adapters of an engine, one at a time; for vLLM and SGLang alike.
 
-check the files ─► every worker sees them ─► pause ─► reload ─► reset caches ─► mark the version ─► resume
-     │ refused: nothing has happened           │ reload failed: the old weights are loaded again
+check the files ─► the engine sees them ─► pause ─► load ─► resume
+     │ refused: nothing has happened         │ failed: the old weights are loaded again
+
+Runs inside vLLM's environment too: only the standard library, and modules of ours that do with it.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Protocol
 
-from tandem.inference.engine import EngineError, WeightUpdateRefused
-from tandem.inference.vllm.versions import VersionLedger
+from tandem.inference.engine import EngineBusy, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.weight_check import ServedModel, check_adapter_files
 
 logger = logging.getLogger(__name__)
 
-PauseMode = Literal["keep", "wait", "abort"]
-# Reading a large checkpoint from a shared disk may take minutes; for ever it may not.
-TIMEOUT_S = 1800.0
 
-T = TypeVar("T")
+class LoadFailed(Exception):
+    """The engine could not load new weights; how far it came is not known."""
 
 
-class EngineClient(Protocol):
-    """What is needed of vLLM's AsyncLLM; the same in 0.24 and 0.32."""
-
-    @property
-    def errored(self) -> bool: ...
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]: ...
-    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool: ...
-    async def reset_mm_cache(self) -> None: ...
-    async def reset_encoder_cache(self) -> None: ...
-    async def check_health(self) -> None: ...
-    async def add_lora(self, lora_request: Any) -> bool: ...
+class EngineLost(EngineError):
+    """What the engine serves is not known any more."""
 
 
-class WeightUpdater:
-    def __init__(self, engine: EngineClient, served: ServedModel, model_dir: Path, ledger: VersionLedger) -> None:
-        self.engine = engine
-        self.served = served
-        self.ledger = ledger
-        self.paused = False
+class Backend(Protocol):
+    """What differs from engine to engine."""
+
+    lost: str  # what has become of an engine that serves neither new nor old weights
+
+    async def hold(self, mode: UpdateMode) -> None:
+        """Have no token computed until `release`; those before have been counted."""
+        ...
+
+    async def release(self) -> None: ...
+
+    async def check(self, path: Path) -> None:
+        """Raise WeightUpdateRefused unless every process of the engine sees the files."""
+        ...
+
+    async def load(self, path: Path, version: int) -> None:
+        """Serve these weights, and nothing cached of others. Raises LoadFailed and EngineLost; whatever else is
+        raised, the old weights serve."""
+        ...
+
+    async def restore(self) -> None:
+        """Load the weights again that served before."""
+        ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+
+class ControlPlane:
+    """Lives in one event loop; `version`, `paused` and `failure` are for other threads as well."""
+
+    def __init__(self, backend: Backend, served: ServedModel, on_failure: Callable[[str], None] | None = None) -> None:
+        self.version = 0
+        self.paused = False  # by `pause`, and until `resume`
         self.failure: str | None = None
-        self._loaded = model_dir
-        self._one_at_a_time = asyncio.Lock()
+        self.turn = asyncio.Lock()  # of whoever changes what the engine does
+        self._backend = backend
+        self._served = served
+        self._on_failure = on_failure
+        self._one_update = asyncio.Lock()  # reading files takes long: pauses need not wait for it
 
-    def has_ended(self) -> bool:
-        """Whether vLLM's engine is gone, by a fault or because the server is shutting down."""
-        return self.engine.errored
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
-        async with self._one_at_a_time:
-            await self._pause(mode)
+    async def pause(self, mode: UpdateMode, *, clear_cache: bool = False) -> None:
+        async with self._in_turn(mode):
+            await self._hold(mode)
             self.paused = True
-            # vLLM's own way to pause leaves the cache alone where requests are kept.
-            if clear_cache and not await within(self.engine.reset_prefix_cache(True, True)):
-                raise EngineError("the engine is paused, but its prefix cache could not be cleared")
+            if clear_cache:
+                try:
+                    await self._backend.reset_prefix_cache()
+                except EngineError as error:
+                    raise EngineError(f"the engine is paused, but {error}") from error
 
     async def resume(self) -> None:
-        async with self._one_at_a_time:
-            await within(self.engine.resume_generation())
+        async with self._in_turn():
+            await self._backend.release()
             self.paused = False
 
-    async def update(self, path: Path, version: int, mode: PauseMode) -> None:
+    async def update(self, path: Path, version: int, mode: UpdateMode) -> None:
         """Serve `version` from `path`. Raises WeightUpdateRefused if it cannot be served: the old weights are."""
-        async with self._one_at_a_time:
-            if self.failure is not None:
-                raise EngineError(self.failure)
-            await asyncio.to_thread(self.served.check, path, version)
-            await self._check_on_workers(path)
-            async with self._standstill(mode):
-                await self._reload(path)
-                await self._reset_caches()
-                self.ledger.mark(version)
+        async with self._one_update:
+            self._refuse_failed()
+            await asyncio.to_thread(self._served.check, path, version)
+            await self._backend.check(path)
+            async with self._in_turn(mode), self._held(mode):
+                try:
+                    await self._backend.load(path, version)
+                except LoadFailed as error:
+                    logger.warning("loading %s failed; going back to version %d: %s", path, self.version, error)
+                    await self._go_back(path, error)
+                self.version = version
+        logger.info("serving version %d from %s", version, path)
 
     async def load_adapter(
-        self, name: str, path: Path, version: int | None, mode: PauseMode, load: Callable[[], Awaitable[None]]
+        self, path: Path, mode: UpdateMode, load: Callable[[], Awaitable[None]], *, hold: bool
     ) -> None:
-        """Have `load` put the adapter of `path` into the engines. Raises AdapterRefused: nothing has changed then."""
-        async with self._one_at_a_time:
-            if self.failure is not None:
-                raise EngineError(self.failure)
+        """Have `load` bring the adapter of `path` into the engine, with `hold` while no token is computed."""
+        async with self._one_update:
+            self._refuse_failed()
             await asyncio.to_thread(check_adapter_files, path)
-            async with self._standstill(mode):
-                await within(load())
-                await self._reset_caches()
-                self.ledger.mark_adapter(name, version)
+            async with self._in_turn(mode), self._held(mode) if hold else contextlib.nullcontext():
+                await load()
 
-    @asynccontextmanager
-    async def _standstill(self, mode: PauseMode) -> AsyncIterator[None]:
-        """No token is computed in here, and every one before has been counted."""
+    async def reset_prefix_cache(self) -> None:
+        async with self._in_turn():
+            await self._backend.reset_prefix_cache()
+
+    def fail(self, reason: str) -> None:
+        """Nothing is served from here on; the first reason is the one that counts."""
+        if self.failure is None:
+            self.failure = reason
+            if self._on_failure is not None:
+                self._on_failure(reason)
+
+    def _refuse_failed(self) -> None:
+        if self.failure is not None:
+            raise EngineError(self.failure)
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self, mode: UpdateMode | None = None) -> AsyncIterator[None]:
+        async with self.turn:
+            self._refuse_failed()
+            if mode == "wait" and self.paused:
+                raise EngineBusy("the engine is paused: running requests cannot end; resume it first")
+            try:
+                yield
+            except EngineLost as error:
+                self.fail(str(error))
+                raise
+
+    @contextlib.asynccontextmanager
+    async def _held(self, mode: UpdateMode) -> AsyncIterator[None]:
+        """No token is computed in here. Somebody else's pause outlasts it, and so does a failure."""
+        if mode == "abort" or not self.paused:
+            await self._hold(mode)
         try:
-            await self._pause(mode)
             yield
+        except EngineLost as error:
+            self.fail(str(error))
+            raise
         finally:
-            # Somebody else's pause outlasts the update.
             if not self.paused and self.failure is None:
-                await within(self.engine.resume_generation())
+                await self._go_on()
 
-    async def _pause(self, mode: PauseMode) -> None:
-        await within(self.engine.pause_generation(mode=mode, clear_cache=False))
-
-    async def _check_on_workers(self, path: Path) -> None:
-        """Other nodes may see another state of a shared disk."""
+    async def _hold(self, mode: UpdateMode) -> None:
         try:
-            await self._rpc("tandem_check_weights", str(path), self.served.layout, self.served.tied)
-        except Exception as error:
-            raise WeightUpdateRefused(f"{path}: a worker cannot read it: {error}") from error
+            await self._backend.hold(mode)
+        except Exception:
+            if not self.paused:  # the engine may have paused, though nobody heard of it
+                with contextlib.suppress(EngineError, TimeoutError):
+                    await self._backend.release()
+            raise
 
-    async def _reload(self, path: Path) -> None:
+    async def _go_on(self) -> None:
         try:
-            await self._rpc("tandem_reload_weights", str(path))
-        except Exception as error:
-            logger.exception("loading %s failed; going back to %s", path, self._loaded)
-            await self._go_back(error)
-            raise WeightUpdateRefused(f"{path} could not be loaded, the old weights serve again: {error}") from error
-        self._loaded = path
+            await self._backend.release()
+        except EngineError as error:
+            raise EngineLost(f"the engine stays paused: {error}") from error
 
-    async def _go_back(self, reason: Exception) -> None:
+    async def _go_back(self, path: Path, cause: LoadFailed) -> None:
         """Half-loaded weights must not serve; if the old ones are gone too, nothing may."""
         try:
-            await self._rpc("tandem_reload_weights", str(self._loaded))
-            await self._reset_caches()
+            await self._backend.restore()
         except Exception as error:
-            self.failure = (
-                f"weights could not be loaded ({reason}), and neither could the ones before, {self._loaded} ({error}); "
-                "the server stays paused: restart it"
-            )
-            raise EngineError(self.failure) from error
-
-    async def _reset_caches(self) -> None:
-        """What was computed under the old weights, that of running requests included, is computed again."""
-        if not await within(self.engine.reset_prefix_cache(True, True)):
-            self.failure = "the KV cache could not be reset after new weights were loaded; restart the server"
-            raise EngineError(self.failure)
-        await within(self.engine.reset_mm_cache())
-        await within(self.engine.reset_encoder_cache())
-
-    async def _rpc(self, method: str, *args: Any) -> None:
-        await within(self.engine.collective_rpc(method, None, args))
-
-
-async def within(work: Awaitable[T]) -> T:
-    return await asyncio.wait_for(work, TIMEOUT_S)
+            raise EngineLost(
+                f"loading {path} failed ({cause}), and so did loading version {self.version} again ({error}); "
+                f"{self._backend.lost}"
+            ) from error
+        raise WeightUpdateRefused(
+            f"{path} could not be loaded; version {self.version} was loaded again and serves: {cause}"
+        ) from cause
