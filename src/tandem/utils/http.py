@@ -11,6 +11,7 @@ import orjson
 OK = 200
 BUSY = 429
 RETRY_STATUS = (BUSY, 502, 503, 504)
+MAX_REASON = 500  # characters of an answer in no known shape
 LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -30,11 +31,7 @@ class Reply:
 
     @property
     def reason(self) -> str:
-        """What the server says is wrong: an error in OpenAI's shape, or the beginning of whatever there is."""
-        try:
-            return orjson.loads(self.body)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            return self.body[:200].decode(errors="replace")
+        return reason_of(self.body)
 
 
 SendAgain = Callable[[Reply | None, str], Awaitable[bool]]
@@ -102,3 +99,16 @@ class HttpClient:
             if not is_wanted:
                 break
         raise RequestFailed(f"{self.base_url}{route} failed: {problem}")
+
+
+def reason_of(body: bytes) -> str:
+    """What a server says is wrong: in OpenAI's shape, under another of the usual keys, or in plain text."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode(errors="replace").strip()[:MAX_REASON] or "nothing"
+    for key in ("message", "error_message", "error", "detail"):
+        if isinstance(answer, dict) and answer.get(key):
+            said = answer[key]
+            return str(said.get("message", said) if isinstance(said, dict) else said)
+    return str(answer)[:MAX_REASON]
