@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
-from tandem.models.files import weight_files
+from tandem.models.shards import weight_files
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from tandem.config.lora import LoRAConfig, refuse_unknown_targets
 from tandem.models.attention import PackedAttention
-from tandem.models.files import weight_files
 from tandem.models.lora_training import PREFIX, adapter_config
 from tandem.models.precision import rounding_autocast
 from tandem.models.runtime import whole
+from tandem.models.shards import weight_files
 from tandem.utils.errors import UserError
 
 ADAPTER = "default"  # PEFT's name of the only adapter there is

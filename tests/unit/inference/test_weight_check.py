@@ -9,13 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
-from tandem.inference.weight_check import (
-    ServedModel,
-    TensorHeaders,
-    check_adapter_files,
-    compare_tensors,
-    read_tensor_headers,
-)
+from tandem.inference.weight_check import ServedModel, check_adapter_files
+from tandem.models.shards import TensorHeaders, compare_tensors, read_tensor_headers
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_json
