@@ -4,9 +4,9 @@ vLLM loads half of a bad checkpoint before it notices, and keeps old tensors in 
 how far SGLang comes with one is not known either. The server loaded the first checkpoint, so one with the same tensor
 names and shapes loads too.
 
-Used before every weight update by vllm/updates.py (on every node: vllm/worker.py) and sglang/engine.py, and by
-sglang/handshake.py to recognize the model of a server. Because it also runs inside vLLM's environment, it may import
-only the standard library and modules of ours that do the same.
+Used before every weight update: by control/updates.py for vLLM and SGLang, and by native/weights.py, which reads the
+tensors as well. Because it also runs inside vLLM's environment, it may import only the standard library and modules of
+ours that do the same.
 """
 
 from pathlib import Path
@@ -50,7 +50,10 @@ class ServedModel:
 
 
 def verify_files(path: Path, version: int) -> None:
-    """Version 0 is the policy before training: any model directory. Later versions are published ones."""
+    """Version 0 is the policy before training: any model directory, whose manifest, if it has one, may name the last
+    version of the run that made it. Later versions are published ones."""
+    if version < 0:
+        raise ValueError(f"version must be 0 or more, not {version}")
     if version > 0:
         verify_manifest(path, version)
     elif (path / MANIFEST).exists():

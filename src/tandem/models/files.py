@@ -28,7 +28,10 @@ def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
         raise UserError(f"model.name = {str(model_dir)!r} holds no model: there is no config.json in it")
     if impl == "native":
         ModelSpec.load(model_dir)
-    weight_files(model_dir)
+    try:
+        weight_files(model_dir)
+    except UserError as error:
+        raise UserError(f"model.name = {error}") from error
     if not (model_dir / "tokenizer.json").exists():
         raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
 

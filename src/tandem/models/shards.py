@@ -20,28 +20,22 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model: one, or the shards its index names."""
-    index = model_dir / "model.safetensors.index.json"
-    single = model_dir / "model.safetensors"
-    names = index_names(index) if index.exists() else [single.name]
-    paths = [model_dir / name for name in names]
+    """The shards that the index names; without one model.safetensors, or else every safetensors file there is."""
+    index, single = model_dir / INDEX, model_dir / "model.safetensors"
+    if index.exists():
+        paths = [model_dir / name for name in index_names(index)]
+    else:
+        paths = [single] if single.exists() else sorted(model_dir.glob("*.safetensors")) or [single]
     for path in paths:
         if not path.exists():
-            raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no {path.name} in it")
+            raise UserError(f"{str(model_dir)!r} holds no weights: there is no {path.name} in it")
     return paths
 
 
 def read_tensor_headers(model_dir: Path) -> TensorHeaders:
     """The tensors of a checkpoint, by the headers of its files."""
-    index = model_dir / INDEX
-    if index.exists():
-        files = [model_dir / name for name in index_names(index)]
-    else:
-        files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"there is no *.safetensors file in {model_dir}")
     layout: TensorHeaders = {}
-    for file in files:
+    for file in weight_files(model_dir):
         layout |= read_header(file)
     return layout
 
@@ -92,7 +86,7 @@ def compare_tensors(expected: TensorHeaders, given: TensorHeaders, *, tied: bool
     unknown = sorted(set(given) - set(expected) - optional)
     if unknown:
         raise ValueError(f"{len(unknown)} tensors belong to no parameter, first {unknown[0]!r}")
-    for name in expected.keys() & given.keys():
+    for name in filter(given.__contains__, expected):
         (dtype, shape), (new_dtype, new_shape) = expected[name], given[name]
         if list(shape) != list(new_shape):
             raise ValueError(f"{name} has shape {tuple(new_shape)}, the model needs {tuple(shape)}")
