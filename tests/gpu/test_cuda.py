@@ -75,27 +75,28 @@ def test_training_on_a_gpu_is_training_on_the_cpu(tiny_model: Path, parallel: di
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("impl", ["native", "hf"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel", [{}, {"gradient_checkpointing": 1}, {"strategy": "zero3_offload"}], ids=str)
 def test_every_pass_says_the_same_to_the_bit(tiny_model: Path, impl: str, dtype: str, parallel: dict[str, Any]) -> None:
-    """The one that learns, the one that recomputes, a reference of the same weights; in short and in long sequences."""
+    """The one that learns, the one that recomputes, a reference of the same weights; sequences short, long and of one
+    length."""
     config = ParallelConfig.model_validate(parallel)
     model = ModelConfig.model_validate({"name": tiny_model, "dtype": dtype, "impl": impl})
     longer = [token % 90 + 6 for token in range(400)]
-    batch = pack(
-        [
-            *make_samples(),
-            TrainingSequence(longer, [0] * 10 + [1] * 390),
-            TrainingSequence(longer[::-1], [0] * 50 + [1] * 350),
-        ]
-    )
+    rows = [(longer, 10), (longer[::-1], 50)]
+    alone = [TrainingSequence(row, [0] * prompt + [1] * (400 - prompt)) for row, prompt in rows]
+    packed = pack([*make_samples(), *alone])
+    of_one_length = pack([TrainingSequence(longer[first : first + 256], [0] + [1] * 255) for first in (0, 1)])
     with joined("cuda", 60, group_for_one=needs_group(config)) as ranks:
         stepper = load_trained(model, OptimizerConfig(), config, ranks).stepper
-        learning = stepper.predict(batch, 0.7)
-        assert learning.logprobs.requires_grad
-        assert torch.equal(stepper.infer(batch, 0.7).logprobs, learning.logprobs)
-        assert torch.equal(FrozenModel(model, config, ranks).logprobs(batch, 0.7), learning.logprobs)
+        frozen = FrozenModel(model, config, ranks)
+        for batch in (packed, of_one_length):
+            learning = stepper.predict(batch, 0.7)
+            assert learning.logprobs.requires_grad
+            assert torch.equal(stepper.infer(batch, 0.7).logprobs, learning.logprobs)
+            assert torch.equal(frozen.logprobs(batch, 0.7), learning.logprobs)
 
 
 @pytest.mark.gpu

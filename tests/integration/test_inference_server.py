@@ -155,7 +155,7 @@ def test_every_route_but_health_needs_the_key(
     server: httpx.Client, method: str, path: str, header: bytes | None
 ) -> None:
     with httpx.Client(base_url=server.base_url, trust_env=False) as bare:
-        headers = {} if header is None else {"Authorization": header}
+        headers = [] if header is None else [(b"Authorization", header)]
         answer = bare.request(method, path, headers=headers)
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"

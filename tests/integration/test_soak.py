@@ -64,12 +64,13 @@ async def numbers(http: aiohttp.ClientSession) -> dict[str, float]:
 
 
 async def wait_until_idle(http: aiohttp.ClientSession) -> dict[str, float]:
+    found: dict[str, float] = {}
     for _ in range(int(200 * PATIENCE)):
         found = await numbers(http)
         if all(found[name] == value for name, value in IDLE.items()):
             return found
         await asyncio.sleep(0.1)
-    raise AssertionError({name: found[name] for name in IDLE})
+    raise AssertionError({name: found.get(name) for name in IDLE})
 
 
 async def soak(base_url: str) -> list[float]:

@@ -42,8 +42,9 @@ class OfflineConfig(Config):
     batch_size: int = Field(default=32, ge=1)
     """Rows per step; a pair is one."""
 
-    tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens packed into one forward and backward pass; a pair is not divided."""
+    tokens_per_microbatch: int = Field(default=0, ge=0)
+    """Most tokens packed into one forward and backward pass; a pair is not divided. 0: 8192, or on a GPU as many as its
+    memory holds, and always room for one sequence or pair."""
 
     eval: OfflineEvalConfig = OfflineEvalConfig()
     lora: LoRAConfig | None = None
