@@ -7,15 +7,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult, Sampling
 from tandem.inference.native.attention import KVCache
+from tandem.inference.native.blocks import BlockManager
+from tandem.inference.native.core import EngineCore, EngineParts
+from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import SamplingRows, sample, uniforms
+from tandem.inference.native.scheduler import Scheduler
+from tandem.inference.native.state import Request, SlotState
 from tandem.models import ops
+from tandem.models.hf import new_decoder
+from tandem.models.lora import AdapterBank
+from tandem.models.spec import ModelSpec
 
 pytest.importorskip("triton", reason="pip install triton")
 
 from tandem.inference.native.cuda import draw as drawing
 from tandem.inference.native.cuda import layers
 from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles
+from tandem.inference.native.cuda.runner import CudaRunner
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -176,7 +186,9 @@ def sampling_cases(num_rows: int, *, plain: bool) -> SamplingRows:
 def draw_rows(rows: SamplingRows) -> drawing.DrawRows:
     u = uniforms(rows.seed, rows.sample_index, rows.position)
     floats = [torch.from_numpy(values).to(DEVICE) for values in (rows.temperature, rows.top_p, rows.min_p, u)]
-    return drawing.DrawRows(int32(range(len(u))), *floats, int32(rows.top_k), int32(rows.raw_logprobs))
+    temperature, top_p, min_p, uniform = floats
+    integers = int32(rows.top_k), int32(rows.raw_logprobs)
+    return drawing.DrawRows(int32(range(len(u))), temperature, top_p, min_p, uniform, *integers)
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -205,3 +217,59 @@ def test_logits_that_are_no_numbers_are_told() -> None:
     drawn = drawing.draw(logits, int32(range(4)), draw_rows(rows), int32([0] * 4))
     assert torch.isfinite(drawn.logprobs).tolist() == [True, False, False, True]
     assert 50 <= int(drawn.tokens[3]) < 100
+
+
+CONFIG = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def make_core(spec: ModelSpec, device: torch.device, *, with_kernels: bool) -> EngineCore:
+    decoder = new_decoder(spec, seed=0).requires_grad_(False).to(device)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(10 if parameter.ndim > 1 else 1)  # the next token is then far from uniform
+    state = SlotState(8, 64, 4)
+    shape = (spec.num_layers, 65, 4, spec.num_kv_heads, spec.head_dim)
+    cache = KVCache(*shape, torch.float32, device, heads_first=with_kernels)
+    scheduler = Scheduler(state, BlockManager(64, 4), 20, isolate=False)
+    adapters = AdapterBank(decoder)
+    launcher = CudaRunner(decoder, adapters, cache, state, device, use_graphs=False) if with_kernels else None
+    runner = launcher or Runner(decoder, adapters, cache, state, device)
+    return EngineCore(EngineParts(decoder, adapters, cache, state, scheduler, runner, lambda: None, launcher), [])  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def generate(core: EngineCore, requests: list[GenerationRequest]) -> list[GeneratedSample]:
+    results: dict[int, GenerationResult] = {}
+    for number, request in enumerate(requests):
+        core.add(Request(number, request, number, lambda found, number=number: results.update({number: found})))  # type: ignore[dict-item]
+    while core.scheduler.has_work:
+        core.step()
+    core.read_inflight()
+    return [sample for number in range(len(requests)) for sample in results[number].samples]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM"])
+def test_an_engine_of_kernels_draws_what_the_plain_one_draws(architecture: str) -> None:
+    """Head norms and biases; chunked prompts, groups, and steps launched ahead."""
+    spec = ModelSpec.from_config(CONFIG | {"architectures": [architecture]})
+    rng = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(
+            rng.integers(2, 64, length).tolist(), Sampling(3, temperature, top_k=top_k), n, top_logprobs=top
+        )
+        for length, temperature, top_k, n, top in [(5, 1.0, 0, 1, 0), (22, 0.0, 0, 2, 2), (1, 0.7, 5, 1, 0)]
+    ]
+    expected = generate(make_core(spec, torch.device("cpu"), with_kernels=False), requests)
+    for mine, theirs in zip(generate(make_core(spec, DEVICE, with_kernels=True), requests), expected, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+        for here, there in zip(mine.top_logprobs or [], theirs.top_logprobs or [], strict=True):
+            assert [token for token, _ in here] == [token for token, _ in there]

@@ -118,11 +118,13 @@ class CudaRunner:
         if num_top:
             sampling = sampling_rows(self.state, rows)
             tops = [self._to_host(part) for part in top_logprobs(drawn, logits, index, sampling, num_top)]
-        done = torch.cuda.Event()
-        done.record()
+        done = torch.cuda.Event() if self.device.type == "cuda" else None  # a CPU is one where Triton is interpreted
+        if done is not None:
+            done.record()
 
         def read() -> Drawn:
-            done.synchronize()
+            if done is not None:
+                done.synchronize()
             tokens, logprobs = words[:2, : drawn.num_rows].numpy()
             top = (tops[0].numpy(), tops[1].numpy()) if tops else NO_TOP
             return Drawn(tokens.astype(np.int64), logprobs.view(np.float32), *top)
@@ -175,7 +177,7 @@ class CudaRunner:
         return DecodeGraph(graph, words, drawn)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
         return host.copy_(tensor, non_blocking=True)
 
 
