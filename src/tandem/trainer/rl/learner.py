@@ -22,7 +22,8 @@ from tandem.trainer.losses import (
 from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
-from tandem.trainer.model.step import MAXIMUM, MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.totals import over_updates
 from tandem.types.rollout import PackedBatch, TrainBatch
 
 
@@ -54,7 +55,7 @@ class Learner:
             for _ in range(self.config.epochs_per_batch)
             for update in updates
         ]
-        return {name: _over_updates(name, [entry[name] for entry in stats]) for name in stats[0]}
+        return over_updates(stats)
 
     def _updates(self, batch: TrainBatch) -> Iterator[Update]:
         ranks, loss = self.stepper.ranks, self.config.loss
@@ -108,10 +109,6 @@ class Learner:
             replace(update, micro_batches=[_whitened(part, sums) for part in update.micro_batches])
             for update in estimated
         ]
-
-
-def _over_updates(name: str, values: list[float]) -> float:
-    return max(values) if name.startswith(MAXIMUM) else sum(values) / len(values)
 
 
 def with_signal(batch: PackedBatch) -> PackedBatch:
