@@ -15,7 +15,7 @@ from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses.unpaired import RewardShift
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.optimizer import set_lr
-from tandem.trainer.model.step import Stepper
+from tandem.trainer.model.step import Predictions, Scores, Stepper
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import AlignBatch, AlignRow, mismatches
 from tandem.trainer.offline.reference import ReferenceOf, References, no_reference, precompute, stream_reference
@@ -83,11 +83,14 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
 class Batches:
     """The rows of each step, and the mismatched ones beside them, with their reference where that is precomputed."""
 
-    def __init__(self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper) -> None:
+    def __init__(
+        self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper[Predictions] | Stepper[Scores]
+    ) -> None:
         self.config = config
         self.data = data
         self.references: References | None = None
         if config.loss.reference_source == "precomputed":
+            assert stepper.predictions is Predictions
             cache = RunDir(config.output_dir).reference
             self.references = precompute(stepper, self._whole_run(), config.model, config.tokens_per_microbatch, cache)
 
