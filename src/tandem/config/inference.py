@@ -2,15 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.names import OrImportPath
 from tandem.config.sglang import SGLangConfig
 from tandem.config.shared import Device, LogLevel, ModelConfig
 from tandem.config.vllm import VllmConfig
 from tandem.utils.errors import UserError
+
+EngineName = Literal["native", "vllm", "sglang"]
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # What a running SGLang server was told when it was started.
@@ -97,8 +100,9 @@ class InferenceConfig(Config):
     """The server that writes the rollouts."""
 
     model: ModelConfig
-    engine: Literal["native", "vllm", "sglang"] = "native"
-    """What runs the model. native: our own engine. vllm: vLLM's server. sglang: a SGLang server that runs already."""
+    engine: Annotated[EngineName | str, OrImportPath(EngineName)] = "native"
+    """What runs the model. native: our own engine. vllm: vLLM's server. sglang: a SGLang server that runs already.
+    Or an engine of your own, by the function that builds it, "package.module:build" or "./file.py:build"."""
 
     vllm: VllmConfig = VllmConfig()
 

@@ -72,6 +72,10 @@ class EnvConfig(Config):
     args: dict[str, Any] = {}
     """Arguments of the environment."""
 
+    reward: str | None = None
+    """Reward function instead of the environment's own: exact_match, positional_match, or one of your own,
+    "package.module:function" or "./file.py:function", which gets the completion and the task's answer."""
+
     system_prompt: str | None = None
     """A system message to put before every task."""
 

@@ -28,6 +28,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.envs.process import open_environment
     from tandem.envs.trial import try_environment
+    from tandem.orchestrator.advantages import try_advantages
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
@@ -42,6 +43,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
     tokenizer = Tokenizer(config.model.name)
+    try_advantages(config.advantage, config.group_size)
 
     async def run() -> None:
         async with open_environment(config.env) as environment:
