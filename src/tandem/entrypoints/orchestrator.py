@@ -33,7 +33,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
     from tandem.orchestrator.state import OrchestratorState
-    from tandem.orchestrator.tasks import check_prompts
+    from tandem.orchestrator.tasks import encode_prompts
     from tandem.transport.checkpoints import start_step
     from tandem.transport.rollouts.filesystem import MARKER
     from tandem.types.identity import new_run_name
@@ -47,7 +47,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
 
     async def run() -> None:
         async with open_environment(config.env) as environment:
-            check_prompts(environment, tokenizer, config)
+            prompts = encode_prompts(environment, tokenizer, config)
             await try_environment(environment, config.env)
             refuse_missing_trackers(config.metrics.report_to)
             step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
@@ -57,7 +57,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
             forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), config=known, start_step=step)
             client = InferenceClient(config.client, new_run_name(run_dir.root))
             try:
-                await Orchestrator(config, environment, tokenizer, client, forwarder, resumed_from).run()
+                await Orchestrator(config, environment, prompts, tokenizer, client, forwarder, resumed_from).run()
             finally:
                 await client.close()
                 forwarder.close()

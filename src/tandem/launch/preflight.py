@@ -15,7 +15,7 @@ from tandem.envs.trial import try_environment
 from tandem.inference.vllm.serve import check_vllm
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
-from tandem.orchestrator.tasks import check_prompts
+from tandem.orchestrator.tasks import encode_prompts
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.devices import refuse_missing_gpu
@@ -53,7 +53,7 @@ def is_finished(config: RLConfig) -> bool:
 
 async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
     async with open_environment(config.env) as environment:
-        check_prompts(environment, tokenizer, config)
+        encode_prompts(environment, tokenizer, config)
         await try_environment(environment, config.env)
 
 
