@@ -167,7 +167,7 @@ class OrchestratorConfig(LogOptions, SeedOptions, RunOptions, ModelOptions):
     """Prompts in a training batch."""
 
     group_size: int = Field(default=8, ge=1)
-    """Completions of each prompt; prompts_per_step x group_size = rollouts_per_step."""
+    """Completions of each prompt; prompts_per_step x group_size = rollouts per step."""
 
     max_staleness: int = Field(default=1, ge=0)
     """How many versions the oldest token of a batch may lag behind the policy being trained.
@@ -181,10 +181,6 @@ class OrchestratorConfig(LogOptions, SeedOptions, RunOptions, ModelOptions):
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """The run ends when more than this share of the rollouts of 64 groups failed; 0: at the first, 1: never."""
-
-    @property
-    def rollouts_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
 
     @model_validator(mode="after")
     def _consistent(self) -> "OrchestratorConfig":
