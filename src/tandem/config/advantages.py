@@ -1,10 +1,11 @@
 """Options of what happens to rewards before they reach the trainer."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tandem.config.base import Config
+from tandem.config.names import OrImportPath
 
 AdvantageType = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward", "none"]
 
@@ -15,10 +16,11 @@ GROUP_RELATIVE: tuple[AdvantageType, ...] = ("grpo", "dr_grpo", "rloo", "reinfor
 class AdvantageConfig(Config):
     """How rewards become advantages."""
 
-    type: AdvantageType = "grpo"
+    type: Annotated[AdvantageType | str, OrImportPath(AdvantageType)] = "grpo"
     """grpo: reward minus the group's mean, divided by the group's deviation. dr_grpo: not divided. rloo: reward minus
     the mean of the others. reinforce_pp: reward minus the batch's mean, divided by the batch's deviation.
-    reinforce_pp_baseline: minus the group's mean instead. reward: as it is (ppo). none: zero (a teacher alone)."""
+    reinforce_pp_baseline: minus the group's mean instead. reward: as it is (ppo). none: zero (a teacher alone).
+    Or a function of your own, "package.module:function" or "./file.py:function": docs/algorithms.md."""
 
     @property
     def is_group_relative(self) -> bool:

@@ -5,16 +5,15 @@ twice, it has to be the same. Flags win over files wherever either gives the val
 """
 
 from functools import reduce
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from tandem.config.base import FILES, Config
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.shared import CheckpointConfig, LogLevel, ModelConfig
+from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -23,63 +22,21 @@ SECTIONS: dict[str, type[Config]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
 }
-SHARED_KEYS = (
-    "model",
-    "output_dir",
-    "max_steps",
-    "seq_len",
-    "seed",
-    "deterministic",
-    "checkpoint",
-    "resume",
-    "log_level",
+SHARED_KEYS = tuple(
+    name for options in (ModelOptions, RunOptions, SeedOptions, LogOptions) for name in options.model_fields
 )
 
 
-class RLConfig(Config):
+class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
     """Inference server, orchestrator and trainer in one command."""
-
-    model: ModelConfig
-    output_dir: Path = Path("outputs/rl")
-    """Run directory of all processes."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Training steps of the run."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest prompt + completion, in tokens."""
-
-    seed: int = 0
-    """Seeds the order of tasks and the sampling."""
-
-    deterministic: bool = False
-    """Repeat bit for bit on the same machine; needs orchestrator.max_staleness = 0."""
-
-    checkpoint: CheckpointConfig = CheckpointConfig()
 
     trainer: TrainerConfig
     orchestrator: OrchestratorConfig
     inference: InferenceConfig | None = None
     """Left out: no server is started, and the one at orchestrator.client.base-url is used."""
 
-    resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint. --resume DIR: with that in DIR, as it
-    was started; flags given besides win."""
-
-    allow_changes: bool = False
-    """Resume although options differ that make it another run."""
-
-    clean: bool = False
-    """Delete the run that output_dir holds."""
-
-    dry_run: bool = False
-    """Check everything, write the resolved configuration and the process plan, start nothing."""
-
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
 
     @model_validator(mode="before")
     @classmethod
