@@ -104,7 +104,7 @@ class AlignLossConfig(Config):
             value = getattr(self, name)
             if value is not None and self.type not in types:
                 raise ValueError(
-                    f"{name} = {value} has no meaning with type = {self.type!r}; leave it out (it belongs to "
+                    f"{name} = {value} has no effect with type = {self.type!r}; leave it out (it belongs to "
                     f"{', '.join(types)})"
                 )
         if self.reference is not None and self.reference not in REFERENCES[self.type]:

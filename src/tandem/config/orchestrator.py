@@ -143,7 +143,7 @@ class EvalConfig(TruncationConfig):
     def _draws_at_random(self) -> "EvalConfig":
         if self.truncation and self.temperature == 0:
             (name, value), *_ = self.truncation.items()
-            raise ValueError(f"{name} = {value:g} has no meaning with temperature = 0 (greedy); give a temperature")
+            raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
         return self
 
 

@@ -19,7 +19,7 @@ from tandem.config.shared import (
 
 
 class TrainerConfig(Config):
-    """Loss, optimizer, checkpoints, weights."""
+    """The trainer: loss, optimizer, checkpoints, published weights."""
 
     model: ModelConfig
     output_dir: Path = Path("outputs/rl")
@@ -32,17 +32,17 @@ class TrainerConfig(Config):
     """Longest prompt + completion, in tokens."""
 
     tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens packed into one forward and backward pass; it changes memory, not the update."""
+    """Most tokens in one micro-batch. It changes memory, not the update."""
 
     updates_per_batch: int = Field(default=1, ge=1)
-    """Optimizer updates that a batch is cut into."""
+    """Optimizer updates per pass over a batch; each takes about an equal share of it."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
-    """How often each batch is gone through."""
+    """Passes over each batch."""
 
     loss: LossConfig = LossConfig()
     lora: LoRAConfig | None = None
-    """Train a LoRA adapter; left out: the whole model."""
+    """Train a LoRA adapter. Left out: train the whole model."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -50,25 +50,25 @@ class TrainerConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
 
     keep_weights: int = Field(default=4, ge=2)
-    """How many published versions to keep on disk."""
+    """Number of published versions to keep on disk."""
 
     rollout_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for a batch from the orchestrator."""
 
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Where to compute. auto: a GPU if there is one."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; None: all cores (under `rl`, its share of them)."""
+    """CPU threads. None: all cores (under `rl`, its share of them)."""
 
     seed: int = 0
-    """Seeds whatever the trainer draws at random."""
+    """Seed of all randomness in the trainer."""
 
     deterministic: bool = False
-    """Repeat bit for bit."""
+    """Make the run repeat bit for bit."""
 
     resume: bool = False
-    """Go on from the newest complete checkpoint in output_dir."""
+    """Continue from the newest complete checkpoint in output_dir."""
 
     log_level: LogLevel = "info"
     """Least severe log lines to show."""

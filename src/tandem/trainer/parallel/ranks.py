@@ -103,8 +103,8 @@ def joined(device: Device, timeout_s: float, *, group_for_one: bool = False) -> 
     if chosen.type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"{os.environ['LOCAL_WORLD_SIZE']} ranks were started on this machine, but it has "
-                f"{torch.cuda.device_count()} visible GPUs; the most that parallel.ranks (or --nproc-per-node) can be"
+                f"only {torch.cuda.device_count()} GPUs are visible; lower parallel.ranks (or --nproc-per-node) from "
+                f"{os.environ['LOCAL_WORLD_SIZE']} to {torch.cuda.device_count()}"
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
