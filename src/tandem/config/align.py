@@ -13,9 +13,9 @@ ReferenceSource = Literal["precomputed", "model", "none"]
 
 DEFAULT_BETA = 0.1
 SIMPO_BETA = 2.0
-# Which objectives look at single completions that are good or bad, rather than at pairs.
+# Objectives on single completions labelled good or bad, not on pairs.
 UNPAIRED = ("kto", "bco")
-# How the objectives may be held near the model that training starts from; the first is the default.
+# Where each objective may take its reference log-probs from; the first is the default.
 REFERENCES: dict[AlignLossType, tuple[ReferenceSource, ...]] = {
     "dpo": ("precomputed", "model", "none"),
     "ipo": ("precomputed", "model", "none"),
@@ -43,20 +43,20 @@ class AlignLossConfig(Config):
     """The objective. docs/alignment.md has the formulas."""
 
     type: AlignLossType = "dpo"
-    """dpo, ipo, hinge: pairs, near a reference. kto, bco: single completions, good or bad, near a reference.
-    orpo, cpo, simpo: pairs, no reference. reward: pairs, trains a reward model."""
+    """dpo, ipo, hinge: pairs, with a reference model. kto, bco: single completions, good or bad, with a reference
+    model. orpo, cpo, simpo: pairs, without one. reward: pairs, trains a reward model."""
 
     beta: float | None = Field(default=None, gt=0)
     """Scale of the implicit rewards (orpo: weight of the odds ratio). None: 0.1; simpo 2."""
 
     label_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
-    """Share of labels taken to be wrong; dpo, cpo, simpo. None: 0."""
+    """Share of labels assumed to be wrong; dpo, cpo, simpo. None: 0."""
 
     gamma: float | None = Field(default=None, ge=0)
     """Margin by which the chosen completion should win; simpo. None: 0.5."""
 
     sft_weight: float | None = Field(default=None, ge=0)
-    """Weight of imitating the chosen completions; cpo. None: 1."""
+    """Weight of the SFT loss on chosen completions; cpo. None: 1."""
 
     desirable_weight: float | None = Field(default=None, ge=0)
     """Weight of good completions; kto. None: 1."""
@@ -65,11 +65,12 @@ class AlignLossConfig(Config):
     """Weight of bad completions; kto. None: 1."""
 
     centering: float | None = Field(default=None, ge=0)
-    """Weight of pulling scores towards zero; reward. None: 0."""
+    """Weight of the penalty that centres scores at zero; reward. None: 0."""
 
     reference: ReferenceSource | None = None
-    """Log-probs of the model that training starts from. precomputed: once, before the first step. model: at every step,
-    by a frozen copy in memory. none: without. None: precomputed where the objective has a reference."""
+    """When the reference model (the model that training starts from) computes its log-probs. precomputed: once, before
+    the first step. model: at every step, from a frozen copy in memory. none: never, no reference model.
+    None: precomputed, if the objective has a reference model."""
 
     @property
     def scale(self) -> float:
@@ -120,12 +121,12 @@ class AlignConfig(OfflineConfig):
 
     loss: AlignLossConfig = AlignLossConfig()
     output_dir: Path = Path("outputs/align")
-    """Run directory; the model ends up in weights/latest."""
+    """Run directory. The model is written to weights/latest."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "AlignConfig":
         if self.loss.type == "reward" and (self.lora is not None or self.model.impl == "hf"):
-            raise ValueError("loss.type = 'reward' trains all of our own decoder: leave out lora and model.impl")
+            raise ValueError("loss.type = 'reward' trains the whole native decoder; leave out lora and model.impl")
         # A reward model reads one token more of each.
         room = 2 * (self.seq_len + (self.loss.type == "reward"))
         if self.tokens_per_microbatch < room:
@@ -135,7 +136,7 @@ class AlignConfig(OfflineConfig):
             )
         if self.loss.type == "kto" and self.batch_size == 1:
             raise ValueError(
-                "batch_size = 1 with loss.type = 'kto': its estimate of the divergence needs completions of other "
-                "prompts in the same step; the smallest valid value is 2"
+                "batch_size = 1 with loss.type = 'kto': its KL estimate needs completions of other prompts in "
+                "the same step; the smallest valid value is 2"
             )
         return self

@@ -28,26 +28,26 @@ class OfflineConfig(Config):
     model: ModelConfig
     data: DataConfig
     output_dir: Path
-    """Run directory; the model ends up in weights/latest."""
+    """Run directory. The model is written to weights/latest."""
 
     max_steps: int = Field(default=100, ge=1)
-    """Optimizer steps; or give epochs."""
+    """Optimizer steps. Or give epochs."""
 
     epochs: float | None = Field(default=None, gt=0)
-    """Train for so many passes over the rows, or a part of one, instead of max_steps."""
+    """Passes over the rows, or a fraction of one, instead of max_steps."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Longest row (of a pair: the prompt with one completion), in tokens."""
+    """Longest row, in tokens (of a pair: the prompt with one completion)."""
 
     batch_size: int = Field(default=32, ge=1)
-    """Rows per step; a pair is one."""
+    """Rows per step. A pair is one row."""
 
     tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens packed into one forward and backward pass; a pair is not divided."""
+    """Most tokens in one micro-batch. It changes memory, not the update. A pair is never split."""
 
     eval: OfflineEvalConfig = OfflineEvalConfig()
     lora: LoRAConfig | None = None
-    """Train a LoRA adapter; left out: the whole model."""
+    """Train a LoRA adapter. Left out: train the whole model."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -56,26 +56,26 @@ class OfflineConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
 
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Where to compute. auto: a GPU if there is one."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; None: all cores."""
+    """CPU threads. None: all cores."""
 
     seed: int = 0
-    """Seeds the order of the data, and whatever is drawn at random."""
+    """Seed of the data order and of all other randomness."""
 
     deterministic: bool = False
-    """Repeat bit for bit."""
+    """Make the run repeat bit for bit."""
 
     resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint. --resume DIR: with that in DIR, as it
-    was started; flags given besides win."""
+    """Continue the run in output_dir from its newest complete checkpoint. --resume DIR: continue the run in DIR
+    with the configuration it was started with; other flags win over that."""
 
     allow_changes: bool = False
-    """Resume although options differ that make it another run."""
+    """Resume even if options changed that affect what is learned."""
 
     clean: bool = False
-    """Delete a run that output_dir holds."""
+    """Delete the run in output_dir first."""
 
     dry_run: bool = False
     """Check everything, write the resolved configuration, start nothing."""
@@ -106,7 +106,7 @@ class OfflineConfig(Config):
             )
         if self.data.streaming:
             raise ValueError(
-                f"epochs = {self.epochs:g} counts rows, which data.streaming does not; give max_steps instead"
+                f"epochs = {self.epochs:g} counts rows, and data.streaming does not; give max_steps instead"
             )
         return self
 

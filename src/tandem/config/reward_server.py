@@ -14,16 +14,16 @@ class RewardServerConfig(Config):
     server: ServerConfig = ServerConfig()
 
     seq_len: int = Field(default=2048, ge=1)
-    """Longest text, in tokens; longer ones are refused."""
+    """Longest text, in tokens. Longer ones are refused."""
 
     tokens_per_batch: int = Field(default=8192, ge=1)
-    """Most tokens scored in one forward pass; texts that wait at the same time are scored together."""
+    """Most tokens in one forward pass. Texts that wait at the same time are scored together."""
 
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Where to compute. auto: a GPU if there is one."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; None: all cores."""
+    """CPU threads. None: all cores."""
 
     log_level: LogLevel = "info"
     """Least severe log lines to show."""
@@ -31,5 +31,5 @@ class RewardServerConfig(Config):
     @model_validator(mode="after")
     def _runs_our_decoder(self) -> "RewardServerConfig":
         if self.model.impl != "native":
-            raise ValueError(f"model.impl = {self.model.impl!r} cannot be served; the only valid value is 'native'")
+            raise ValueError(f"model.impl = {self.model.impl!r} cannot be served here; set it to 'native'")
         return self

@@ -1,7 +1,7 @@
 """Options of `rl`: the three processes and what they share.
 
-A shared value may be given once, at the top or in any section, and reaches every section that has it; given
-twice, it has to be the same. Flags win over files wherever either gives the value.
+A shared value may be given once, at the top or in any section, and reaches every section that has it. Given in two
+places, it must be the same. Flags win over files, whichever place each of them names.
 """
 
 from functools import reduce
@@ -37,7 +37,7 @@ SHARED_KEYS = (
 
 
 class RLConfig(Config):
-    """Inference server, orchestrator and trainer in one command."""
+    """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     model: ModelConfig
     output_dir: Path = Path("outputs/rl")
@@ -50,27 +50,27 @@ class RLConfig(Config):
     """Longest prompt + completion, in tokens."""
 
     seed: int = 0
-    """Seeds the order of tasks and the sampling."""
+    """Seed of the task order, of sampling and of training."""
 
     deterministic: bool = False
-    """Repeat bit for bit on the same machine; needs orchestrator.max_staleness = 0."""
+    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     trainer: TrainerConfig
     orchestrator: OrchestratorConfig
     inference: InferenceConfig | None = None
-    """Left out: no server is started, and the one at orchestrator.client.base-url is used."""
+    """Left out: start no server and use the one at orchestrator.client.base-url."""
 
     resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint. --resume DIR: with that in DIR, as it
-    was started; flags given besides win."""
+    """Continue the run in output_dir from its newest complete checkpoint. --resume DIR: continue the run in DIR
+    with the configuration it was started with; other flags win over that."""
 
     allow_changes: bool = False
-    """Resume although options differ that make it another run."""
+    """Resume even if options changed that affect what is learned."""
 
     clean: bool = False
-    """Delete the run that output_dir holds."""
+    """Delete the run in output_dir first."""
 
     dry_run: bool = False
     """Check everything, write the resolved configuration and the process plan, start nothing."""
@@ -107,13 +107,13 @@ class RLConfig(Config):
         loss, advantage = self.trainer.loss, self.orchestrator.advantage.type
         if loss.type == "ppo" and advantage != "reward":
             raise ValueError(
-                f'orchestrator.advantage.type = {advantage!r} with trainer.loss.type = "ppo": the critic itself makes '
-                'advantages of rewards; set orchestrator.advantage.type = "reward"'
+                f'orchestrator.advantage.type = {advantage!r} with trainer.loss.type = "ppo": the critic turns '
+                'rewards into advantages; set orchestrator.advantage.type = "reward"'
             )
         if advantage == "none" and loss.teacher.coef == 0:
             raise ValueError(
-                'orchestrator.advantage.type = "none" leaves nothing to learn from without a teacher; '
-                "give trainer.loss.teacher.model and trainer.loss.teacher.coef"
+                'orchestrator.advantage.type = "none" without a teacher model leaves nothing to learn from; '
+                "set trainer.loss.teacher.model and trainer.loss.teacher.coef"
             )
         return self
 
@@ -127,8 +127,8 @@ class RLConfig(Config):
         if loss.type != "reinforce" and loss.old_logprobs == "sampled":
             (name, value), *_ = truncation.items()
             raise ValueError(
-                f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': its log-probs are those "
-                "after the cut, so that ratios to them would be below 1 before any update; set "
+                f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': vLLM gives log-probs "
+                "after truncation, so ratios would be below 1 before any update; set "
                 'trainer.loss.old_logprobs = "recomputed"'
             )
         return self
@@ -141,14 +141,14 @@ class RLConfig(Config):
         if client_port != self.inference.server.port:
             raise ValueError(
                 f"orchestrator.client.base_url = {self.orchestrator.client.base_url!r} does not lead to the server "
-                f"that would be started (inference.server.port = {self.inference.server.port}); leave it out, "
-                "or leave out the inference section to use a server that runs already"
+                f"that `rl` starts (inference.server.port = {self.inference.server.port}); leave it out, "
+                "or leave out the inference section to use a running server"
             )
         server_key, client_key = self.inference.server.api_key, self.orchestrator.client.api_key
         if server_key is not None and client_key is not None and server_key != client_key:
             raise ValueError(
-                "inference.server.api_key and orchestrator.client.api_key differ, so the server would refuse its "
-                "client; give the key once, at inference.server"
+                "inference.server.api_key and orchestrator.client.api_key differ, so the server would refuse the "
+                "orchestrator; give the key only at inference.server"
             )
         return self
 

@@ -61,7 +61,7 @@ def test_advantages_that_are_refused(refusal, flags: str, message: str) -> None:
     ("flags", "message"),
     [
         ("--trainer.loss.type ppo", 'set orchestrator.advantage.type = "reward"'),
-        ("--orchestrator.advantage.type none", "leaves nothing to learn from without a teacher"),
+        ("--orchestrator.advantage.type none", "without a teacher model leaves nothing to learn from"),
     ],
 )
 def test_advantages_that_do_not_fit_the_loss(refusal, rl_toml: str, flags: str, message: str) -> None:
