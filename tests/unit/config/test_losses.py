@@ -48,7 +48,7 @@ def test_losses_that_are_refused(refusal, flags: str, message: str) -> None:
     ("flags", "message"),
     [
         ("--group-size 1", "group_size = 1 with advantage.type = 'grpo'"),
-        ("--group-size 1 --advantage.type rloo", "the nearest valid group_size is 2"),
+        ("--group-size 1 --advantage.type rloo", "set group_size to 2 or more"),
         ("--overlong.buffer-tokens 200", "overlong.buffer_tokens = 200 is more than sampling.max_tokens = 128"),
         ("--advantage.type grp", "did you mean 'grpo'?"),
     ],
