@@ -29,7 +29,7 @@ def refused(starter, rl_arguments, tmp_path):
         (["--max-steps", "many"], ["max_steps", "'many'", "integer"]),
         (["@", "examples/reverse_text/rll.toml"], ["rll.toml", "does not exist", "rl.toml"]),
         (["--orchestrator.group-size", "1"], ["group_size = 1", "set group_size to 2"]),
-        (["--seq-len", "20"], ["seq_len = 20", "16 tokens", "the smallest seq_len that fits it is 32"]),
+        (["--seq-len", "20"], ["seq_len = 20", "16 tokens", "the smallest seq_len that fits is 32"]),
         (["--orchestrator.env.id", "reverse-txt"], ["env.id = 'reverse-txt'", "did you mean 'reverse-text'"]),
         (["--orchestrator.env.args", '{"lenght": 3}'], ["env.args.lenght", "3", "min_length"]),
         (["--trainer.loss.type", "grp"], ["trainer.loss.type", "'grp'", "grpo"]),

@@ -75,7 +75,7 @@ def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Toke
         [*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing)
     )
     if 1 not in sample.loss_mask:
-        raise ValueError(f"there is nothing to learn in {name!r}: no token begins in it but the first of the text")
+        raise ValueError(f"there is nothing to learn in {name!r}: only the first token of the text begins in it")
     return sample
 
 

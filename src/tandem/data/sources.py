@@ -84,7 +84,7 @@ class Streamed(Generic[T]):
                 is_empty = False
                 yield sample
             if is_empty:
-                raise UserError(f"data: no row is left to learn from, {self._num_held_out} are held out")
+                raise UserError(f"data: no row is left to learn from: {self._num_held_out} are held out for evaluation")
             epoch += 1
 
 

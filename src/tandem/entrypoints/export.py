@@ -28,7 +28,7 @@ def export(config: ExportConfig) -> None:
     step = choose_checkpoint(run_dir, config.step)
     output = config.output_dir or run_dir.root / "export" / step_name(step)
     if output.exists():
-        raise UserError(f"output_dir = {str(output)!r} is there already; remove it, or give another --output-dir")
+        raise UserError(f"output_dir = {str(output)!r} already exists; remove it, or give another --output-dir")
 
     from tandem.trainer.checkpoints.export import export_checkpoint
 

@@ -105,7 +105,7 @@ class Supervisor:
             on_tick()
             time.sleep(POLL_S)
         if trainer.poll() is None:
-            logger.error("the trainer had no time to save a checkpoint; see %s", self.plans["trainer"].log)
+            logger.error("the trainer did not save a checkpoint in time; see %s", self.plans["trainer"].log)
 
     def _start(self, plan: ProcessPlan) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)

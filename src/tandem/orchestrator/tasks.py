@@ -56,8 +56,8 @@ def check_prompts(environment: Environment, tokenizer: Tokenizer, config: Orches
             if needed > config.seq_len:
                 raise UserError(
                     f"seq_len = {config.seq_len} is too short: the prompt of {name} task {task.index} has "
-                    f"{num_tokens} tokens, and sampling.max_tokens = {config.sampling.max_tokens} more are allowed; "
-                    f"the smallest seq_len that fits it is {needed}"
+                    f"{num_tokens} tokens, plus sampling.max_tokens = {config.sampling.max_tokens}; "
+                    f"the smallest seq_len that fits is {needed}"
                 )
 
 

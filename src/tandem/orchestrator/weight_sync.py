@@ -88,8 +88,8 @@ class Policy:
             try:
                 await self._load(self._path, self.version)
             except InferenceError as error:
-                raise ServerLost(f"the server that was started again cannot serve this run: {error}") from error
-            logger.info("the server was started again; it serves version %d", self.version)
+                raise ServerLost(f"the restarted server cannot serve this run: {error}") from error
+            logger.info("the server was restarted; it serves version %d", self.version)
             self.run_log.event("server_restored", version=self.version, instance=self.client.instance)
 
     async def _load(self, path: Path, version: int) -> None:

@@ -54,8 +54,8 @@ def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], whe
     unusable = np.flatnonzero(~((values > LEAST_LOGPROB) & (values <= MOST_LOGPROB)))
     if len(unusable):
         raise ValueError(
-            f"{where}: the log-prob of a sampled token must be finite and not above 0; that of token {unusable[0]} of "
-            f"{len(values)} is {values[unusable[0]]:g}"
+            f"{where}: the log-prob of a sampled token must be finite and not above 0; token {unusable[0]} of "
+            f"{len(values)} has {values[unusable[0]]:g}"
         )
 
 

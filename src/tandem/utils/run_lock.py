@@ -182,7 +182,7 @@ class RunLock:
         stopped = process_state(self.holder.pid) in ("T", "t")
         if stopped:
             logger.warning(
-                "`%s` (pid %d) is stopped: the run goes on, but nobody watches it; wake it with: kill -CONT %d",
+                "`%s` (pid %d) is stopped: the run continues unsupervised; wake it with: kill -CONT %d",
                 *(self.holder.command, self.holder.pid, self.holder.pid),
             )
         return stopped

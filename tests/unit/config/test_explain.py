@@ -98,7 +98,7 @@ def test_a_flag_without_its_value(refusal, rl_toml) -> None:
 
 def test_a_stray_argument(refusal, rl_toml) -> None:
     message = refusal("@", rl_toml, "stray")
-    assert message == "'stray' is no option; give files as: @ FILE, options as: --name VALUE"
+    assert message == "'stray' is not an option; give files as @ FILE, options as --name VALUE"
 
 
 def test_json_that_is_none(refusal, rl_toml) -> None:

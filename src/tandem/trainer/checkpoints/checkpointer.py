@@ -106,7 +106,7 @@ class Checkpointer:
         asked = time.monotonic()
         self._settle()
         if (waited_s := time.monotonic() - asked) > WORTH_A_WARNING_S:
-            logger.warning("step %d waited %.1f s for the checkpoint before its own; save less often", step, waited_s)
+            logger.warning("step %d waited %.1f s for the previous checkpoint; raise checkpoint.every", step, waited_s)
         self._newest = step
         self._saving = self._thread.submit(self._writer.write, self._snapshot(step, extra_state or {}, beside or {}))
 
@@ -120,7 +120,7 @@ class Checkpointer:
         except TimeoutError as error:
             raise TimeoutError(
                 f"waited {SAVE_TIMEOUT_S:.0f} s for a checkpoint to be written to {self.run_dir.checkpoints}; "
-                "does its file system answer?"
+                "does the file system respond?"
             ) from error
         self._num_failed = 0
 
@@ -227,13 +227,13 @@ def refuse_other_parameters(folder: Path, layout: ShardIndex, parameters: Mappin
     saved = {key.removeprefix(MODEL): entry for key, entry in layout.items() if key.startswith(MODEL)}
     hint = "resume with the model and the lora options that the run was started with"
     for name in sorted(saved.keys() ^ parameters.keys()):
-        which = "holds {!r}, which this run does not train" if name in saved else "does not hold {!r}, which is trained"
+        which = "holds {!r}, which this run does not train" if name in saved else "lacks {!r}, which this run trains"
         raise UserError(f"resume: the checkpoint {folder} {which.format(name)}; {hint}")
     for name, parameter in parameters.items():
         if saved[name].size != parameter.shape:
             raise UserError(
-                f"resume: the checkpoint {folder} holds {name!r} with shape {tuple(saved[name].size)}, this run's has "
-                f"{tuple(parameter.shape)}; {hint}"
+                f"resume: the checkpoint {folder} holds {name!r} with shape {tuple(saved[name].size)}, but this run "
+                f"needs {tuple(parameter.shape)}; {hint}"
             )
 
 
