@@ -120,7 +120,7 @@ class Worker:
     async def call(self, request: Payload) -> Any:
         assert self._writer is not None, "not started"
         number = next(self._numbers)
-        # It stays there until it is answered, also if nobody waits any more: its code may still hang.
+        # It stays there until it is answered, also if no caller waits any more: its code may still hang.
         call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
         self._writer.write(frame({"call": number} | request))
         return await call.answer

@@ -96,7 +96,7 @@ class Supervisor:
             raise Interrupted(number)
 
     def _let_trainer_save(self, on_tick: Callable[[], None]) -> None:
-        """It has been told to end, and needs nobody else for its checkpoint (trainer/checkpoints/stopping.py)."""
+        """It has been told to end, and needs no other process for its checkpoint (trainer/checkpoints/stopping.py)."""
         trainer = self.processes.get("trainer")
         if trainer is None or self.save_timeout_s == 0:
             return

@@ -156,7 +156,7 @@ def test_choices_come_back_in_order_and_the_request_says_everything(server: Fake
 def test_a_log_prob_that_cannot_be_one_is_refused(server: FakeServer, logprob: float | None) -> None:
     """JSON has −9999 or null for minus infinity; the others stand for engines that are asked in another way."""
     wrong = choice(0, 50) | {"token_ids": [50, 51], "logprobs": {"token_logprobs": [-0.25, logprob]}}
-    with pytest.raises(InferenceError, match=r"completion 0 of the server: the log-prob of .* token 1 of 2 is"):
+    with pytest.raises(InferenceError, match=r"completion 0 of the server: the log-prob of .* token 1 of 2 has"):
         _completion(wrong)
     if logprob is None or math.isfinite(logprob):
         server.plan = [(200, {"choices": [choice(1, 51), wrong]})]

@@ -57,7 +57,7 @@ class QueueFull(RuntimeError):
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client is gone: there is no one to answer."""
 
 
 def engine_status(error: Exception) -> tuple[int, str]:

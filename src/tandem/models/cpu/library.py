@@ -148,7 +148,7 @@ def _processor() -> str:
 
 
 def _private_folder() -> Path | None:
-    """Where compiled kernels are kept: the first usual place that nobody else can write to."""
+    """Where compiled kernels are kept: the first usual place that only this user can write to."""
     for folder in _usual_places():
         try:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
             temperature,
             entropy_gradient=entropy_gradient,
         )
-        # A sum over one column instead of a view of it: FSDP wants outputs that are nobody's views.
+        # A sum over one column instead of a view of it: FSDP wants outputs that are not views.
         head = self.value_head
         values = () if head is None else (ops.linear(hidden, head.weight, head.bias, None).float().sum(dim=-1),)
         outputs = (logprobs, entropy, *values)

@@ -151,7 +151,7 @@ def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
     def compute(part: PackedBatch, predictions: Predictions) -> LossOutput:
         device, logprobs = predictions.logprobs.device, predictions.logprobs
         given = {name: torch.from_numpy(stream).to(device) for name, stream in part.streams.items()}
-        # Before the first of a batch's updates the policy is what it was; so where there is one, nobody was asked.
+        # With one update per batch, the policy has not moved yet: its own log-probs are the old ones.
         before = given["logprobs"] if config.old_logprobs == "sampled" else given.get("old_logprobs", logprobs.detach())
         streams = PolicyStreams(
             logprobs=logprobs,
