@@ -1,4 +1,4 @@
-"""Rows to conversations, and rows of supervised fine-tuning to samples.
+"""Rows to conversations, and rows of supervised fine-tuning to training sequences.
 
 A row holds `messages`; or `prompt` and `completion`, each as text or as messages; or `text`. Messages may call
 tools (`tool_calls`) and carry their results (role `tool`); `tools` of the row are shown by the chat template.

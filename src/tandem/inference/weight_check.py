@@ -1,11 +1,11 @@
-"""Whether a checkpoint can take the place of the one that serves. No torch: only headers are read.
+"""Whether new weights can replace those that serve. No torch: only headers are read.
 
-vLLM loads half of a bad checkpoint before it notices, and keeps old tensors in silence where new ones are missing;
-how far SGLang comes with one is not known either. The server loaded the first checkpoint, so one with the same tensor
-names and shapes loads too.
+vLLM loads half of a bad model directory before it notices, and silently keeps old tensors where new ones are missing;
+how far SGLang gets with one is not known. The server has loaded its first weights, so others with the same tensor names
+and shapes load too.
 
 Used before every weight update by vllm/updates.py (on every node: vllm/worker.py) and sglang/engine.py, and by
-sglang/handshake.py to recognize the model of a server. Because it also runs inside vLLM's environment, it may import
+sglang/probe.py to recognize the model of a server. Because it also runs inside vLLM's environment, it may import
 only the standard library and modules of ours that do the same.
 """
 

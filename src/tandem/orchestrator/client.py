@@ -1,10 +1,10 @@
 """Client of the inference server: token ids in, tokens with log-probs and versions out.
 
-Requests that fail on their way are sent again, once the server is well; what the server refuses is raised with its
-reason. Every answer says who gave it (types/identity): one of another process than the run's weights were given to is
-never used, and neither is one that another run's weights had a part in.
+Failed requests are sent again once the server is healthy; what the server refuses is raised with its reason. Every
+answer says who gave it (types/identity). It is used only if it comes from the process that the run's weights were
+loaded into, and only from those weights.
 
-    answer ─► another instance            InstanceChanged: policy.py loads the weights again
+    answer ─► another instance            InstanceChanged: weight_sync.py loads the weights again
           └─► weights of another run      ServerLost: the run ends
 """
 

@@ -3,7 +3,7 @@
 version changes ──► start groups ──► in flight ──► buffer ──► next_batch(step)
                           ▲                │           │
                           ├── failed: again┤           │
-                          ├── too old: anew ───────────┘
+                          ├── stale: again ────────────┘
                           └── task failed: set aside, another in its place
 """
 

@@ -1,6 +1,6 @@
 """Checkpoints on disk: which are complete, which is the newest, which may go, and what lies beyond. No torch.
 
-checkpoints/step_000012/trainer/            what the trainer needs to go on after that step
+checkpoints/step_000012/trainer/            what the trainer needs to continue after that step
 checkpoints/step_000012/orchestrator.json   what the orchestrator needs; it came with the batch of that step
 checkpoints/step_000012/manifest.json       written last, over all of it
 """

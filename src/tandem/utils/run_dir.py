@@ -71,7 +71,7 @@ class RunDir:
 
     @property
     def reference(self) -> Path:
-        """What the model that training starts from says of the data."""
+        """Reference log-probs of the data, precomputed by `align`."""
         return self.root / "reference.safetensors"
 
     def log(self, process: str) -> Path:

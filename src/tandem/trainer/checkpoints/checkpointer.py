@@ -1,13 +1,13 @@
-"""Saving and loading everything the trainer needs to go on, while training goes on.
+"""Saves and loads checkpoints; saving runs beside training.
 
     loop     copies of weights, optimizer and random state ──┐      the next steps
     thread   (checkpoints/snapshot.py)                      └─► shards ─► all ranks done ─► rename ─► manifest
 
-A save that fails is told at once and made again after the next step; failing again, it ends the run.
+A save that fails is reported at once and repeated after the next step; if that fails too, the run ends.
 
 trainer/shard_00000.safetensors   what is trained and the optimizer's state of it, as the ranks hold it
 trainer/random_00000.json         the random number generators of each rank
-trainer/state.json                the number of ranks, and what the loop wants to find again
+trainer/state.json                the world size, and the state of the loop
 
 The learning rate is a function of the step, and frozen weights are those of model.name: neither is saved.
 """

@@ -1,6 +1,6 @@
-"""The model as the trainer asks it: log-probabilities of given tokens, and entropy.
+"""The model as the trainer uses it: log-probs of given tokens, entropy and, with a critic, values.
 
-All of it happens inside one forward pass of one module: under sharding, weights are whole only there.
+All in one forward pass of one module: under sharding, weights are whole only there.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Inputs:
 class LanguageModel(nn.Module):
     """`decoder` with its output matrix applied to the positions that carry loss, and to no others.
 
-    With a value head it is a critic as well: what it expects to be given from a token on, before that is sampled.
+    With a value head it is a critic as well: it predicts the return from each token on, before the token is sampled.
     """
 
     def __init__(self, decoder: nn.Module, value_head: nn.Linear | None = None) -> None:

@@ -1,7 +1,7 @@
 """The processes that train one model together, as one of them sees it.
 
-`torchrun` starts them and says who is who; without it there is one. Each writes what it is doing into the
-rendezvous' store, so that whoever waits in vain can say for whom.
+`torchrun` starts them and sets rank and world size; without it the world size is 1. Each rank reports what it is doing
+to the rendezvous store, so that a rank that times out can name the one it waited for.
 """
 
 import json

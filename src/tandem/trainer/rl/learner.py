@@ -64,7 +64,7 @@ class Learner:
             yield Update(micro_batches, loss_denominator(loss, part.num_loss_tokens, part.num_sequences))
 
     def _completed(self, updates: list[Update], temperature: float) -> list[Update]:
-        """With the streams that models have to be asked for before the first update."""
+        """With the streams that models compute before the first update."""
         loss = self.config.loss
         asks_policy = loss.type == "ppo" or (loss.old_logprobs == "recomputed" and self._moves_more_than_once)
         if not self.frozen_models and not asks_policy:
@@ -115,7 +115,7 @@ def _over_updates(name: str, values: list[float]) -> float:
 
 
 def with_signal(batch: PackedBatch) -> PackedBatch:
-    """Without the rollouts whose advantage is zero: their gradient is zero, whatever the model says.
+    """Without the rollouts whose advantage is zero: their gradient is zero, whatever the policy.
 
     One is kept if all of them are so: a step without signal is still a step of the optimizer.
     """
@@ -175,7 +175,7 @@ def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
 
 
 def frozen_model_paths(config: LossConfig, model: Path) -> dict[str, Path]:
-    """The frozen models a loss asks, by the stream they fill."""
+    """The frozen models that a loss needs, by the stream they fill."""
     found: dict[str, Path] = {}
     if config.kl.coef > 0:
         found["reference_logprobs"] = config.kl.model or model
