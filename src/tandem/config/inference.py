@@ -78,8 +78,8 @@ class InferenceServerConfig(ServerConfig):
     """Address, access, and where weights may come from."""
 
     weight_roots: list[Path] = []
-    """Weights and adapters may be loaded from below these directories, the parent of model.name, ./outputs and, under
-    `rl`, output_dir."""
+    """More directories below which weights and adapters may be loaded. Always allowed: the parent of model.name,
+    ./outputs and, under `rl`, output_dir."""
 
 
 def resolve_api_key(key: str | None, variable: str | None, option: str) -> str | None:
