@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 OUTPUT = "lm_head.weight"
 ROTARY = ".rotary_emb.inv_freq"
 FLOATS = ("F16", "BF16", "F32", "F64")
-# Keys of config.json that may differ between two checkpoints of one model.
+# Keys of config.json that may differ between two sets of weights of one model.
 INCIDENTAL = (
     "_name_or_path",
     "dtype",
@@ -78,7 +78,7 @@ def check_adapter_files(path: Path) -> None:
 
 
 def read_tensor_headers(model_dir: Path) -> TensorHeaders:
-    """The tensors of a checkpoint, by the headers of its files."""
+    """The tensors of a model directory, by the headers of its files."""
     index = model_dir / INDEX
     if index.exists():
         files = [model_dir / name for name in index_names(index)]
