@@ -214,7 +214,8 @@ def check_openai_enforced_tools(server: Address) -> None:
         messages: Any = [{"role": "user", "content": "hi"}]
         ask: Any = {"model": server.model, "messages": messages, "temperature": 1, "parallel_tool_calls": False}
         for choose, offered in (("required", [forecast]), (named, [forecast, other])):
-            [choice] = client.chat.completions.create(**ask, tools=offered, tool_choice=choose).choices
+            asked: Any = {**ask, "tools": offered, "tool_choice": choose}
+            [choice] = client.chat.completions.create(**asked).choices
             assert choice.message.tool_calls
             for call in choice.message.tool_calls:
                 assert call.type == "function" and call.function.name == "forecast"

@@ -75,27 +75,28 @@ def test_training_on_a_gpu_is_training_on_the_cpu(tiny_model: Path, parallel: di
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("impl", ["native", "hf"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel", [{}, {"gradient_checkpointing": 1}, {"strategy": "zero3_offload"}], ids=str)
 def test_every_pass_says_the_same_to_the_bit(tiny_model: Path, impl: str, dtype: str, parallel: dict[str, Any]) -> None:
-    """The one that learns, the one that recomputes, a reference of the same weights; in short and in long sequences."""
+    """The one that learns, the one that recomputes, a reference of the same weights; sequences short, long and of one
+    length."""
     config = ParallelConfig.model_validate(parallel)
     model = ModelConfig.model_validate({"name": tiny_model, "dtype": dtype, "impl": impl})
     longer = [token % 90 + 6 for token in range(400)]
-    batch = pack(
-        [
-            *make_samples(),
-            TrainingSequence(longer, [0] * 10 + [1] * 390),
-            TrainingSequence(longer[::-1], [0] * 50 + [1] * 350),
-        ]
-    )
+    rows = [(longer, 10), (longer[::-1], 50)]
+    alone = [TrainingSequence(row, [0] * prompt + [1] * (400 - prompt)) for row, prompt in rows]
+    packed = pack([*make_samples(), *alone])
+    of_one_length = pack([TrainingSequence(longer[first : first + 256], [0] + [1] * 255) for first in (0, 1)])
     with joined("cuda", 60, group_for_one=needs_group(config)) as ranks:
         stepper = load_trained(model, OptimizerConfig(), config, ranks).stepper
-        learning = stepper.predict(batch, 0.7)
-        assert learning.logprobs.requires_grad
-        assert torch.equal(stepper.infer(batch, 0.7).logprobs, learning.logprobs)
-        assert torch.equal(FrozenModel(model, config, ranks).logprobs(batch, 0.7), learning.logprobs)
+        frozen = FrozenModel(model, config, ranks)
+        for batch in (packed, of_one_length):
+            learning = stepper.predict(batch, 0.7)
+            assert learning.logprobs.requires_grad
+            assert torch.equal(stepper.infer(batch, 0.7).logprobs, learning.logprobs)
+            assert torch.equal(frozen.logprobs(batch, 0.7), learning.logprobs)
 
 
 @pytest.mark.gpu
@@ -109,7 +110,7 @@ def test_bfloat16_compute_stays_near(tiny_model: Path, parallel: dict[str, Any])
 
 
 def generate(model_dir: Path, device: str, requests: list[GenerationRequest], **options: Any) -> list[list[Any]]:
-    """Token ids and log-probs of every sample; on a GPU also that recorded steps were replayed, or not."""
+    """Token ids and log-probs of every sample; on a GPU also that there are CUDA graphs, or not."""
     settings = {"model": {"name": model_dir}, "seq_len": 96, "device": device, "kv_cache_tokens": 4096, "block_size": 4}
     engine = build_engine(
         InferenceConfig.model_validate(settings | options), [2], lambda: TextStream(Tokenizer(model_dir)), print
@@ -120,21 +121,29 @@ def generate(model_dir: Path, device: str, requests: list[GenerationRequest], **
         engine.submit(request, future.set_result)
     samples = [sample for future in futures for sample in future.result(timeout=120).samples]
     engine.stop()
-    graphs = engine.core.runner.graphs
-    assert (graphs is not None and len(graphs._graphs) > 0) == (device == "cuda" and options.get("cuda_graphs", True))
+    graphs = getattr(engine.core.runner, "graphs", {})
+    wanted = options.get("cuda_graphs", True) and not options.get("deterministic")
+    assert (len(graphs) > 0) == (device == "cuda" and wanted)
     return [[sample.token_ids, sample.logprobs] for sample in samples]
 
 
 def mixed_requests() -> list[GenerationRequest]:
-    """Lengths that pass through several buckets of rows and of context."""
+    """Lengths that pass through several buckets of rows; every way of drawing."""
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 7, "min_p": 0.02}]
     return [
-        GenerationRequest(PROMPT * (1 + i % 3), Sampling(5 + 3 * i, 0.7, seed=i, ignore_eos=True), n=1 + i % 4)
+        GenerationRequest(
+            PROMPT * (1 + i % 3),
+            Sampling(**({"max_tokens": 5 + 3 * i, "temperature": 0.7, "seed": i, "ignore_eos": True} | options[i % 4])),
+            n=1 + i % 4,
+        )
         for i in range(14)
     ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 200}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 200}, {"deterministic": True}], ids=str
+)
 def test_the_engine_samples_what_it_samples_on_the_cpu(tiny_model: Path, options: dict[str, Any]) -> None:
     requests = mixed_requests()
     expected = generate(tiny_model, "cpu", requests)
@@ -148,7 +157,7 @@ def test_the_engine_samples_what_it_samples_on_the_cpu(tiny_model: Path, options
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
 def test_grammars_mask_the_rows_they_belong_to(tiny_model: Path, options: dict[str, Any]) -> None:
-    """Rows with and without one share steps, recorded ones included."""
+    """Rows with and without one share steps, CUDA graphs included."""
     tokenizer = Tokenizer(tiny_model)
     grammar = Grammars(tokenizer, tokenizer.vocab_size).compile(Structure("test", "regex", "[0-9]{1,30}(ab|cd)*"))
     requests = [
@@ -161,7 +170,7 @@ def test_grammars_mask_the_rows_they_belong_to(tiny_model: Path, options: dict[s
 
 
 @pytest.mark.gpu
-def test_recorded_steps_stay_true_when_weights_change(tiny_model: Path, tmp_path: Path) -> None:
+def test_cuda_graphs_stay_true_when_weights_change(tiny_model: Path, tmp_path: Path) -> None:
     config = InferenceConfig.model_validate({"model": {"name": tiny_model}, "seq_len": 64, "device": "cuda"})
     engine = build_engine(config, [2], lambda: TextStream(Tokenizer(tiny_model)), print)
     engine.start()

@@ -1,12 +1,12 @@
 """What integration tests start from: a warmed-up model, a free port, a way to start processes."""
 
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests import ports
 from tests.integration.processes import ENVIRONMENT, Starter, command
 from tests.patience import PATIENCE
 
@@ -28,9 +28,7 @@ def starter() -> Iterator[Starter]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return ports.free_port()
 
 
 @pytest.fixture(scope="session")

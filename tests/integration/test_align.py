@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,9 +68,9 @@ def reversals(model_dir: Path) -> float:
     prompts = [
         tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, return_dict=False) for task in tasks
     ]
-    token_ids = torch.tensor(prompts)
+    token_ids, generating = torch.tensor(prompts), cast(Any, model)
     with torch.no_grad():
-        written = model.generate(
+        written = generating.generate(
             token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=10, do_sample=False
         )
     texts = [tokenizer.decode(row[token_ids.shape[1] :], skip_special_tokens=True) for row in written]

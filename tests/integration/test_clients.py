@@ -1,6 +1,5 @@
 """The official OpenAI client and lm-eval, unmodified, against the real server."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from tests.clients import (
 )
 from tests.integration.processes import Starter
 from tests.integration.servers import wait_until_healthy
+from tests.ports import free_port
 from tests.scripted_model import write_scripted_model
-
-from tandem.utils.ports import nearest_free_port
 
 KEY = "correct-horse"
 
@@ -29,7 +27,7 @@ KEY = "correct-horse"
 def serve(model: Path) -> Iterator[Address]:
     starter = Starter()
     starter.environment["TANDEM_TEST_KEY"] = KEY
-    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    port = free_port()
     base_url = f"http://127.0.0.1:{port}"
     process = starter.start(
         "inference",

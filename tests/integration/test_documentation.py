@@ -3,7 +3,6 @@ of all of them are checked by a dry run, and those that take seconds are run."""
 
 import importlib
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from tests.documentation import PAGES, ROOT, Command, all_commands, commands_of,
 from tests.integration.processes import ENVIRONMENT, Starter, children_of, command, is_alive, wait_until
 from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
+from tests.ports import free_port
 
 from tandem.config.align import AlignConfig
 from tandem.config.base import load_config
@@ -73,12 +73,6 @@ def reward_trained(after_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).symlink_to(after_demo / name)
     monkeypatch.chdir(tmp_path)
     finish(command("align", "@", "examples/preference/reward.toml", "--max-steps", "2"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_script(*arguments: str) -> None:

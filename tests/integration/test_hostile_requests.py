@@ -1,7 +1,6 @@
 """A real server against what strangers send: it answers, says why not, and goes on serving everybody else."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,17 +14,17 @@ import httpx
 import pytest
 from tests.integration.processes import Starter
 from tests.integration.servers import wait_until_healthy
+from tests.ports import free_port
 from tokenizers import Tokenizer
 
 from tandem.utils.files import read_json, write_json
-from tandem.utils.ports import nearest_free_port
 
 PAD = "<pad2>"
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
 
 
 def start(starter: Starter, model: Path, *options: str) -> tuple["subprocess.Popen[str]", httpx.Client]:
-    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    port = free_port()
     base_url = f"http://127.0.0.1:{port}"
     process = starter.start("inference", "--model.name", str(model), "--port", str(port), "--threads", "1", *options)
     wait_until_healthy(process, base_url)
@@ -172,7 +171,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_2(
 ) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     damage(tmp_path / "model")
-    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    port = free_port()
     done = starter.run("inference", "--model.name", str(tmp_path / "model"), "--port", str(port), *options)
     assert done.returncode == 2, done.stdout
     [line] = [line for line in done.stdout.splitlines() if line.startswith("inference: ")]

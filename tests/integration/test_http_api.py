@@ -1,7 +1,6 @@
 """The HTTP API of the real server where only the real server will do: sockets, signals, the native engine."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,15 +18,15 @@ from safetensors.torch import save_file
 from tests.integration.processes import Starter, wait_until
 from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
+from tests.ports import free_port
 
 from tandem.types.openai import CompletionRequest
-from tandem.utils.ports import nearest_free_port
 
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
 
 
 def start(starter: Starter, model: Path, *options: str) -> tuple[subprocess.Popen[str], httpx.Client]:
-    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    port = free_port()
     base_url = f"http://127.0.0.1:{port}"
     process = starter.start(
         "inference",

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from tests.integration.processes import wait_until
 from tests.patience import PATIENCE
+from tests.ports import free_port
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.models.cpu.compiler import Compiler
@@ -25,7 +26,6 @@ from tandem.models.spec import ModelSpec
 from tandem.transport.weights.filesystem import write_model
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import write_json
-from tandem.utils.ports import nearest_free_port
 
 KEY = "correct-horse"
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -77,7 +77,7 @@ def write_tiny_model(folder: Path, seed: int) -> Path:
 def start_server(
     model_dir: Path, *options: str, command: Sequence[str] = (INFERENCE,)
 ) -> tuple[subprocess.Popen[str], httpx.Client]:
-    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    port = free_port()
     where = ["--model.name", str(model_dir), "--server.port", str(port), "--seq-len", str(SEQ_LEN)]
     where += ["--server.weight-roots", str(model_dir.parents[1])]
     environment = os.environ | {"TANDEM_TEST_KEY": KEY}
@@ -155,7 +155,7 @@ def test_every_route_but_health_needs_the_key(
     server: httpx.Client, method: str, path: str, header: bytes | None
 ) -> None:
     with httpx.Client(base_url=server.base_url, trust_env=False) as bare:
-        headers = {} if header is None else {"Authorization": header}
+        headers = [] if header is None else [(b"Authorization", header)]
         answer = bare.request(method, path, headers=headers)
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -451,7 +451,7 @@ run()
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_server_that_is_still_loading(model_dir: Path, number: signal.Signals) -> None:
-    options = ["--model.name", str(model_dir), "--server.port", str(nearest_free_port("127.0.0.1", 20000))]
+    options = ["--model.name", str(model_dir), "--server.port", str(free_port())]
     process = subprocess.Popen([sys.executable, "-c", SLOW_LOADING, *options], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and "loading\n" in process.stdout

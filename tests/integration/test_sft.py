@@ -96,7 +96,7 @@ def mean_loss(model_dir: Path, rows: list[dict[str, Any]]) -> float:
 @pytest.mark.parametrize("streaming", [(), ("--data.streaming",)], ids=["at once", "streamed"])
 def test_sources_of_every_kind_mixed_with_bad_rows_left_out(sft: Run, tmp_path: Path, streaming: tuple[str]) -> None:
     datasets.Dataset.from_list(ROWS[:4]).to_parquet(tmp_path / "rows.parquet")
-    saved = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[4:8]))
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[4:8])})
     saved.save_to_disk(tmp_path / "saved")
     sources = [
         {"path": str(tmp_path / "rows.parquet"), "weight": 2},

@@ -1,7 +1,6 @@
 """Hundreds of clients at once, a third of whom leave when they like: nothing is leaked, nobody is left waiting."""
 
 import asyncio
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import aiohttp
 from tests.integration.processes import Starter
 from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
-
-from tandem.utils.ports import nearest_free_port
+from tests.ports import free_port
 
 NUM_CLIENTS = 500
 NUM_ROUNDS = 4
@@ -66,12 +64,13 @@ async def numbers(http: aiohttp.ClientSession) -> dict[str, float]:
 
 
 async def wait_until_idle(http: aiohttp.ClientSession) -> dict[str, float]:
+    found: dict[str, float] = {}
     for _ in range(int(200 * PATIENCE)):
         found = await numbers(http)
         if all(found[name] == value for name, value in IDLE.items()):
             return found
         await asyncio.sleep(0.1)
-    raise AssertionError({name: found[name] for name in IDLE})
+    raise AssertionError({name: found.get(name) for name in IDLE})
 
 
 async def soak(base_url: str) -> list[float]:
@@ -92,7 +91,7 @@ async def soak(base_url: str) -> list[float]:
 
 
 def test_clients_that_come_and_go(tiny_model: Path, starter: Starter) -> None:
-    port = nearest_free_port("127.0.0.1", 20000 + os.getpid() % 20000)
+    port = free_port()
     base_url = f"http://127.0.0.1:{port}"
     process = starter.start(
         "inference",

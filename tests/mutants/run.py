@@ -2,13 +2,14 @@
 
 mutants.toml lists small mistakes: a piece of source text and what it is replaced by. Each is made in a copy of the
 sources and given to the unit tests named beside it; a mutant that they let pass has survived. Not part of `make test`:
-it takes about as long as all other tests together. `test_list.py` is part of it, and checks that the list fits the
+it takes about a quarter of an hour on two cores. `test_list.py` is part of it, and checks that the list fits the
 sources.
 
     python -m tests.mutants.run                       all of them
     python -m tests.mutants.run trainer/losses loop   those of files whose path holds one of these words
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -60,25 +61,35 @@ def read_list() -> list[Mutant]:
     ]
 
 
-@dataclass(frozen=True)
 class Workplace:
-    """A copy of the sources that mutants are made in, one at a time."""
+    """A copy of the sources that mutants are made in, one at a time, and the process that tests it."""
 
-    sources: Path
+    def __init__(self, sources: Path) -> None:
+        self.sources = sources
+        environment = os.environ | {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # two versions of a file may be of one second and one size
+        command = [sys.executable, "-m", "tests.mutants.worker", str(TIMEOUT_S)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.worker = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
     def run_tests(self, tests: Sequence[str]) -> int:
-        """pytest's exit code; a run without end counts as a failure."""
+        """pytest's exit code; a run without end counts as a failure, a crash too."""
         paths = [str(ROOT / "tests" / "unit" / test) for test in tests]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *paths]
-        environment = os.environ | {"PYTHONPATH": str(self.sources), "OMP_NUM_THREADS": "1"}
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # two versions of a file may be of one second and one size
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        arguments = ["-x", *quiet, *paths]
+        assert self.worker.stdin is not None and self.worker.stdout is not None
+        print(json.dumps(arguments), file=self.worker.stdin, flush=True)
+        code, output = json.loads(self.worker.stdout.readline())
+        if code < 0:
             return KILLED[0]
-        if done.returncode not in (PASSED, *KILLED):
-            raise RuntimeError(f"pytest {' '.join(tests)} ended with {done.returncode}: {done.stdout.decode()[-2000:]}")
-        return done.returncode
+        if code not in (PASSED, *KILLED):
+            raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}: {output}")
+        return code
+
+    def close(self) -> None:
+        assert self.worker.stdin is not None
+        self.worker.stdin.close()
+        self.worker.wait()
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
@@ -124,6 +135,8 @@ def run(mutants: Sequence[Mutant], num_workers: int) -> list[Mutant]:
                 print(f"{number:4d}/{len(mutants)} {verdict:8s} {mutant.file}: {mutant.original!r}", flush=True)
                 if survived:
                     survivors.append(mutant)
+        while not workplaces.empty():
+            workplaces.get().close()
         return survivors
 
 

@@ -17,7 +17,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.trainer.rl.train import train_rl
 from tandem.transport.rollouts.filesystem import RolloutWriter
-from tandem.types.rollout import Sample, TrainBatch
+from tandem.types.rollout import TrainBatch, TrainingSequence
 from tandem.utils.files import read_json_lines, write_json
 
 STEPS = 3
@@ -34,7 +34,7 @@ def write_batches(root: Path, steps: int) -> None:
                 completion = [draw.randrange(6, 100) for _ in range(draw.randint(2, 9))]
                 size = len(prompt) + len(completion)
                 streams = {"advantages": [draw.uniform(-1, 1)] * size, "logprobs": [-4.6] * size}
-                samples.append(Sample(prompt + completion, [0] * 5 + [1] * len(completion), streams))
+                samples.append(TrainingSequence(prompt + completion, [0] * 5 + [1] * len(completion), streams))
         writer.write(TrainBatch(step, 1.0, pack(samples)))
 
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from tests.integration.processes import wait_until
 from tests.patience import PATIENCE
+from tests.ports import free_port
 from tests.scale.vllm_models import FIRST_TOKEN, publish_counting, publish_random
 from tests.scale.vllm_server import (
     KEY,
     VllmServer,
     descendants,
-    free_port,
     launch,
     start,
     wait_until_gone,
@@ -160,7 +160,7 @@ def test_a_second_server_on_the_port_is_refused_while_the_first_loads(
 @pytest.mark.parametrize("header", [None, b"", b"Bearer wrong", KEY.encode(), b"Bearer \xff\xfe"])
 def test_every_other_route_needs_the_key(server: VllmServer, method: str, path: str, header: bytes | None) -> None:
     with httpx.Client(base_url=server.http.base_url, trust_env=False) as bare:
-        answer = bare.request(method, path, headers={} if header is None else {"Authorization": header})
+        answer = bare.request(method, path, headers=[] if header is None else [(b"Authorization", header)])
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
 
@@ -358,7 +358,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: write_manifest(folder, 9), "holds version 9"),
     (lambda folder: (folder / "model.safetensors").unlink(), "missing"),
     (shutil.rmtree, "no directory"),
-    (change_tensors(lambda tensors: tensors.pop(NORM)), f"missing, first '{NORM}'"),
+    (change_tensors(lambda tensors: tensors.__delitem__(NORM)), f"missing, first '{NORM}'"),
     (change_tensors(lambda tensors: tensors.update({NORM: torch.ones(7)})), "has shape (7,), the model needs (128,)"),
     (change_tensors(lambda tensors: tensors.update({"extra": torch.ones(7)})), "belong to no parameter"),
     (change_tensors(lambda tensors: tensors.update({NORM: torch.ones(128, dtype=torch.int32)})), "of type I32"),
@@ -529,7 +529,7 @@ def test_two_data_parallel_ranks_as_head_and_headless(
     """Both ranks get every update, and tokens of both carry exact versions."""
     address = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
     size = ["--data-parallel-size", "2", "--data-parallel-size-local", "1"]
-    port = str(free_port() + 1)
+    port = str(free_port())
     head = launch(vllm_python, tiny_model, tmp_path / "head.log", "--port", port, *size, *address)
     rank = ["--headless", "--data-parallel-start-rank", "1"]
     other = launch(vllm_python, tiny_model, tmp_path / "headless.log", *size, *address, *rank)

@@ -19,7 +19,8 @@ from tests.clients import (
     check_openai_tools,
     run_lm_eval,
 )
-from tests.scale.vllm_server import KEY, VllmServer, begin, free_port, wait_until_ready
+from tests.ports import free_port
+from tests.scale.vllm_server import KEY, VllmServer, begin, wait_until_ready
 from tests.scripted_model import write_scripted_model
 
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
@@ -35,7 +36,8 @@ def servers(
     addresses: dict[str, Address] = {}
     started: list[VllmServer] = []
     try:
-        for port, (name, model) in enumerate(models.items(), free_port()):
+        for name, model in models.items():
+            port = free_port()
             started.append(begin(vllm_python, model, folder / f"{name}.log", port, *options[name]))
             addresses[name] = Address(f"http://127.0.0.1:{port}", str(model), KEY)
         wait_until_ready(started)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.integration.processes import Starter
-from tests.scale.vllm_server import START_S, VllmServer, free_port, start, wait_until_running
+from tests.ports import free_port
+from tests.scale.vllm_server import START_S, VllmServer, start, wait_until_running
 from transformers import AutoModelForCausalLM
 
 from tandem.config.lora import LoRAConfig

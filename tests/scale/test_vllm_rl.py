@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from tests.integration.processes import Starter
-from tests.scale.vllm_server import START_S, free_port
+from tests.ports import free_port
+from tests.scale.vllm_server import START_S
 
 from tandem.utils.files import read_json_lines
 

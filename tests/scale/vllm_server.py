@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 from tests.integration.processes import is_alive, wait_until
 from tests.patience import PATIENCE
-
-from tandem.utils.ports import nearest_free_port
+from tests.ports import free_port
 
 KEY = "correct-horse"
 SEQ_LEN = 512
@@ -117,12 +116,6 @@ def wait_until_running(server: VllmServer) -> None:
         return any(float(line.split()[-1]) > 0 for line in lines if line.startswith("vllm:num_requests_running"))
 
     wait_until(is_running, 60, "vLLM to run a request")
-
-
-def free_port() -> int:
-    port = nearest_free_port("127.0.0.1", 21000 + os.getpid() % 20000)
-    assert port is not None
-    return port
 
 
 def descendants(pid: int) -> set[int]:

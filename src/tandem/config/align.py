@@ -123,13 +123,17 @@ class AlignConfig(OfflineConfig):
     output_dir: Path = Path("outputs/align")
     """Run directory. The model is written to weights/latest."""
 
+    @property
+    def pair_tokens(self) -> int:
+        """Of the longest pair. A reward model reads one token more of each."""
+        return 2 * (self.seq_len + (self.loss.type == "reward"))
+
     @model_validator(mode="after")
     def _consistent(self) -> "AlignConfig":
         if self.loss.type == "reward" and (self.lora is not None or self.model.impl == "hf"):
             raise ValueError("loss.type = 'reward' trains the whole native decoder; leave out lora and model.impl")
-        # A reward model reads one token more of each.
-        room = 2 * (self.seq_len + (self.loss.type == "reward"))
-        if self.tokens_per_microbatch < room:
+        room = self.pair_tokens
+        if 0 < self.tokens_per_microbatch < room:
             raise ValueError(
                 f"tokens_per_microbatch = {self.tokens_per_microbatch} cannot hold a pair of seq_len = {self.seq_len}; "
                 f"the smallest valid value is {room}"

@@ -19,6 +19,7 @@ NATIVE_ONLY = (
     "tokens_per_step",
     "block_size",
     "kv_cache_tokens",
+    "gpu_memory_utilization",
     "prefix_caching",
     "device",
     "cuda_graphs",
@@ -125,6 +126,10 @@ class InferenceConfig(Config):
 
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Size of the KV cache in tokens. None: room for max_sequences of seq_len, at most a quarter of free memory."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of the GPU's memory for weights, KV cache and all else; None: native: a quarter of what is free for the
+    cache, vllm: its own default."""
 
     prefix_caching: bool = True
     """Reuse the KV cache of prompts that begin alike, from earlier requests too. Always off with deterministic."""

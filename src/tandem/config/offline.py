@@ -42,8 +42,9 @@ class OfflineConfig(Config):
     batch_size: int = Field(default=32, ge=1)
     """Rows per step. A pair is one row."""
 
-    tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens in one micro-batch. It changes memory, not the update. A pair is never split."""
+    tokens_per_microbatch: int = Field(default=0, ge=0)
+    """Most tokens in one micro-batch. It changes memory, not the update. A pair is never split. 0: 8192, or on a GPU as
+    many as its memory holds, and always room for one sequence or pair."""
 
     eval: OfflineEvalConfig = OfflineEvalConfig()
     lora: LoRAConfig | None = None

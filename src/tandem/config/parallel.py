@@ -28,14 +28,15 @@ class ParallelConfig(Config):
     1: of all layers."""
 
     compile: bool = False
-    """Compile the layers with torch.compile. The first steps take longer."""
+    """Compile the layers with torch.compile. The first steps take longer. For models from transformers: our own decoder
+    has fused kernels, and is slower compiled."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """How long ranks wait for each other. Then the run ends and names the missing rank."""
 
 
 def require_room(tokens_per_microbatch: int, seq_len: int) -> None:
-    if tokens_per_microbatch < seq_len:
+    if 0 < tokens_per_microbatch < seq_len:
         raise ValueError(
             f"tokens_per_microbatch = {tokens_per_microbatch} cannot hold one sequence of seq_len = {seq_len}; "
             f"the smallest valid value is {seq_len}"

@@ -31,8 +31,9 @@ class TrainerConfig(Config):
     seq_len: int = Field(default=2048, ge=2)
     """Longest prompt + completion, in tokens."""
 
-    tokens_per_microbatch: int = Field(default=8192, ge=2)
-    """Most tokens in one micro-batch. It changes memory, not the update."""
+    tokens_per_microbatch: int = Field(default=0, ge=0)
+    """Most tokens in one micro-batch. It changes memory, not the update. 0: 8192, or on a GPU as many as its memory
+    holds, and always room for one sequence."""
 
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer updates per pass over a batch; each takes about an equal share of it."""

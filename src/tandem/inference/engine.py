@@ -76,6 +76,14 @@ class GenerationRequest:
     prompt_logprobs: int | None = None  # of every prompt token, with so many alternatives
     grammar: "Grammar | None" = None  # what every sample must follow
 
+    def check_length(self, seq_len: int) -> None:
+        """Raise ValueError unless there is a prompt, and room for it and for what is to follow."""
+        length, max_tokens = len(self.prompt_ids), self.sampling.max_tokens
+        if length == 0 or max_tokens < 1 or length + max_tokens > seq_len:
+            raise ValueError(
+                f"a prompt of {length} tokens and max_tokens = {max_tokens} do not fit into seq_len = {seq_len}"
+            )
+
 
 @dataclass(frozen=True)
 class GeneratedSample:

@@ -8,12 +8,16 @@ and to itself, so that a prompt with many completions is computed once.
 import functools
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.models import ops
 from tandem.models.cpu.kernels import SegmentLayout
+from tandem.models.gpu import equal_lengths, flex
+from tandem.models.runtime import to_device
 
 MAX_SHORT_CONTEXT = 256
 # Segments share a rectangle if their lengths differ by less than a factor of the square root of two.
@@ -62,20 +66,51 @@ class Rectangle:
 
 
 class PackedAttention:
-    """On a CPU, short sequences go through a kernel of ours that takes them as they lie; everything else is laid out
-    as rectangles for PyTorch's."""
+    """On a CPU, short sequences go through a kernel of ours that takes them as they lie; on a GPU, in bfloat16, all do
+    through FlexAttention, or cuDNN's where they are of one length. Everything else is laid out as rectangles for
+    PyTorch's."""
 
-    def __init__(self, lengths: Tensor, parents: Tensor | None = None) -> None:
-        """lengths and parents (segments,); the parent of a root is -1, and without parents all are roots."""
+    def __init__(self, lengths: Tensor, parents: Tensor | None = None, padding: int = 0) -> None:
+        """lengths and parents (segments,); the parent of a root is -1, and without parents all are roots. `padding`
+        tokens follow the last segment: what they get is of no use, and nobody sees them."""
         self.lengths = lengths
         self.parents = torch.full_like(lengths, -1) if parents is None else parents
+        self.padding = padding
+        self.on_host: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self.layout = _short_layout(lengths, self.parents) if lengths.device.type == "cpu" else None
+
+    @classmethod
+    def of(
+        cls, lengths: NDArray[np.int64], parents: NDArray[np.int64], device: torch.device, padding: int = 0
+    ) -> "PackedAttention":
+        """For a batch that lies on the host, where what depends on its layout is computed."""
+        attention = cls(to_device(lengths, device), to_device(parents, device), padding)
+        attention.on_host = lengths, parents
+        return attention
 
     @torch.compiler.disable  # nothing to fuse, and its layout changes with every batch
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.layout is not None and (out := ops.packed_attention(q, k, v, self.layout, window)) is not None:
             return out
-        return self.rectangles.attend(q, k, v, window)
+        if flex.serves(q):
+            length = self._one_length
+            if length is not None and (window is None or window >= length):
+                return equal_lengths.attend(q, k, v, length)
+            return self.flex.attend(q, k, v, window)
+        out = self.rectangles.attend(q, k, v, window)
+        return F.pad(out, (0, 0, 0, 0, 0, self.padding)) if self.padding else out
+
+    @functools.cached_property
+    def flex(self) -> flex.FlexAttention:
+        return flex.FlexAttention(*self._host_segments, self.padding, self.lengths.device)
+
+    @functools.cached_property
+    def _one_length(self) -> int | None:
+        return equal_lengths.one_length(*self._host_segments, self.padding)
+
+    @property
+    def _host_segments(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self.on_host or (self.lengths.cpu().numpy(), self.parents.cpu().numpy())
 
     @functools.cached_property
     def rectangles(self) -> "Rectangles":

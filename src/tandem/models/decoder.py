@@ -47,25 +47,18 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.window = spec.sliding_windows[layer]
-        self.split = [spec.q_size, spec.kv_size, spec.kv_size]
-        self.qkv_proj = Projection(spec.hidden_size, sum(self.split), bias=spec.qkv_bias)
+        self.shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.window, self.norm_eps = spec.sliding_windows[layer], spec.norm_eps
+        self.qkv_proj = Projection(spec.hidden_size, spec.q_size + 2 * spec.kv_size, bias=spec.qkv_bias)
         self.o_proj = Projection(spec.q_size, spec.hidden_size, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        q, k, v = self.qkv_proj(x).split(self.split, dim=-1)
-        q = self._turn(q.unflatten(-1, (self.num_heads, self.head_dim)), self.q_norm, cos, sin)
-        k = self._turn(k.unflatten(-1, (self.num_kv_heads, self.head_dim)), self.k_norm, cos, sin)
-        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        q, k, v = ops.heads(self.qkv_proj(x), self.shape, *weights, self.norm_eps, cos, sin)
         out = context.attend(self.layer, q, k, v, self.window)  # (tokens, heads, head_dim)
         return self.o_proj(out.flatten(-2))
-
-    def _turn(self, x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return ops.norm_and_rotate(x, weight, eps, cos, sin)
 
 
 class MLP(nn.Module):
@@ -87,8 +80,11 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        first, second = self.input_layernorm, self.post_attention_layernorm
+        # A norm hands out what it normalizes as well: so that adding, in either pass, is part of its kernel.
+        x, normed = ops.add_norm(x, None, first.weight, first.eps)
+        x, normed = ops.add_norm(x, self.self_attn(normed, cos, sin, context), second.weight, second.eps)
+        return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):

@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from tandem.config.shared import Impl
+from tandem.models.shards import weight_files
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
-from tandem.utils.files import index_names, read_table
+from tandem.utils.files import read_table
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -27,21 +28,12 @@ def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
         raise UserError(f"model.name = {str(model_dir)!r} holds no model: there is no config.json in it")
     if impl == "native":
         ModelSpec.load(model_dir)
-    weight_files(model_dir)
+    try:
+        weight_files(model_dir)
+    except UserError as error:
+        raise UserError(f"model.name = {error}") from error
     if not (model_dir / "tokenizer.json").exists():
         raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
-
-
-def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model: one, or the shards its index names."""
-    index = model_dir / "model.safetensors.index.json"
-    single = model_dir / "model.safetensors"
-    names = index_names(index) if index.exists() else [single.name]
-    paths = [model_dir / name for name in names]
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"model.name = {str(model_dir)!r} holds no weights: there is no {path.name} in it")
-    return paths
 
 
 def position_limit(config: dict[str, Any]) -> int | None:

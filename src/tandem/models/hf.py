@@ -12,11 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
-from tandem.models.files import weight_files
+from tandem.models.shards import OUTPUT, TensorHeaders, compare_tensors, weight_files
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
 
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+# As headers of safetensors files call them.
+DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 
 
 class WeightMismatch(UserError):
@@ -71,34 +73,32 @@ def copy_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    missing = sorted(set(expected) - set(tensors))
-    if missing:
-        raise WeightMismatch(f"{len(missing)} tensors are missing, first {missing[0]!r}")
-    # Old Llama files carry the rotary frequencies, and tied models may carry the output matrix once more;
-    # anything else unknown is a different model.
-    extra = set(tensors) - set(expected) - {OUTPUT}
-    unknown = sorted(name for name in extra if not name.endswith(".rotary_emb.inv_freq"))
-    if unknown:
-        raise WeightMismatch(f"{len(unknown)} tensors belong to no parameter, first {unknown[0]!r}")
-    for name, view in expected.items():
-        if tensors[name].shape != view.shape:
-            raise WeightMismatch(f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(view.shape)}")
-        if not tensors[name].is_floating_point():
-            raise WeightMismatch(f"{name} is of type {tensors[name].dtype}, the model needs floating-point numbers")
-    if OUTPUT in tensors and OUTPUT not in expected and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING]):
+    """Raise WeightMismatch unless `tensors` have the names and shapes of `expected`."""
+    is_tied = OUTPUT not in expected
+    try:
+        compare_tensors(headers_of(expected), headers_of(tensors), tied=is_tied)
+    except ValueError as error:
+        raise WeightMismatch(str(error)) from error
+    if is_tied and OUTPUT in tensors and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING]):
         raise WeightMismatch(f"{OUTPUT} differs from {EMBEDDING}, yet tie_word_embeddings is true")
+
+
+def headers_of(tensors: Mapping[str, Tensor]) -> TensorHeaders:
+    return {name: (DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     """All tensors of a directory, from one file or from shards."""
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(model_dir):
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise WeightMismatch(f"{path} cannot be read: {error}") from error
-    return tensors
+    return {name: tensor for path in weight_files(model_dir) for name, tensor in read_file(path).items()}
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WeightMismatch(f"{path} cannot be read: {error}") from error
 
 
 def _hf_views(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from tandem.config.lora import LoRAConfig, refuse_unknown_targets
 from tandem.models.attention import PackedAttention
-from tandem.models.files import weight_files
 from tandem.models.lora_training import PREFIX, adapter_config
 from tandem.models.precision import rounding_autocast
 from tandem.models.runtime import whole
+from tandem.models.shards import read_tensor_headers
 from tandem.utils.errors import UserError
 
 ADAPTER = "default"  # PEFT's name of the only adapter there is
@@ -192,11 +191,7 @@ def _why_not_linear(decoder: HFDecoder) -> str:
 
 def refuse_other_names(decoder: HFDecoder, model_dir: Path) -> None:
     """What is published has to have the names that the model's own files have: engines know no others."""
-    in_files: set[str] = set()
-    for path in weight_files(model_dir):
-        with safe_open(path, framework="pt") as file:
-            in_files |= set(file.keys())
-    unknown = sorted(decoder.merged_tensors().keys() - in_files)
+    unknown = sorted(decoder.merged_tensors().keys() - read_tensor_headers(model_dir).keys())
     if unknown:
         raise UserError(
             f"model.name = {str(model_dir)!r}: {len(unknown)} tensors have other names in transformers than on disk, "

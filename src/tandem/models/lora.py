@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tandem.models.decoder import Decoder
+from tandem.models.hf import WeightMismatch, read_file
 from tandem.utils.files import read_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -61,12 +61,12 @@ def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
     config = _read_config(folder)
     factors: dict[str, dict[str, Tensor]] = {}
     try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                module, side = _parse_key(key)
-                factors.setdefault(module, {})[side] = file.get_tensor(key)
-    except (OSError, SafetensorError) as error:
-        raise AdapterMismatch(f"{folder / WEIGHTS} cannot be read: {error}") from error
+        tensors = read_file(folder / WEIGHTS)
+    except WeightMismatch as error:
+        raise AdapterMismatch(str(error)) from error
+    for key, tensor in tensors.items():
+        module, side = _parse_key(key)
+        factors.setdefault(module, {})[side] = tensor
     parts: dict[str, dict[str, LowRank]] = {}
     for name, sides in factors.items():
         if sides.keys() != {"A", "B"}:

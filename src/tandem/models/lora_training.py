@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tandem.config.lora import TARGETS, LoRAConfig, refuse_unknown_targets
 from tandem.models import ops
 from tandem.models.decoder import Decoder
-from tandem.models.hf import named_tensors
+from tandem.models.hf import named_tensors, read_file
 from tandem.models.lora import CONFIG, FUSED, WEIGHTS, AdapterMismatch, rows_of
 from tandem.models.runtime import whole
 from tandem.utils.files import read_json
@@ -117,7 +116,7 @@ def adapter_config(config: LoRAConfig, base_model: Path, targets: list[str]) -> 
 
 def load_adapter(decoder: Decoder, folder: Path) -> None:
     """Go on from an adapter of the same shape, published by us or saved by PEFT."""
-    saved, config = load_file(folder / WEIGHTS), read_json(folder / CONFIG)
+    saved, config = read_file(folder / WEIGHTS), read_json(folder / CONFIG)
     expected = adapter_tensors(decoder)
     if saved.keys() != expected.keys():
         first = sorted(saved.keys() ^ expected.keys())[0]

@@ -4,12 +4,15 @@ All of them compute in the precision of `x`, whatever the weights are kept in, a
 without (see `precision.py`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.models.cpu import autograd, kernels
 from tandem.models.cpu.kernels import SegmentLayout
+from tandem.models.gpu.available import has_kernels
 from tandem.models.precision import rounded
 
 PACKED_FOR_ROWS = 64  # the layout serves any number of rows; this many it suits best
@@ -33,11 +36,42 @@ def pack(weight: Tensor) -> Tensor | None:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
 
 
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, where there is one, and the RMS norm of that."""
+    if has_kernels(x):
+        return _gpu().AddNorm.apply(x, delta, weight, eps)
+    x = x if delta is None else x + delta
+    return x, rms_norm(x, weight, eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if has_kernels(x):
+        return _gpu().AddNorm.apply(x, None, weight, eps)[1]
     weight, fast = rounded(weight, x), kernels.find(x)
     if fast is None:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return autograd.RMSNorm.apply(fast, x, weight, eps) if torch.is_grad_enabled() else fast.rms_norm(x, weight, eps)
+
+
+def heads(
+    qkv: Tensor,
+    shape: tuple[int, int, int],
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value heads (tokens, heads, head_dim) of one projection, the first two normalized and turned.
+
+    `shape` is the number of query heads, that of key heads, and head_dim.
+    """
+    num_heads, num_kv_heads, head_dim = shape
+    if has_kernels(qkv) and cos.dtype == qkv.dtype:
+        return _gpu().Heads.apply(qkv, q_weight, k_weight, cos.contiguous(), sin.contiguous(), shape, eps)
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split(sizes, dim=-1))
+    return norm_and_rotate(q, q_weight, eps, cos, sin), norm_and_rotate(k, k_weight, eps, cos, sin), v
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -62,6 +96,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up (tokens, 2 * size) -> silu(gate) * up (tokens, size)."""
+    if has_kernels(gate_up):
+        return _gpu().SiluMul.apply(gate_up)
     fast = kernels.find(gate_up)
     if fast is None:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -81,3 +117,10 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, win
     else:
         out, _ = fast.packed_attention(exact_q, exact_k, exact_v, layout, window)
     return out.to(q.dtype)
+
+
+def _gpu() -> Any:
+    """The Triton kernels, imported where they are used first."""
+    from tandem.models.gpu import autograd
+
+    return autograd

@@ -4,9 +4,11 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.config.shared import Device
@@ -57,6 +59,17 @@ def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:
             return thread.submit(function, *args, **kwargs).result()
 
     return run
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for what a GPU still has to do."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    # By numpy: PyTorch copies by many threads, and waking those has taken 12 ms.
+    np.copyto(pinned.numpy(), array)
+    return pinned.to(device, non_blocking=True)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -9,26 +9,24 @@ loaded into, and only from those weights.
 """
 
 import asyncio
-import json
 import logging
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 
 from tandem.config.orchestrator import ClientConfig
 from tandem.types.identity import ServerIdentity, describe_run
 from tandem.types.rollout import ALL_TOKENS, Completion, SamplingOptions, require_logprobs
+from tandem.utils.http import BUSY, OK, RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
 from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
-BUSY = 429
-RETRY_STATUS = (BUSY, 502, 503, 504)
 ADAPTER = "tandem-policy"  # what the server calls the adapter that is trained
-HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
+HEALTH_TIMEOUT_S = 5
 POLL_S = 0.05
 
 
@@ -52,7 +50,8 @@ class InferenceClient:
     def __init__(self, config: ClientConfig, run: str) -> None:
         self.config = config
         self.run = run
-        self.base_url = config.base_url.rstrip("/")
+        self._http = HttpClient(config.base_url, config.resolve_api_key(), timeout_s=config.timeout_s)
+        self.base_url = self._http.base_url
         self.model: dict[str, str] = {}  # what requests ask for; nothing: the model that is served
         self.instance: str | None = None  # that serves the weights of this run
         self._met: str | None = None  # that is given weights
@@ -60,12 +59,6 @@ class InferenceClient:
         self._versions: set[int] = set()  # that it has been given
         self._looking = asyncio.Lock()
         self._seen: tuple[float, str] = (0.0, "")  # when a server was last well, and which
-        key = config.resolve_api_key()
-        self._http = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=config.timeout_s),
-            connector=aiohttp.TCPConnector(limit=0),
-        )
 
     async def close(self) -> None:
         await self._http.close()
@@ -143,35 +136,32 @@ class InferenceClient:
 
     async def _post(self, route: str, body: dict[str, Any], instance: str | None) -> dict[str, Any]:
         """The answer of `instance`. Sent again after what was no fault of the request."""
-        problem = ""
-        for attempt in range(self.config.retries + 1):
-            if attempt:
-                await asyncio.sleep(min(0.25 * 2**attempt, 5))
-            try:
-                async with self._http.post(f"{self.base_url}{route}", json=body) as response:
-                    status, text = response.status, await response.read()
-                    identity = ServerIdentity.from_headers(response.headers)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                self._check(identity, status, instance)
-                if status == 200:
-                    return orjson.loads(text)
-                problem = f"{status}: {_reason(text)}"
-                if status == BUSY:
-                    continue
-                if status not in RETRY_STATUS and (identity is not None or status < 500):
-                    break
-            if not self._looking.locked():
-                logger.warning("%s%s: %s", self.base_url, route, problem)
-            if await self._until_well(problem) != instance:
-                raise self._changed(instance)
-        raise InferenceError(f"{self.base_url}{route} failed: {problem}")
+        send_again = partial(self._send_again, route, instance)
+        try:
+            reply = await self._http.post(route, body, self.config.retries, send_again)
+        except RequestFailed as error:
+            raise InferenceError(str(error)) from error
+        return orjson.loads(reply.body)
+
+    async def _send_again(self, route: str, instance: str | None, reply: Reply | None, problem: str) -> bool:
+        """Whether to send a request once more to `instance`, which is well by then."""
+        if reply is not None:
+            identity = ServerIdentity.from_headers(reply.headers)
+            self._check(identity, reply.status, instance)
+            if reply.status in (OK, BUSY):
+                return True
+            if reply.status not in RETRY_STATUS and (identity is not None or reply.status < 500):
+                return False
+        if not self._looking.locked():
+            logger.warning("%s%s: %s", self.base_url, route, problem)
+        if await self._until_well(problem) != instance:
+            raise self._changed(instance)
+        return True
 
     def _check(self, identity: ServerIdentity | None, status: int, instance: str | None) -> None:
         """Whether an answer is from whom the request was meant for, and only from weights of this run."""
         if identity is None:
-            if status == 200:
+            if status == OK:
                 raise self._nameless()
             return  # something on the way has answered in its place
         if identity.instance != instance:
@@ -225,12 +215,12 @@ class InferenceClient:
     async def _look(self) -> str | None:
         """The instance that answers, if it is well."""
         try:
-            async with self._http.get(f"{self.base_url}/health", timeout=HEALTH_TIMEOUT) as response:
-                if response.status != 200:
-                    return None
-                identity = ServerIdentity.from_headers(response.headers)
-        except (aiohttp.ClientError, TimeoutError):
+            reply = await self._http.send("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except Unreachable:
             return None
+        if reply.status != OK:
+            return None
+        identity = ServerIdentity.from_headers(reply.headers)
         if identity is None:
             raise self._nameless()
         return identity.instance
@@ -249,10 +239,3 @@ def _completion(choice: dict[str, Any]) -> Completion:
         finish_reason=choice["finish_reason"],
         stop=reason if isinstance(reason := choice.get("stop_reason"), str) else None,
     )
-
-
-def _reason(body: bytes) -> str:
-    try:
-        return json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:200]

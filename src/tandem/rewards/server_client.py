@@ -1,19 +1,18 @@
 """Client of the reward server: conversations in, scores out. For environments that a reward model scores."""
 
-import asyncio
 import logging
 import os
 from typing import Any
 
-import aiohttp
 import orjson
 
 from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
+from tandem.utils.http import RETRY_STATUS, HttpClient, Reply, RequestFailed
 
 logger = logging.getLogger(__name__)
-RETRY_STATUS = (429, 502, 503, 504)
+MAX_CONNECTIONS = 100
 
 
 class RewardServerError(RuntimeError):
@@ -26,11 +25,11 @@ class RewardClient:
     def __init__(
         self, base_url: str, *, api_key_var: str | None = None, timeout_s: float = 60.0, retries: int = 3
     ) -> None:
-        self.base_url = base_url.rstrip("/")
         self.retries = retries
-        self._http = aiohttp.ClientSession(
-            headers=_headers(api_key_var), timeout=aiohttp.ClientTimeout(total=timeout_s)
+        self._http = HttpClient(
+            base_url, _resolve_key(api_key_var), timeout_s=timeout_s, max_connections=MAX_CONNECTIONS
         )
+        self.base_url = self._http.base_url
 
     async def __aenter__(self) -> "RewardClient":
         return self
@@ -66,35 +65,21 @@ class RewardClient:
         return scores
 
     async def _post(self, body: dict[str, Any]) -> bytes:
-        url, problem = f"{self.base_url}/score", ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                await asyncio.sleep(min(0.25 * 2**attempt, 5))
-            try:
-                async with self._http.post(url, json=body) as response:
-                    content = await response.read()
-                    if response.status == 200:
-                        return content
-                    problem = f"{response.status}: {_reason(content)}"
-                    if response.status not in RETRY_STATUS:
-                        break
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem = f"{type(error).__name__}: {error}"
-                logger.warning("%s: %s (attempt %d)", url, problem, attempt + 1)
-        raise RewardServerError(f"{url} failed: {problem}")
+        try:
+            return (await self._http.post("/score", body, self.retries, self._send_again)).body
+        except RequestFailed as error:
+            raise RewardServerError(str(error)) from error
+
+    async def _send_again(self, reply: Reply | None, problem: str) -> bool:
+        if reply is None:
+            logger.warning("%s/score: %s", self.base_url, problem)
+        return reply is None or reply.status in RETRY_STATUS
 
 
-def _headers(api_key_var: str | None) -> dict[str, str]:
+def _resolve_key(api_key_var: str | None) -> str | None:
     if api_key_var is None:
-        return {}
+        return None
     key = os.environ.get(api_key_var)
     if not key:
         raise UserError(f"api_key_var = {api_key_var!r} names an environment variable that is not set; export it")
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _reason(content: bytes) -> str:
-    try:
-        return orjson.loads(content)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")
+    return key

@@ -1,6 +1,7 @@
 """Options of alignment: what goes together, and what is refused with key, value and remedy."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,6 @@ def test_usual_values_depend_on_the_objective() -> None:
 def test_the_resolved_configuration_can_be_given_again() -> None:
     """Every objective, with all options it knows written out."""
     for loss_type in REFERENCES:
-        known = {name: 0.25 for name, types in KNOWN_TO.items() if loss_type in types}
+        known: Any = {name: 0.25 for name, types in KNOWN_TO.items() if loss_type in types}
         loss = AlignLossConfig(type=loss_type, **known)
         assert AlignLossConfig.model_validate(loss.model_dump(mode="json")) == loss

@@ -25,10 +25,11 @@ def as_it_is(sample: TrainingSequence) -> TrainingSequence:
 
 def text_and_learned(sample: TrainingSequence, tokenizer: Tokenizer) -> tuple[str, str]:
     learned = [token for token, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
-    return tuple(
+    text, learned_text = (
         tokenizer.decode(ids, skip_special_tokens=False).replace("<|im_start|>", "<").replace("<|im_end|>\n", ">")
         for ids in (sample.token_ids, [*learned, *tokenizer.encode("\n")])
     )
+    return text, learned_text
 
 
 QUESTION = [turn("user", "ab")]

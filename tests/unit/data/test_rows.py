@@ -27,7 +27,7 @@ def values(rows: list[Row]) -> list[Any]:
 @pytest.fixture(params=["rows.jsonl", "rows.json", "lines.json", "rows.parquet", "saved", "saved_splits", "folder"])
 def written(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same two rows in every form. What `datasets` keeps of what it reads goes to a folder of the test."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / request.param
     lines = "\n\n".join(json.dumps(row) for row in ROWS)
     if request.param in ("rows.jsonl", "lines.json"):
@@ -44,7 +44,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         elif request.param == "saved":
             dataset.save_to_disk(path)
         else:
-            datasets.DatasetDict(train=dataset, test=dataset.select([1])).save_to_disk(path)
+            datasets.DatasetDict({"train": dataset, "test": dataset.select([1])}).save_to_disk(path)
     return path
 
 
@@ -103,7 +103,7 @@ def test_keys_that_other_rows_have_are_not_there(tmp_path: Path, form: str) -> N
 def test_splits(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     one, other = (datasets.Dataset.from_list([row]) for row in ROWS)
-    datasets.DatasetDict(train=one, test=other).save_to_disk(path)
+    datasets.DatasetDict({"train": one, "test": other}).save_to_disk(path)
     assert values(read(path)) == ROWS[:1]
     assert values(read(path, split="test")) == ROWS[1:]
     with pytest.raises(UserError, match=r"saved' has no split 'val'; it has train, test"):
@@ -119,7 +119,8 @@ def test_splits(tmp_path: Path) -> None:
 def test_a_file_has_no_splits(tmp_path: Path, option: str) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     with pytest.raises(UserError, match=f"{option} = 'test' does not fit data.path = .*: a file holds one dataset"):
-        read(tmp_path / "rows.jsonl", **{option: "test"})
+        options: Any = {option: "test"}
+        read(tmp_path / "rows.jsonl", **options)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,9 @@ def test_a_path_that_leads_nowhere(path: str) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_hub_that_cannot_be_reached(streaming: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(UserError, match=r"data.path = 'nobody/nothing' cannot be loaded: .*; give a .jsonl"):
         read("nobody/nothing", streaming=streaming)
 

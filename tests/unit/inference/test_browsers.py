@@ -20,7 +20,7 @@ def make_client(tmp_path_factory: pytest.TempPathFactory) -> Any:
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
     def make(**options: Any) -> TestClient:
-        given = {"host_names": names_of("127.0.0.1", ["Inference.example"])} | options
+        given: Any = {"host_names": names_of("127.0.0.1", ["Inference.example"])} | options
         app = create_app(hello_engine(tokenizer), tokenizer, Path("/models/little"), ApiOptions(99, 512, **given))
         return TestClient(app, base_url=f"http://127.0.0.1:{PORT}")
 

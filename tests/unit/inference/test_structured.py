@@ -56,7 +56,8 @@ class Writer:
     def request(self, kind: Any, text: Any, prompt: str = "Write:", **options: Any) -> GenerationRequest:
         grammar = self.grammars.compile(Structure("test", kind, text if isinstance(text, str) else json.dumps(text)))
         of_request = {name: options.pop(name) for name in ("n", "top_logprobs", "raw_logprobs") if name in options}
-        sampling = Sampling(**{"max_tokens": 200, "seed": 0} | options)
+        defaults: Any = {"max_tokens": 200, "seed": 0}
+        sampling = Sampling(**defaults | options)
         return GenerationRequest(self.tokenizer.encode(prompt), sampling, grammar=grammar, **of_request)
 
     def texts(self, samples: list[GeneratedSample]) -> list[str | None]:

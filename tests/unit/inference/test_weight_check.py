@@ -9,13 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
-from tandem.inference.weight_check import (
-    ServedModel,
-    TensorHeaders,
-    check_adapter_files,
-    compare_tensors,
-    read_tensor_headers,
-)
+from tandem.inference.weight_check import ServedModel, check_adapter_files
+from tandem.models.shards import TensorHeaders, compare_tensors, read_tensor_headers
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_json
@@ -37,6 +32,21 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     write_json(tmp_path / "model.safetensors.index.json", index)
     assert read_tensor_headers(tmp_path) == {"a": ("F32", [2]), "b": ("BF16", [3])}
+
+
+def test_without_an_index_model_safetensors_is_the_model_and_else_every_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no weights: there is no model\.safetensors in it"):
+        read_tensor_headers(tmp_path)
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(3)}, tmp_path / "two.safetensors")
+    assert read_tensor_headers(tmp_path).keys() == {"a", "b"}
+    save_file({"c": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert read_tensor_headers(tmp_path).keys() == {"c"}
+
+
+def test_versions_count_from_zero(tiny_model: Path) -> None:
+    with pytest.raises(WeightUpdateRefused, match="version must be 0 or more, not -1"):
+        ServedModel(tiny_model).check(tiny_model, -1)
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,8 @@ def test_decode_attention(
         own_keys, own_values = (cache[tables[row]].flatten(0, 1)[:length].float() for cache in (keys, values))
         assert torch.equal(own_keys[-1], k[row].float()) and torch.equal(own_values[-1], v[row].float())
         first = 0 if window is None else max(0, length - window)
-        exact = F.scaled_dot_product_attention(
-            q[row, :, None].float(), *(x[first:].transpose(0, 1) for x in (own_keys, own_values)), enable_gqa=True
-        )
+        seen_keys, seen_values = (x[first:].transpose(0, 1) for x in (own_keys, own_values))
+        exact = F.scaled_dot_product_attention(q[row, :, None].float(), seen_keys, seen_values, enable_gqa=True)
         torch.testing.assert_close(out[row].float(), exact[:, 0], rtol=1e-2, atol=2e-2 if dtype != torch.float32 else 0)
     changed = (keys != before).flatten(2).any(-1).sum()
     assert changed == len(lengths), "something else in the cache was written to"
@@ -148,8 +147,7 @@ def test_rows_that_begin_alike_attend_as_if_alone(
     kernel.decode_attention(q, k, v, keys, values, tables, positions, together, None)
     for row in range(90):
         one = slice(row, row + 1)
-        inputs = (x[one] for x in (q, k, v))
-        kernel.decode_attention(*inputs, keys, values, tables[one], positions[one], alone[one], None)
+        kernel.decode_attention(q[one], k[one], v[one], keys, values, tables[one], positions[one], alone[one], None)
     torch.testing.assert_close(together, alone, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 

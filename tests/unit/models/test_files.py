@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tandem.config.inference import InferenceConfig
-from tandem.models.files import check_positions, position_limit, weight_files, within_positions
+from tandem.models.files import check_positions, position_limit, within_positions
+from tandem.models.shards import weight_files
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
 

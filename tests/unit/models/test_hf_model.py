@@ -134,7 +134,7 @@ def test_qwen3_is_what_our_decoder_computes(make_model: MakeModel) -> None:
     embedding = hf.model.model.embed_tokens.weight.grad
     torch.testing.assert_close(native.embed_tokens.weight.grad, embedding, rtol=1e-5, atol=1e-5)
     qkv = [getattr(hf.layers[1].self_attn, f"{name}_proj").weight.grad for name in "qkv"]
-    gradient = native.layers[1].self_attn.qkv_proj.weight.grad
+    gradient = native.get_parameter("layers.1.self_attn.qkv_proj.weight").grad
     torch.testing.assert_close(gradient, torch.cat(qkv), rtol=1e-5, atol=1e-5)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tests.require import require
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -149,7 +150,9 @@ def gradient_tensors(decoder: Decoder) -> dict[str, Tensor]:
             for part in module.parts:
                 for side in ("lora_A", "lora_B"):
                     weight = values[id(getattr(module, side)[part])]
-                    gradients[f"base_model.model.model.{path.rpartition('.')[0]}.{part}.{side}.weight"] = weight.grad
+                    gradients[f"base_model.model.model.{path.rpartition('.')[0]}.{part}.{side}.weight"] = require(
+                        weight.grad
+                    )
     return gradients
 
 
@@ -222,7 +225,8 @@ def test_dropout_acts_in_training_alone(model_dir: Path) -> None:
 
 def test_dropout_keeps_the_mean(model_dir: Path) -> None:
     """E[B A dropout(x)] = B A x."""
-    module = adapted(model_dir, LORA.model_copy(update={"dropout": 0.25})).layers[0].mlp.down_proj
+    decoder = adapted(model_dir, LORA.model_copy(update={"dropout": 0.25}))
+    module: Any = decoder.get_submodule("layers.0.mlp.down_proj")
     torch.nn.init.normal_(module.lora_B["down_proj"])
     x = torch.randn(1, module.in_features, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -244,7 +248,7 @@ def test_gradients_survive_checkpointing_and_rounding(model_dir: Path, dtype: to
         logits = logits_of(decoder)
         assert logits.dtype == dtype
         torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(TOKENS[1:])).backward()
-        found = [parameter.grad for parameter in trained(decoder).values()]
+        found = [require(parameter.grad) for parameter in trained(decoder).values()]
         assert {gradient.dtype for gradient in found} == {torch.float32}
         return found
 

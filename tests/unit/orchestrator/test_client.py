@@ -215,7 +215,8 @@ def test_a_server_that_stays_away_is_waited_for_and_then_named() -> None:
 
 
 def test_an_outage_costs_no_retries_and_one_look_serves_all(server: FakeServer) -> None:
-    server.plan = [(DROP, None)] * 4 + [(200, ANSWER)]
+    dropped: list[tuple[int, Any]] = [(DROP, None)] * 4
+    server.plan = [*dropped, (200, ANSWER)]
     server.health = [(503, ""), (DROP, None), (503, ""), (200, {})]
 
     async def run(client: InferenceClient) -> list[Any]:

@@ -1,6 +1,7 @@
 """Log-probs in the shapes of text completions, chat completions, and vLLM's prompt_logprobs."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from tandem.inference.engine import GeneratedSample, PromptLogprob, TopLogprobs
@@ -21,11 +22,8 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """Of a text completion, after those of its prompt where that is echoed. `offset`: where the text begins."""
     token_ids = [*prompt, *sample.token_ids] if prompt else sample.token_ids
-    tokens = [name(token) for token in token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+    tokens = list(map(name, token_ids))
+    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
     token_logprobs: Sequence[float | None] = sample.logprobs
     top = _top_by_name(name, sample.token_ids, sample.logprobs, sample.top_logprobs) if with_top else None
     if prompt:

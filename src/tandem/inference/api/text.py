@@ -43,18 +43,24 @@ class Encoders:
             self._num_waiting -= size
 
 
-class TokenTexts:
-    """Single tokens as text, looked up once."""
+class TextTable(dict[int, str]):
+    """Single tokens as text, each made when first asked for. Every token of every answer with log-probs is looked up
+    here, so a lookup must not run any Python."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokens: dict[int, str] = {}
 
-    def token(self, token: int) -> str:
-        text = self._tokens.get(token)
-        if text is None:
-            text = self._tokens[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+    def __missing__(self, token: int) -> str:
+        text = self[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
+
+
+class TokenTexts:
+    """Single tokens as text, as bytes, as numbers."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.token: Callable[[int], str] = TextTable(tokenizer).__getitem__
 
     def bytes(self, token: int) -> list[int]:
         """Also of a token that is half a character, which has no text of its own."""

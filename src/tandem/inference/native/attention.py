@@ -9,6 +9,7 @@ and a group is one gather from the cache and one attention kernel call in each l
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +37,17 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        heads_first: bool = False,
     ) -> None:
+        """`heads_first`: the tokens of a block lie together by KV head, as the kernels of a GPU like it; `keys` and
+        `values` have the same shape, but there are no rows and no flat blocks."""
         self.shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self._gathered = (torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=dtype, device=device))
+        if heads_first:
+            shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3) for _ in range(2))
+            return
         # Zeros, not garbage: a masked NaN would still poison the weighted sum.
         self.keys = torch.zeros(self.shape, dtype=dtype, device=device)
         self.values = torch.zeros(self.shape, dtype=dtype, device=device)
@@ -45,11 +55,9 @@ class KVCache:
         self.value_rows = list(self.values.view(num_layers, num_blocks * block_size, num_kv_heads, head_dim))
         self.key_blocks = list(self.keys.view(num_layers, num_blocks, -1))
         self.value_blocks = list(self.values.view(num_layers, num_blocks, -1))
-        self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
 
     def copy_blocks(self, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
-        source = torch.from_numpy(sources).to(self.keys.device)
-        destination = torch.from_numpy(destinations).to(self.keys.device)
+        source, destination = (to_device(blocks, self.keys.device) for blocks in (sources, destinations))
         for cache in (self.keys, self.values):
             cache.index_copy_(1, destination, cache.index_select(1, source))
 
@@ -252,6 +260,12 @@ def plan_attention(
         tables = torch.from_numpy(np.ascontiguousarray(table[:num_decoding]))
         decoding = DecodingRows(fast, tables, torch.from_numpy(start[:num_decoding]))
     return PagedAttention(cache, torch.from_numpy(write_to[num_decoding:]).to(device), groups, decoding)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for what a GPU still has to do."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _bits(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
@@ -11,7 +12,6 @@ from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.core import EngineCore, EngineParts
 from tandem.inference.native.engine import NativeEngine
-from tandem.inference.native.graphs import DecodeGraphs
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
@@ -24,6 +24,7 @@ from tandem.utils.errors import UserError
 from tandem.utils.memory import free_memory_bytes
 
 logger = logging.getLogger(__name__)
+CACHE_SHARE = 4  # of the free memory, where nobody says how much the KV cache may take
 PACKED_SHARE = 4  # a second copy of the weights, for speed, may take a quarter of the free memory
 
 
@@ -42,11 +43,19 @@ def build_engine(
     spec = decoder.spec
     if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
-    num_blocks = cache_blocks(config, spec, dtype.itemsize, free_bytes_on(device))
-    use_graphs = device.type == "cuda" and config.cuda_graphs and not config.deterministic
-    # One block more than sequences may have: recorded steps have padding rows, which write somewhere too.
+    # Triton comes with PyTorch wherever that has CUDA; without it, a GPU runs what a CPU runs.
+    has_kernels = device.type == "cuda" and find_spec("triton") is not None
+    num_blocks = cache_blocks(config, spec, dtype.itemsize, cache_bytes(config, spec, dtype.itemsize, device))
+    # One block more than sequences may have: a CUDA graph has padding rows, which write somewhere too.
     cache = KVCache(
-        spec.num_layers, num_blocks + use_graphs, config.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
+        spec.num_layers,
+        num_blocks + has_kernels,
+        config.block_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        dtype,
+        device,
+        heads_first=has_kernels,
     )
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
@@ -54,9 +63,24 @@ def build_engine(
         state, blocks, config.tokens_per_step, isolate=config.deterministic, cache_prefixes=config.prefix_caching
     )
     adapters = AdapterBank(decoder)
-    graphs = DecodeGraphs(decoder, cache, device) if use_graphs else None
-    runner = Runner(decoder, adapters, cache, state, device, graphs)
-    parts = EngineParts(decoder, adapters, cache, state, scheduler, runner, new_text)
+    launcher = None
+    if has_kernels:
+        # Not at the top: it needs Triton.
+        from tandem.inference.native.cuda.runner import CudaRunner
+
+        use_graphs = config.cuda_graphs and not config.deterministic
+        launcher = CudaRunner(decoder, adapters, cache, state, device, use_graphs=use_graphs)
+        launcher.prepare()
+    parts = EngineParts(
+        decoder,
+        adapters,
+        cache,
+        state,
+        scheduler,
+        launcher or Runner(decoder, adapters, cache, state, device),
+        new_text,
+        None if config.deterministic else launcher,
+    )
     logger.info(
         "native engine on %s, %s, KV cache of %d tokens",
         device,
@@ -67,19 +91,35 @@ def build_engine(
     return NativeEngine(core, config.seed, on_failure, check_when_idle=config.check_invariants)
 
 
-def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, free_bytes: int) -> int:
-    """Blocks as configured, or as many as max_sequences can fill, within a quarter of the free memory."""
+def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, device: torch.device) -> int:
+    """How much memory the KV cache may take: a quarter of what is free; or, with gpu_memory_utilization, what that
+    share of the GPU leaves beside what is loaded already and what a step needs."""
+    free = free_bytes_on(device)
+    if config.gpu_memory_utilization is None or device.type != "cuda":
+        return free // CACHE_SHARE
+    own = torch.cuda.memory_allocated(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    # Widest are the gate and up projections, a few of which exist at once, and the logits, which sampling turns into
+    # float32 where it cannot be done by one kernel.
+    per_token = 3 * spec.intermediate_size + 4 * spec.hidden_size + 2 * (spec.q_size + 2 * spec.kv_size)
+    step = config.tokens_per_step * per_token * element_bytes
+    step += config.max_sequences * spec.vocab_size * (element_bytes + 4)
+    return max(0, min(int(config.gpu_memory_utilization * total) - own, free) - step)
+
+
+def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, available_bytes: int) -> int:
+    """Blocks as configured, or as many as max_sequences can fill, within the available memory."""
     if config.kv_cache_tokens is not None:
         return config.kv_cache_tokens // config.block_size
     blocks_per_sequence = -(-config.seq_len // config.block_size)
     block_bytes = 2 * spec.num_layers * spec.kv_size * config.block_size * element_bytes
-    affordable = free_bytes // 4 // block_bytes
+    affordable = available_bytes // block_bytes
     if affordable < blocks_per_sequence:
         raise UserError(
             f"seq_len = {config.seq_len}: the KV cache of one sequence takes "
-            f"{blocks_per_sequence * block_bytes >> 20} MiB, a quarter of the free memory is "
-            f"{free_bytes // 4 >> 20} MiB; lower seq_len, "
-            "or set kv_cache_tokens to take more memory"
+            f"{blocks_per_sequence * block_bytes >> 20} MiB, there are "
+            f"{available_bytes >> 20} MiB for it; lower seq_len, "
+            "or set kv_cache_tokens or gpu_memory_utilization to take more memory"
         )
     return min(config.max_sequences * blocks_per_sequence, affordable)
 

@@ -1,8 +1,11 @@
 """What the engine does in a step, and between two steps. Single-threaded; `engine.py` runs it in a thread.
 
 schedule ─► forward (masks of grammars beside it) ─► fork groups ─► draw ─► tell who listens ─► finish
+
+On a GPU a step is only launched, and the one before it is read meanwhile (`flights.py`).
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,10 +27,11 @@ from tandem.inference.engine import (
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import Key
 from tandem.inference.native.constraints import Constraints
+from tandem.inference.native.flights import Flight, Launcher
 from tandem.inference.native.logit_processors import adjust
 from tandem.inference.native.runner import Runner
-from tandem.inference.native.sampler import Drawn, SamplingRows, sample
-from tandem.inference.native.scheduler import Scheduler
+from tandem.inference.native.sampler import Drawn, sample, sampling_rows
+from tandem.inference.native.scheduler import Fork, Scheduler
 from tandem.inference.native.state import Request, Rows, Sample, SlotState, to_result
 from tandem.inference.native.stops import StopStrings
 from tandem.inference.structure import StructureRefused
@@ -47,14 +51,17 @@ class EngineParts:
     cache: KVCache
     state: SlotState
     scheduler: Scheduler
-    runner: Runner
+    runner: "Runner | Launcher"
     new_text: Callable[[], TextStream]  # for stop strings
+    launcher: Launcher | None = None  # of steps that nobody waits for
 
 
 class EngineCore:
     def __init__(self, parts: EngineParts, eos_token_ids: list[int]) -> None:
         self.decoder, self.adapters, self.cache = parts.decoder, parts.adapters, parts.cache
         self.state, self.scheduler, self.runner = parts.state, parts.scheduler, parts.runner
+        self._launcher = parts.launcher
+        self._flights: deque[Flight] = deque()  # steps that were launched and not read, oldest first
         self.version = 0
         self._new_text = parts.new_text
         self._eos_token_ids = [token for token in eos_token_ids if token < parts.decoder.spec.vocab_size]
@@ -106,18 +113,22 @@ class EngineCore:
 
     def step(self) -> None:
         self.scheduler.prepare_step()
+        num_read = len(self._flights)
         for rows, chunk in self.scheduler.batches():
-            finishing = np.flatnonzero(self.state.computed[rows] + chunk == self.state.target[rows])
-            self._constraints.begin(rows[finishing])
-            logits = self.runner.forward(rows, chunk, finishing)  # (finishing, vocab)
-            self.state.computed[rows] += chunk
-            fork = self.scheduler.fork(rows[finishing])
-            if len(fork.copy_to):
-                self.cache.copy_blocks(fork.copy_from, fork.copy_to)
-            if fork.logits_index is not None:
-                logits = logits[torch.from_numpy(fork.logits_index).to(logits.device)]
-            if len(fork.drawing):
-                self._draw(fork.drawing, logits)
+            if self._launcher is None:
+                self._compute(rows, chunk)
+            elif (self.state.is_adjusted[rows] | self.state.is_constrained[rows]).any():
+                self._compute(*self._read_before(rows, chunk))
+                num_read = 0
+            else:
+                self._launch(self._launcher, rows, chunk)
+        for _ in range(num_read):
+            self._read_flight()
+
+    def read_flights(self) -> None:
+        """Wait for all steps that were launched."""
+        while self._flights:
+            self._read_flight()
 
     def abort_begun(self) -> None:
         """End every request that has begun with what it has."""
@@ -157,17 +168,74 @@ class EngineCore:
             request.on_done(error)
         self._requests.clear()
 
+    def _compute(self, rows: Rows, chunk: NDArray[np.int64]) -> None:
+        if len(rows) == 0:
+            return
+        finishing = np.flatnonzero(self.state.computed[rows] + chunk == self.state.target[rows])
+        self._constraints.begin(rows[finishing])
+        logits = self.runner.forward(rows, chunk, finishing)  # (finishing, vocab)
+        fork = self._fork(rows, chunk, finishing)
+        if fork.logits_index is not None:
+            logits = logits[torch.from_numpy(fork.logits_index).to(logits.device)]
+        if len(fork.drawing):
+            self._draw(fork.drawing, logits)
+
+    def _launch(self, launcher: Launcher, rows: Rows, chunk: NDArray[np.int64]) -> None:
+        """Decoding rows by themselves, as one graph; then prompts."""
+        state = self.state
+        is_decoding = (chunk == 1) & (state.computed[rows] + 1 == state.target[rows])
+        for part in (np.flatnonzero(is_decoding), np.flatnonzero(~is_decoding)):
+            if len(part) == 0:
+                continue
+            part_rows, part_chunk = rows[part], chunk[part]
+            finishing = np.flatnonzero(state.computed[part_rows] + part_chunk == state.target[part_rows])
+            launched = launcher.launch(part_rows, part_chunk, finishing)
+            fork = self._fork(part_rows, part_chunk, finishing)
+            if len(fork.drawing):
+                read = launcher.draw(fork.drawing, launched, fork.logits_index)
+                self._flights.append(Flight.of(state, fork.drawing, self._versions(fork.drawing), read))
+                state.reserve(fork.drawing)
+
+    def _fork(self, rows: Rows, chunk: NDArray[np.int64], finishing: NDArray[np.int64]) -> Fork:
+        self.state.computed[rows] += chunk
+        fork = self.scheduler.fork(rows[finishing])
+        if len(fork.copy_to):
+            self.cache.copy_blocks(fork.copy_from, fork.copy_to)
+        return fork
+
+    def _read_before(self, rows: Rows, chunk: NDArray[np.int64]) -> tuple[Rows, NDArray[np.int64]]:
+        """Read every flight, since the logits of some row depend on what was drawn; returns the rows that go on."""
+        order = self.state.order[rows]
+        self.read_flights()
+        goes_on = self.state.order[rows] == order
+        return rows[goes_on], chunk[goes_on]
+
+    def _read_flight(self) -> None:
+        """Take what the oldest flight drew, for the rows that are still those it was drawn for."""
+        flight = self._flights.popleft()
+        drawn, mine = flight.read(), flight.still_flying(self.state)
+        rows, positions = flight.rows[mine], flight.positions[mine]
+        drawn = drawn.of(mine)
+        versions = flight.versions if isinstance(flight.versions, int) else flight.versions[mine]
+        self.state.fill(rows, positions, drawn.tokens, drawn.logprobs, versions)
+        self._conclude(rows, positions, drawn)
+
     def _draw(self, rows: Rows, logits: Tensor) -> None:
         """A token for each of these rows, and the end of those that are finished by it."""
         state = self.state
         adjusted = self._constraints.apply(logits, adjust(logits, state, rows, self._eos_token_ids), rows)
         drawn = sample(logits, sampling_rows(state, rows), adjusted)
-        versions = self._versions(rows)
-        state.append(rows, drawn.tokens, drawn.logprobs, versions)
+        positions = state.length[rows]
+        state.append(rows, drawn.tokens, drawn.logprobs, self._versions(rows))
+        self._conclude(rows, positions, drawn)
+
+    def _conclude(self, rows: Rows, positions: NDArray[np.int64], drawn: Drawn) -> None:
+        """These rows have drawn tokens for these positions: tell who listens, and end those that are finished."""
+        state = self.state
         self._num_generated += len(rows)
         stopped = state.hit_stop(rows, drawn.tokens, self._is_eos)
         broken = ~np.isfinite(drawn.logprobs)
-        ended = stopped | (state.length[rows] >= state.max_length[rows])
+        ended = stopped | (positions + 1 >= state.max_length[rows])
         if broken.any():
             self._fail_broken(rows[broken])
             ended &= ~broken
@@ -175,14 +243,21 @@ class EngineCore:
             self._fail_structures(self._constraints.accept(rows, drawn.tokens, ended))
         found: dict[int, str] = {}  # stop strings by row
         if state.is_watched[rows].any():
-            found = self._watch(rows, drawn, ended, stopped)
+            found = self._watch(rows, positions, drawn, ended, stopped)
             ended |= np.isin(rows, list(found))
         for i in np.flatnonzero(ended).tolist():
             slot = int(rows[i])
             if state.samples[slot] is not None:  # unless its request has failed
-                self._finish(slot, *self._reason(slot, bool(stopped[i]), found.get(slot)))
+                self._finish(slot, *self._reason(slot, int(drawn.tokens[i]), bool(stopped[i]), found.get(slot)))
 
-    def _watch(self, rows: Rows, drawn: Drawn, ended: NDArray[np.bool_], stopped: NDArray[np.bool_]) -> dict[int, str]:
+    def _watch(
+        self,
+        rows: Rows,
+        positions: NDArray[np.int64],
+        drawn: Drawn,
+        ended: NDArray[np.bool_],
+        stopped: NDArray[np.bool_],
+    ) -> dict[int, str]:
         """Look at the tokens of watched rows one by one; returns the stop strings they complete."""
         found: dict[int, str] = {}
         state = self.state
@@ -202,20 +277,20 @@ class EngineCore:
                 found[slot] = stop
             if row.request.on_part is not None:
                 over = bool(ended[i]) or stop is not None
-                reasons = self._reason(slot, bool(stopped[i]), stop) if over else (None, None)
-                version = int(state.versions[slot, state.length[slot] - 1])
+                reasons = self._reason(slot, token, bool(stopped[i]), stop) if over else (None, None)
+                version = int(state.versions[slot, positions[i]])
                 part = GeneratedSample(
                     [token], [float(drawn.logprobs[i])], [version], *reasons, None if top is None else [top]
                 )
                 row.request.on_part(row.index, part)
         return found
 
-    def _reason(self, slot: int, hit_stop: bool, stop: str | None) -> tuple[FinishReason, StopReason]:
+    def _reason(self, slot: int, token: int, hit_stop: bool, stop: str | None) -> tuple[FinishReason, StopReason]:
+        """Why the row ends with `token`."""
         if stop is not None:
             return "stop", stop
         if not hit_stop:
             return "length", None
-        token = int(self.state.tokens[slot, self.state.length[slot] - 1])
         is_eos = self._is_eos[token] and not self.state.ignore_eos[slot]
         return "stop", None if is_eos else token
 
@@ -264,17 +339,3 @@ class EngineCore:
             return self.version
         own = {number: version for number, version in self._adapter_versions.items() if version is not None}
         return np.array([own.get(number, self.version) for number in self.state.adapter[rows].tolist()])
-
-
-def sampling_rows(state: SlotState, rows: Rows) -> SamplingRows:
-    return SamplingRows(
-        temperature=state.temperature[rows],
-        top_p=state.top_p[rows],
-        top_k=state.top_k[rows],
-        min_p=state.min_p[rows],
-        raw_logprobs=state.raw_logprobs[rows],
-        num_top=state.num_top[rows],
-        seed=state.seed[rows],
-        sample_index=state.sample_index[rows],
-        position=state.length[rows],
-    )

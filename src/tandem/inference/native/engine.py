@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tandem.inference.control.adapters import AdapterRegistry
 from tandem.inference.engine import (
-    AdapterRefused,
     EngineBusy,
     EngineError,
     EngineStats,
@@ -53,7 +53,7 @@ class NativeEngine:
     def __init__(
         self, core: EngineCore, seed: int, on_failure: Callable[[str], None], *, check_when_idle: bool = False
     ) -> None:
-        """`check_when_idle`: hold the scheduler's books against each other whenever there is nothing to do."""
+        """`check_when_idle`: check the scheduler's invariants whenever there is nothing to do."""
         self.core = core
         self.paused = False
         self.failure: str | None = None
@@ -61,7 +61,7 @@ class NativeEngine:
         self._on_failure = on_failure
         self._check_when_idle = check_when_idle
         self._request_ids = count()
-        self._adapters: dict[str, LoadedAdapter] = {}
+        self._adapters = AdapterRegistry[LoadedAdapter]({})
         self._adapter_numbers = count(1)
         self._mailbox: deque[tuple[Action, Refuse]] = deque()
         self._when_drained: list[tuple[Action, Refuse]] = []
@@ -80,7 +80,7 @@ class NativeEngine:
 
     @property
     def adapters(self) -> dict[str, str]:
-        return {name: str(adapter.path) for name, adapter in self._adapters.items()}
+        return self._adapters.paths
 
     def start(self) -> None:
         self._thread.start()
@@ -91,13 +91,8 @@ class NativeEngine:
         seed = derive_seed(self._seed, request_id) if given is None else given & UINT64
         entry = Request(request_id, request, seed, on_done, on_part)
         if request.adapter is not None:
-            entry.adapter = self._known_adapter(request.adapter).number
-        seq_len = self.core.state.tokens.shape[1]
-        if len(entry.prompt) == 0 or request.sampling.max_tokens < 1 or entry.max_length > seq_len:
-            raise ValueError(
-                f"a prompt of {len(entry.prompt)} tokens and max_tokens = {request.sampling.max_tokens} do not fit "
-                f"into seq_len = {seq_len}"
-            )
+            entry.adapter = self._adapters.get(request.adapter).number
+        request.check_length(self.core.state.tokens.shape[1])
         self._send(lambda: self.core.add(entry), on_done)
         return request_id
 
@@ -120,19 +115,16 @@ class NativeEngine:
         self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
     ) -> None:
         with self._one_update:
-            known = self._adapters.get(name)
-            if known is not None and not replace:
-                raise AdapterRefused(f"an adapter named {name!r} is loaded already, from {known.path}; replace it")
+            known = self._adapters.replaceable(name, replace=replace)
             weights = read_checked_adapter(path, self.core.decoder)
             number = next(self._adapter_numbers) if known is None else known.number
             self._call(lambda: self.core.put_adapter(number, weights, version), mode)
-            self._adapters = {**self._adapters, name: LoadedAdapter(number, path)}
+            self._adapters.put(name, LoadedAdapter(number, path))
         logger.info("serving the adapter %s from %s", name, path)
 
     def unload_adapter(self, name: str) -> None:
         with self._one_update:
-            adapter = self._known_adapter(name)
-            self._adapters = {key: value for key, value in self._adapters.items() if key != name}
+            adapter = self._adapters.remove(name)
             self._call(lambda: self.core.remove_adapter(adapter.number))
 
     def reset_prefix_cache(self) -> None:
@@ -147,13 +139,6 @@ class NativeEngine:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
-
-    def _known_adapter(self, name: str) -> LoadedAdapter:
-        adapter = self._adapters.get(name)
-        if adapter is None:
-            loaded = ", ".join(sorted(self._adapters)) or "none"
-            raise AdapterRefused(f"there is no adapter named {name!r}; loaded: {loaded}")
-        return adapter
 
     def _send(self, action: Action, refuse: Refuse) -> None:
         with self._wake:
@@ -177,6 +162,7 @@ class NativeEngine:
             done.set_result(None)
 
         def begin() -> None:
+            self.core.read_flights()
             if mode == "wait" and self.paused:
                 done.set_exception(EngineBusy("the engine is paused: running requests cannot end; resume it first"))
             elif mode == "wait":
@@ -219,6 +205,7 @@ class NativeEngine:
                 return False
             if scheduler.has_work and not self.paused:
                 return True
+            self.core.read_flights()
             if self._check_when_idle:
                 scheduler.check_invariants()
             with self._wake:

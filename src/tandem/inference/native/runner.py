@@ -1,4 +1,5 @@
-"""One forward pass over the rows of a step: from their arrays to logits where a token is to be drawn."""
+"""One forward pass over the rows of a step: from their arrays to logits where a token is to be drawn. On a GPU with
+Triton, `cuda/runner.py` does it."""
 
 import numpy as np
 import torch
@@ -6,7 +7,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.inference.native.attention import KVCache, plan_attention
-from tandem.inference.native.graphs import DecodeGraphs
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
@@ -21,14 +21,12 @@ class Runner:
         cache: KVCache,
         state: SlotState,
         device: torch.device,
-        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.decoder = decoder
         self.adapters = adapters
         self.cache = cache
         self.state = state
         self.device = device
-        self.graphs = graphs
 
     def forward(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Tensor:
         """Compute the next `chunk` tokens of each row into the cache; logits (wanted, vocab) of the last
@@ -46,9 +44,7 @@ class Runner:
         write_to = block * block_size + positions % block_size
         num_blocks = -(-int((start + chunk).max()) // block_size)
         table = state.block_table[rows, :num_blocks]
-        is_adapted = self.adapters.route(state.adapter[token_rows], self.device)
-        if self.graphs is not None and not is_adapted and len(token_rows) == len(rows) == len(wanted):
-            return self.graphs.forward(state.tokens[rows, positions], positions, write_to, table)
+        self.adapters.route(state.adapter[token_rows], self.device)
         context = plan_attention(self.cache, table, start, chunk, write_to)
         token_ids = self._tensor(state.tokens[token_rows, positions])
         hidden = self.decoder(token_ids, self._tensor(positions), context)

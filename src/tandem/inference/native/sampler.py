@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.inference.native.state import Rows, SlotState
 from tandem.models.cpu import kernels
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -53,8 +54,29 @@ class Drawn:
     top_tokens: NDArray[np.int64]
     top_logprobs: NDArray[np.float32]
 
+    def of(self, rows: NDArray[np.bool_]) -> "Drawn":
+        """Only what these rows drew."""
+        if rows.all():
+            return self
+        top = (self.top_tokens[rows], self.top_logprobs[rows]) if len(self.top_tokens) else NO_TOP
+        return Drawn(self.tokens[rows], self.logprobs[rows], *top)
+
 
 NO_TOP = (np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
+
+
+def sampling_rows(state: SlotState, rows: Rows) -> SamplingRows:
+    return SamplingRows(
+        temperature=state.temperature[rows],
+        top_p=state.top_p[rows],
+        top_k=state.top_k[rows],
+        min_p=state.min_p[rows],
+        raw_logprobs=state.raw_logprobs[rows],
+        num_top=state.num_top[rows],
+        seed=state.seed[rows],
+        sample_index=state.sample_index[rows],
+        position=state.length[rows],
+    )
 
 
 def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None) -> Drawn:

@@ -100,7 +100,7 @@ class Scheduler:
 
     def batches(self) -> list[tuple[Rows, NDArray[np.int64]]]:
         """Rows to compute together, and how many tokens of each."""
-        rows = np.flatnonzero(self.state.running)
+        rows = self._growing()
         if not self.isolate:
             # Sequences that begin alike lie side by side: attention may then look at their beginning once for all.
             rows = rows[self.state.block_table[rows, 0].argsort(kind="stable")]
@@ -149,6 +149,7 @@ class Scheduler:
         return Fork(*(np.array(values, np.int64) for values in (members, index, copy_from, copy_to)))
 
     def finish(self, slot: int) -> Sample:
+        self.state.retract(slot)
         self._remember_completion(slot)
         self.blocks.release(self.state.blocks(slot))
         return self.state.give_back(slot)
@@ -190,7 +191,7 @@ class Scheduler:
         """A block for each sequence that has filled its last; True if others had to give way."""
         state, preempted = self.state, False
         while True:
-            rows = np.flatnonzero(state.running)
+            rows = self._growing()
             short = rows[state.target[rows] > state.num_blocks[rows] * state.block_size]
             if len(short) <= self.blocks.num_free:
                 break
@@ -201,6 +202,11 @@ class Scheduler:
             state.block_table[short, state.num_blocks[short]] = self.blocks.allocate(len(short))
             state.num_blocks[short] += 1
         return preempted
+
+    def _growing(self) -> Rows:
+        """Running rows, without those whose last token is in flight."""
+        state = self.state
+        return np.flatnonzero(state.running & ((state.length < state.max_length) | (state.in_flight == 0)))
 
     def _preempt_last(self) -> None:
         admitted = self.state.admitted()

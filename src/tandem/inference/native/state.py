@@ -111,6 +111,7 @@ class SlotState:
         self.block_table = np.zeros((num_slots, -(-seq_len // block_size)), np.int64)
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.running = np.zeros(num_slots, np.bool_)
+        self.in_flight = np.zeros(num_slots, np.int64)  # tokens at its end that are being drawn and not known yet
         self.is_fresh = np.zeros(num_slots, np.bool_)  # its prompt is not computed yet
         self.order = np.zeros(num_slots, np.int64)  # of admission
         self.group = np.zeros(num_slots, np.int64)  # rows admitted together
@@ -198,6 +199,7 @@ class SlotState:
         sample.logprobs = self.logprobs[slot, generated].copy()
         sample.versions = self.versions[slot, generated].copy()
         self.samples[slot] = None
+        self.order[slot] = -1
         self.running[slot] = False
         self.num_blocks[slot] = 0
         self.free_slots.append(slot)
@@ -216,6 +218,34 @@ class SlotState:
         self.logprobs[rows, at] = logprobs
         self.versions[rows, at] = versions
         self.length[rows] = self.target[rows] = at + 1
+
+    def reserve(self, rows: Rows) -> None:
+        """Count a token for each row that is being drawn."""
+        self.length[rows] += 1
+        self.target[rows] = self.length[rows]
+        self.in_flight[rows] += 1
+
+    def fill(
+        self,
+        rows: Rows,
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        versions: int | NDArray[np.int64],
+    ) -> None:
+        """The oldest token that was reserved for each row is known now."""
+        self.tokens[rows, positions] = tokens
+        self.logprobs[rows, positions] = logprobs
+        self.versions[rows, positions] = versions
+        self.in_flight[rows] -= 1
+
+    def retract(self, slot: int) -> None:
+        """Give up the tokens that are not known yet."""
+        if self.in_flight[slot]:
+            self.length[slot] -= self.in_flight[slot]
+            self.target[slot] = self.length[slot]
+            self.computed[slot] = min(self.computed[slot], self.length[slot] - 1)
+            self.in_flight[slot] = 0
 
     def hit_stop(self, rows: Rows, tokens: NDArray[np.int64], is_eos: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which rows end with the token they just got. `is_eos` has one entry for every token id."""

@@ -6,21 +6,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
+from tandem.inference.weight_check import check_adapter_files, verify_files
 from tandem.models.decoder import Decoder
 from tandem.models.hf import check_tensors, named_tensors, read_tensors
 from tandem.models.lora import AdapterWeights, read_adapter
 from tandem.models.runtime import in_own_thread
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.manifest import MANIFEST, verify_manifest
 
 
 @in_own_thread
 def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str, Tensor]:
     """The tensors of a published version that fits the model. Raises WeightUpdateRefused with the reason."""
-    if version < 0:
-        raise WeightUpdateRefused(f"version must be 0 or more, not {version}")
     try:
-        _verify_files(path, version)
+        verify_files(path, version)
         if ModelSpec.load(path) != decoder.spec:
             raise WeightUpdateRefused(f"{path} / config.json describes another model than the one being served")
         tensors = read_tensors(path)
@@ -35,18 +33,8 @@ def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str
 @in_own_thread
 def read_checked_adapter(path: Path, decoder: Decoder) -> AdapterWeights:
     """A LoRA adapter that fits the model. Raises AdapterRefused with the reason."""
+    check_adapter_files(path)
     try:
-        if (path / MANIFEST).exists():
-            verify_manifest(path)
         return read_adapter(path, decoder)
     except (ValueError, KeyError, OSError) as error:
         raise AdapterRefused(f"{path}: {error}") from error
-
-
-def _verify_files(path: Path, version: int) -> None:
-    """Version 0 is the policy before training: any model directory, whose manifest, if it has one, may name
-    the last version of the run that made it. Later versions are published ones."""
-    if version > 0:
-        verify_manifest(path, version)
-    elif (path / MANIFEST).exists():
-        verify_manifest(path)

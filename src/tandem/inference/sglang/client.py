@@ -8,15 +8,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-import aiohttp
 import orjson
 
 from tandem.inference.engine import EngineError
+from tandem.utils.http import LOST, OK, HttpClient, Unreachable, reason_of
 
 PauseMode = Literal["abort", "retract", "in_place"]
 QUICK_S = 30.0  # for calls that compute nothing
 MAX_LINE_BYTES = 2**26  # of a stream: a long completion with many alternatives to every token
-LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, OSError)
 
 
 class SGLangUnreachable(EngineError):
@@ -32,34 +31,20 @@ class SGLangRefused(EngineError):
 
 
 class SGLangClient:
-    """To be opened, used and closed within one event loop."""
+    """To be used and closed within one event loop."""
 
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float) -> None:
-        self.base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = HttpClient(base_url, api_key, timeout_s=timeout_s, max_line_bytes=MAX_LINE_BYTES)
         self._timeout_s = timeout_s
-        self._open_session: aiohttp.ClientSession | None = None
-
-    def open(self) -> None:
-        self._open_session = aiohttp.ClientSession(
-            headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),  # the server's queue is the queue
-            read_bufsize=MAX_LINE_BYTES,
-            json_serialize=lambda value: orjson.dumps(value).decode(),
-        )
+        self.base_url = self._http.base_url
 
     async def close(self) -> None:
-        await self._session.close()
-
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        assert self._open_session is not None, "open it first"
-        return self._open_session
+        await self._http.close()
 
     async def is_healthy(self) -> bool:
         """Whether the server can generate; it tries, and takes a second or more for it."""
         try:
-            await self._call("GET", "/health", timeout_s=QUICK_S)
+            await self._call("GET", "/health")
         except SGLangRefused as error:
             if error.status != 503:
                 raise
@@ -75,12 +60,14 @@ class SGLangClient:
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._json("POST", "/generate", body, self._timeout_s)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The outputs of a request with `stream`, each with all or with the newest tokens; the last is finished."""
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+    async def outputs(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """One output; of a request with `stream` several, each with all or with the newest tokens."""
+        if not body["stream"]:
+            yield await self.generate(body)
+            return
         try:
-            async with self._session.post(f"{self.base_url}/generate", json=body, timeout=timeout) as response:
-                if response.status != 200:
+            async with self._http.session.post(f"{self.base_url}/generate", json=body) as response:
+                if response.status != OK:
                     raise self._refusal("/generate", response.status, await response.read())
                 async for line in response.content:
                     data = line.removeprefix(b"data:").strip()
@@ -121,49 +108,29 @@ class SGLangClient:
         """Returns once the adapter's requests have ended."""
         await self._json("POST", "/unload_lora_adapter", {"lora_name": name}, self._timeout_s)
 
-    async def _json(
-        self, method: str, route: str, body: dict[str, Any] | None = None, timeout_s: float = QUICK_S
-    ) -> dict[str, Any]:
+    async def _json(self, method: str, route: str, body: Any = None, timeout_s: float = QUICK_S) -> dict[str, Any]:
         content = await self._call(method, route, body, timeout_s)
         try:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise SGLangRefused(f"{self.base_url}{route} answered no JSON: {content[:200]!r}", 200) from error
+            raise SGLangRefused(f"{self.base_url}{route} answered no JSON: {content[:200]!r}", OK) from error
         if answer.get("success") is False:
-            raise self._refusal(route, 200, content)
+            raise self._refusal(route, OK, content)
         return answer
 
-    async def _call(
-        self, method: str, route: str, body: dict[str, Any] | None = None, timeout_s: float = QUICK_S
-    ) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async def _call(self, method: str, route: str, body: Any = None, timeout_s: float = QUICK_S) -> bytes:
         try:
-            async with self._session.request(method, f"{self.base_url}{route}", json=body, timeout=timeout) as response:
-                content = await response.read()
-        except LOST as error:
-            raise self._lost(route, error, timeout_s) from error
-        if response.status != 200:
-            raise self._refusal(route, response.status, content)
-        return content
+            reply = await self._http.send(method, route, body, timeout_s)
+        except Unreachable as error:
+            raise self._lost(route, error.__cause__ or error, timeout_s) from error
+        if reply.status != OK:
+            raise self._refusal(route, reply.status, reply.body)
+        return reply.body
 
     def _lost(self, route: str, error: BaseException, timeout_s: float) -> SGLangUnreachable:
-        what = f"{type(error).__name__}: {error}"
-        if isinstance(error, asyncio.TimeoutError):
-            what = f"no answer within {timeout_s:g} s"
+        is_late = isinstance(error, asyncio.TimeoutError)
+        what = f"no answer within {timeout_s:g} s" if is_late else f"{type(error).__name__}: {error}"
         return SGLangUnreachable(f"SGLang at {self.base_url}{route}: {what}; look at its log")
 
     def _refusal(self, route: str, status: int, content: bytes) -> SGLangRefused:
-        return SGLangRefused(f"SGLang at {self.base_url}{route} answered {status}: {reason_in(content)}", status)
-
-
-def reason_in(content: bytes) -> str:
-    """What SGLang says is wrong; its routes say it under different keys, or in plain text."""
-    try:
-        answer = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return content.decode(errors="replace").strip()[:500] or "nothing"
-    for key in ("message", "error_message", "error", "detail"):
-        if isinstance(answer, dict) and answer.get(key):
-            said = answer[key]
-            return str(said.get("message", said) if isinstance(said, dict) else said)
-    return str(answer)[:500]
+        return SGLangRefused(f"SGLang at {self.base_url}{route} answered {status}: {reason_of(content)}", status)

@@ -1,10 +1,10 @@
 """The SGLang engine: requests go to a running SGLang server over HTTP, one call for every sample.
 
-    caller threads ──submit, cancel──────────────► requests.py: a task for every request ──gate.py──► SGLang
-                   ──pause, resume, weights, …───► gate.py, weights.py, adapters.py: in turn ───────►
+    caller threads ──submit, cancel──────────────► control/requests.py: a task for every request ─► backend.py ─► SGLang
+                   ──pause, resume, weights, …───► control/updates.py: in turn ───────────────────►
 
-Everything but the checks of new files runs in one event loop (loop.py) in a thread of its own. Here is what callers
-see, and the engine's life: meet the server, watch it, leave it.
+All of it runs in one event loop (control/loop.py) in a thread of its own. Here is what callers see, and the engine's
+life: probe the server, watch it, leave it.
 """
 
 import asyncio
@@ -17,6 +17,9 @@ from itertools import count
 from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
+from tandem.inference.control.loop import SHUTTING_DOWN, EngineLoop
+from tandem.inference.control.requests import Request
+from tandem.inference.control.updates import ControlPlane
 from tandem.inference.engine import (
     AdapterRefused,
     EngineError,
@@ -25,22 +28,16 @@ from tandem.inference.engine import (
     OnDone,
     OnPart,
     UpdateMode,
-    WeightUpdateRefused,
 )
-from tandem.inference.sglang.adapters import Adapters
+from tandem.inference.sglang.backend import SGLangBackend
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
-from tandem.inference.sglang.inflight import Flights, Request
-from tandem.inference.sglang.loop import SHUTTING_DOWN, EngineLoop
-from tandem.inference.sglang.pause import Gate
-from tandem.inference.sglang.probe import meet
-from tandem.inference.sglang.requests import Requests
+from tandem.inference.sglang.probe import probe
 from tandem.inference.sglang.translate import Abilities, Limits, check_request
-from tandem.inference.sglang.weights import Weights
-from tandem.inference.weight_check import ServedModel, check_adapter_files
+from tandem.inference.weight_check import ServedModel
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
-WATCH_S = 5.0  # between two looks at whether the server is still the one we met
+WATCH_S = 5.0  # between two looks at whether the server is still the one we probed
 LOOKS = 3  # in vain, before it counts as gone
 FAREWELL_S = 5.0  # to abort what still runs when the engine stops
 
@@ -54,33 +51,27 @@ class SGLangEngine:
         options = config.sglang
         self._limits = Limits(config.seq_len, options.allow_unseeded, options.allow_adjusted_logprobs)
         self._abilities = Abilities()
-        self._served = ServedModel(config.model.name)
         self._client = SGLangClient(options.base_url, api_key, options.timeout_s)
         self._loop = EngineLoop(self._refuse_and_tell)
-        self._flights = Flights()
-        self._gate = Gate(self._client, self._flights)
-        self._weights = Weights(self._client, self._gate, self._flights, self._loop)
-        self._adapters = Adapters(self._client)
-        self._requests = Requests(
-            self._client, self._loop, self._gate, self._flights, self._weights, self._adapters, eos_token_ids
-        )
+        self._backend = SGLangBackend(self._client, self._loop, eos_token_ids)
+        self._requests = self._backend.requests
+        self._control = ControlPlane(self._backend, ServedModel(config.model.name), self._loop.fail)
         self._request_ids = count()
-        self._one_update = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="sglang", daemon=True)
-        self._met: Future[None] = Future()
+        self._probed: Future[None] = Future()
 
     def start(self) -> None:
         """Returns once the SGLang server answers and is the right one. Raises UserError otherwise."""
         self._thread.start()
-        self._met.result()
+        self._probed.result()
 
     @property
     def version(self) -> int:
-        return self._weights.version
+        return self._requests.version
 
     @property
     def paused(self) -> bool:
-        return self._gate.paused
+        return self._control.paused
 
     @property
     def failure(self) -> str | None:
@@ -88,22 +79,24 @@ class SGLangEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return self._flights.stats(self._requests.num_waiting)
+        return self._requests.stats
 
     @property
     def adapters(self) -> dict[str, str]:
-        return self._adapters.paths
+        return self._requests.adapters.paths
 
     def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
         check_request(request, self._abilities, self._limits)
         request_id = next(self._request_ids)
         if request.adapter is not None:
-            self._adapters.get(request.adapter)
+            self._requests.adapters.get(request.adapter)
         seed = request.sampling.seed
-        if self._abilities.deterministic and seed is None:
+        if seed is None:
             # SGLang would give every request without one the same.
             seed = (self._config.seed << 32) ^ request_id
-        entry = Request(request_id, request, on_done, on_part, seed if self._abilities.deterministic else None)
+        entry = Request(
+            request_id, request, on_done, on_part, seed if self._abilities.deterministic else None, request.n
+        )
         self._loop.send(lambda: self._requests.begin(entry), on_done)
         return request_id
 
@@ -111,32 +104,40 @@ class SGLangEngine:
         self._loop.send(lambda: self._requests.forget(request_id), lambda error: None)
 
     def pause(self, mode: UpdateMode = "keep") -> None:
-        self._loop.call(self._gate.pause(mode))
+        self._loop.call(self._control.pause(mode))
 
     def resume(self) -> None:
-        self._loop.call(self._gate.resume())
+        self._loop.call(self._control.resume())
 
     def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
-        with self._one_update:
-            if version < 0:
-                raise WeightUpdateRefused(f"version must be 0 or more, not {version}")
-            self._served.check(path, version)
-            self._loop.call(self._weights.update(path.resolve(), version, mode))
-        logger.info("serving version %d from %s", version, path)
+        self._loop.call(self._control.update(path, version, mode))
 
     def load_adapter(
         self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
     ) -> None:
         if not self._abilities.has_adapters:
             raise AdapterRefused("this SGLang server serves no adapters; start it with --enable-lora")
-        check_adapter_files(path)
-        self._loop.call(self._load_adapter(name, path.resolve(), version, replace, mode))
+
+        async def load() -> None:
+            try:
+                if mode == "wait":
+                    await self._requests.drain()
+                await self._backend.load_adapter(name, path.resolve(), version, replace=replace)
+            finally:
+                if mode == "wait":
+                    self._requests.sending.set()
+
+        self._loop.call(self._control.load_adapter(path, mode, load, hold=False))
 
     def unload_adapter(self, name: str) -> None:
-        self._loop.call(self._unload_adapter(name))
+        async def unload() -> None:
+            async with self._control.turn:
+                await self._backend.unload_adapter(name)
+
+        self._loop.call(unload())
 
     def reset_prefix_cache(self) -> None:
-        self._loop.call(self._weights.reset_prefix_cache())
+        self._loop.call(self._control.reset_prefix_cache())
 
     def stop(self) -> None:
         self._loop.stop()
@@ -144,26 +145,14 @@ class SGLangEngine:
 
     # From here on, everything runs in the loop.
 
-    async def _load_adapter(self, name: str, path: Path, version: int | None, replace: bool, mode: UpdateMode) -> None:
-        async with self._gate.drained(mode):
-            replaced = await self._adapters.load(name, path, version, replace=replace)
-        if replaced is not None:
-            self._loop.in_background(self._adapters.unload_replaced(replaced))
-
-    async def _unload_adapter(self, name: str) -> None:
-        adapter = self._adapters.remove(name)
-        await self._requests.abort_adapter(adapter)
-        await self._adapters.unload(adapter)
-
     def _run(self) -> None:
         self._loop.run(self._live, self._leave)
-        if not self._met.done():
-            self._met.set_exception(EngineError(self._loop.why_over))
+        if not self._probed.done():
+            self._probed.set_exception(EngineError(self._loop.why_over))
         self._requests.refuse_all(self._loop.why_over)
 
     async def _live(self) -> None:
-        """From meeting the server to the end."""
-        self._client.open()
+        """From probing the server to the end."""
         arrival = asyncio.ensure_future(self._arrive())
         is_stopped = await self._loop.until_stopped(arrival)
         if is_stopped or arrival.exception() is not None:
@@ -174,25 +163,25 @@ class SGLangEngine:
             watch.result()
 
     async def _arrive(self) -> None:
-        """Meet the server, and tell `start` how it went."""
+        """Probe the server, and tell `start` how it went."""
         config = self._config
         try:
             timeout_s = config.sglang.startup_timeout_s
-            found = await meet(self._client, config.model.name, config.seq_len, config.deterministic, timeout_s)
+            found = await probe(self._client, config.model.name, config.seq_len, config.deterministic, timeout_s)
         except BaseException as error:
-            self._met.set_exception(error if isinstance(error, Exception) else EngineError(SHUTTING_DOWN))
+            self._probed.set_exception(error if isinstance(error, Exception) else EngineError(SHUTTING_DOWN))
             raise
         self._abilities = found.abilities
-        self._weights.adopt(found)
-        self._gate.open()
-        self._met.set_result(None)
+        self._control.version = found.version
+        self._backend.adopt(found)
+        self._probed.set_result(None)
 
     async def _watch(self) -> None:
         """Notice when the server goes away, or comes back with other weights than we put there."""
         misses = 0
         while True:
             await asyncio.sleep(WATCH_S)
-            async with self._loop.turn:
+            async with self._control.turn:
                 try:
                     label = str((await self._client.model_info())["weight_version"])
                 except (SGLangUnreachable, SGLangRefused) as error:
@@ -201,23 +190,23 @@ class SGLangEngine:
                         self._loop.fail(f"the SGLang server is gone: {error}")
                     continue
                 misses = 0
-                if label != self._weights.label:
+                if label != self._backend.label:
                     self._loop.fail(
                         f"SGLang at {self._client.base_url} serves weights {label!r} instead of "
-                        f"{self._weights.label!r}, which were put there from here; was it restarted, or updated by "
+                        f"{self._backend.label!r}, which were put there from here; was it restarted, or updated by "
                         "somebody else?"
                     )
 
     async def _leave(self) -> None:
         """End what runs at SGLang, and leave it neither busy nor paused."""
-        await asyncio.sleep(0)  # what was sent to the loop before the end is in the books now
+        await asyncio.sleep(0)  # what was sent to the loop before the end has been taken in now
         self._loop.cancel_operations()
         self._requests.cancel_all()
-        rids = [flight.rid for flight in self._flights.current]
+        rids = [sample.rid for sample in self._requests.in_flight]
         self._requests.refuse_all(self._loop.why_over)
         goodbye = [self._client.abort(rid) for rid in rids]
-        goodbye += [self._client.unload_adapter(adapter.sglang_name) for adapter in self._adapters.all]
-        if self._gate.is_held:
+        goodbye += [self._client.unload_adapter(each.server_name) for each in self._requests.adapters.loaded.values()]
+        if self._backend.is_held:
             goodbye.append(self._client.resume())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
@@ -232,7 +221,7 @@ class SGLangEngine:
 def build_engine(
     config: InferenceConfig, api_key: str | None, eos_token_ids: list[int], on_failure: Callable[[str], None]
 ) -> SGLangEngine:
-    """A client of the configured server; it is not met before `start`."""
+    """A client of the configured server; it is not probed before `start`."""
     try:
         return SGLangEngine(config, api_key, eos_token_ids, on_failure)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Meeting a SGLang server: wait until it answers, and refuse it if it is not the one the configuration describes."""
+"""Probing a SGLang server: wait until it answers, and refuse it if it is not the one the configuration describes."""
 
 import asyncio
 import logging
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 OLDEST = (0, 5, 7)  # a pause that retracts loses requests before
 NO_FLUSH_WHILE_HELD = ((0, 5, 10), (0, 5, 20))  # these and all between
 POLL_S = 0.5
-PROBES = range(8)  # token ids to ask with
+PROBE_TOKENS = range(8)  # token ids to ask with
 LEAST_GAP = 0.05  # between the two likeliest tokens, to tell log-probs at one temperature from another's
 UNAUTHORIZED = (401, 403)
 
 
 @dataclass(frozen=True)
-class Met:
+class Probed:
     """The server as it was found."""
 
     abilities: Abilities
@@ -32,7 +32,7 @@ class Met:
     version: int
 
 
-async def meet(client: SGLangClient, model_dir: Path, seq_len: int, deterministic: bool, timeout_s: float) -> Met:
+async def probe(client: SGLangClient, model_dir: Path, seq_len: int, deterministic: bool, timeout_s: float) -> Probed:
     """Raises UserError with what is wrong and how to mend it."""
     await _wait_until_healthy(client, timeout_s)
     try:
@@ -56,7 +56,7 @@ async def meet(client: SGLangClient, model_dir: Path, seq_len: int, deterministi
             "while requests run; use wait or abort, or SGLang 0.5.21 or newer",
             abilities.version,
         )
-    return Met(abilities, model["model_path"], label, int(label) if label.isdecimal() else 0)
+    return Probed(abilities, model["model_path"], label, int(label) if label.isdecimal() else 0)
 
 
 async def _wait_until_healthy(client: SGLangClient, timeout_s: float) -> None:
@@ -126,7 +126,7 @@ def check_model(model: dict[str, Any], model_dir: Path) -> None:
 async def logprobs_are_at_temperature(client: SGLangClient) -> bool:
     """No route tells whether SGLang runs with SGLANG_RETURN_ORIGINAL_LOGPROB, so two answers have to: the distance
     between two tokens' log-probs halves from temperature 1 to 2, or does not."""
-    for token in PROBES:
+    for token in PROBE_TOKENS:
         gap = await _gap(client, token, 1.0)
         if gap >= LEAST_GAP:
             return await _gap(client, token, 2.0) < 0.75 * gap

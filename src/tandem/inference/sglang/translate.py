@@ -7,9 +7,11 @@ where the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB, the same without the 
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from tandem.inference.control.requests import Tokens
+from tandem.inference.control.updates import EngineLost
 from tandem.inference.engine import (
     EngineError,
     FinishReason,
@@ -28,7 +30,7 @@ LARGEST_PENALTY = 2.0
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the server that runs can do, as found when we met it."""
+    """What the server that runs can do, as probed at the start."""
 
     version: str = "?"
     deterministic: bool = False  # draws by seed
@@ -46,19 +48,14 @@ class Limits:
     allow_adjusted_logprobs: bool = False
 
 
-class UnknownWeights(EngineError):
+class UnknownWeights(EngineLost):
     """The answer was computed with weights that we did not put there."""
 
 
 def check_request(request: GenerationRequest, abilities: Abilities, limits: Limits) -> None:
     """Raise ValueError for what SGLang cannot do, or would do in another way than it is asked for."""
     sampling = request.sampling
-    length = len(request.prompt_ids)
-    if length == 0 or sampling.max_tokens < 1 or length + sampling.max_tokens > limits.seq_len:
-        raise ValueError(
-            f"a prompt of {length} tokens and max_tokens = {sampling.max_tokens} do not fit "
-            f"into seq_len = {limits.seq_len}"
-        )
+    request.check_length(limits.seq_len)
     _check_stops(sampling, abilities)
     _check_adjustments(sampling, limits)
     _check_draws(sampling, abilities, limits)
@@ -184,20 +181,6 @@ def sampling_params(request: GenerationRequest) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": False,
     }
-
-
-@dataclass
-class Tokens:
-    """Of a completion, or of its newest part."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top: list[TopLogprobs] = field(default_factory=list)
-
-    def extend(self, other: "Tokens") -> None:
-        self.ids += other.ids
-        self.logprobs += other.logprobs
-        self.top += other.top
 
 
 def new_tokens(meta: Mapping[str, Any], num_seen: int, num_top: int) -> Tokens:

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from tandem.inference.control.updates import ControlPlane
 from tandem.inference.engine import AdapterRefused, EngineError
-from tandem.inference.vllm.updates import WeightUpdater
+from tandem.inference.vllm.backend import VllmBackend, within
 from tandem.types.openai import LoadAdapterRequest
 
 
@@ -28,8 +29,9 @@ class Registry(Protocol):
 
 
 class Adapters:
-    def __init__(self, updater: WeightUpdater, registry: Registry, is_enabled: bool) -> None:
-        self._updater = updater
+    def __init__(self, control: ControlPlane, backend: VllmBackend, registry: Registry, is_enabled: bool) -> None:
+        self._control = control
+        self._backend = backend
         self._registry = registry
         self._is_enabled = is_enabled
 
@@ -41,8 +43,8 @@ class Adapters:
             raise AdapterRefused(f"lora_name = {name!r} is the name of the model itself; choose another")
         if name in self._registry.lora_requests and not asked.load_inplace:
             raise AdapterRefused(f"the adapter {name!r} is loaded already; set load_inplace to replace it")
-        load = partial(self._put, name, str(path))
-        await self._updater.load_adapter(name, path, asked.version, asked.mode, load)
+        load = partial(self._load, name, str(path), asked.version)
+        await self._control.load_adapter(path, asked.mode, load, hold=True)
 
     def unload(self, name: str) -> None:
         """Its running requests go on to their end."""
@@ -50,13 +52,18 @@ class Adapters:
             loaded = ", ".join(sorted(self._registry.lora_requests)) or "none"
             raise NoSuchAdapter(f"the adapter {name!r} is not loaded; loaded: {loaded}")
 
+    async def _load(self, name: str, path: str, version: int | None) -> None:
+        await within(self._put(name, path))
+        await self._backend.reset_caches()
+        self._backend.ledger.mark_adapter(name, version)
+
     async def _put(self, name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         known = self._registry.lora_requests.get(name)
         number = self._registry.lora_id_counter.inc(1) if known is None else known.lora_int_id
         try:
-            await self._updater.engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
+            await self._backend.engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:

@@ -67,7 +67,9 @@ def build_command(
         own |= {"uvicorn-log-level": "warning", "disable-uvicorn-access-log": True}
         # A client that wants no call gets words: the template must not tell the model of the tools either.
         own["exclude-tools-when-tool-choice-none"] = True
-    if not any(name in flags for name in CACHE_FLAGS) and (config.kv_cache_tokens is not None or vllm.is_cpu):
+    if config.gpu_memory_utilization is not None:
+        own["gpu-memory-utilization"] = config.gpu_memory_utilization
+    if not any(name in own | flags for name in CACHE_FLAGS) and (config.kv_cache_tokens is not None or vllm.is_cpu):
         own["kv-cache-memory-bytes"] = cache_bytes(config, model_config, free_bytes)
     arguments = [str(model_dir), *render_flags(own | flags)]
     return [str(vllm.python), "-m", LAUNCHER, "serve", *arguments]

@@ -9,6 +9,7 @@ API key ─► /health /pause /resume /update_weights    answered here, and so a
 import logging
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,15 +25,16 @@ from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
 from tandem.inference.closing import AnswerWhenClosing
-from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, WeightUpdateRefused
+from tandem.inference.control.updates import ControlPlane
+from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
 from tandem.inference.responses import Answer, error_answer
 from tandem.inference.roots import WeightRoots
 from tandem.inference.vllm.adapters import Adapters, NoSuchAdapter
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
+from tandem.inference.vllm.backend import VllmBackend
 from tandem.inference.vllm.prompts import client_error, refuse_unknown_tokens
 from tandem.inference.vllm.settings import Settings
-from tandem.inference.vllm.updates import PauseMode, WeightUpdater
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
 from tandem.inference.weight_check import ServedModel
 from tandem.types.openai import LoadAdapterRequest, PauseRequest, UnloadAdapterRequest, UpdateWeightsRequest
@@ -62,6 +64,13 @@ class TandemMiddleware:
         await self._identified(scope, receive, send)
 
 
+@dataclass(frozen=True)
+class Vllm:
+    backend: VllmBackend
+    control: ControlPlane
+    adapters: Adapters
+
+
 class Routes:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
@@ -70,8 +79,7 @@ class Routes:
         self.identity = Identity(settings.model_name, lambda: self.ledger.version)
         self._served = ServedModel(settings.model_dir)
         self._roots = WeightRoots(settings.weight_roots)
-        self._updater: WeightUpdater | None = None
-        self._adapters: Adapters | None = None
+        self._vllm: Vllm | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,16 +93,16 @@ class Routes:
             await answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        updater = self._updater_of(scope)
+        vllm = self._vllm_of(scope)
         method, path = scope["method"], scope["path"]
         if method in ("GET", "HEAD") and path == "/health":
-            await (await self._health(updater))(scope, receive, send)
+            await (await self._health(vllm))(scope, receive, send)
         elif method == "POST" and path in CONTROL_PATHS:
-            await (await self._control(updater, Request(scope, receive)))(scope, receive, send)
+            await (await self._control(vllm, Request(scope, receive)))(scope, receive, send)
         elif method == "POST" and path in GENERATION_PATHS:
-            await self._generate(updater, scope, receive, send)
+            await self._generate(vllm, scope, receive, send)
         else:
-            await self._pass_on(scope, receive, AnswerEditor(send, has_ended=updater.has_ended))
+            await self._pass_on(scope, receive, AnswerEditor(send, has_ended=vllm.backend.has_ended))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: AnswerEditor) -> None:
         """To vLLM. What it does not catch itself is answered here, where errors have our shape."""
@@ -106,39 +114,37 @@ class Routes:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_answer(500, str(error))(scope, receive, send)
 
-    def _updater_of(self, scope: Scope) -> WeightUpdater:
+    def _vllm_of(self, scope: Scope) -> Vllm:
         """vLLM makes its engine after its middleware."""
-        if self._updater is None:
-            engine = scope["app"].state.engine_client
+        if self._vllm is None:
+            state = scope["app"].state
+            engine = state.engine_client
             listen(engine.engine_core.outputs_queue, self.ledger.count)
             refuse_unknown_tokens(engine, client_error())
             leave_in_time(scope["app"])
-            self._updater = WeightUpdater(engine, self._served, self.settings.model_dir, self.ledger)
-        return self._updater
+            backend = VllmBackend(engine, self._served, self.settings.model_dir, self.ledger)
+            control = ControlPlane(backend, self._served)
+            has_adapters = engine.vllm_config.lora_config is not None
+            adapters = Adapters(control, backend, state.openai_serving_models, has_adapters)
+            self._vllm = Vllm(backend, control, adapters)
+        return self._vllm
 
-    def _adapters_of(self, updater: WeightUpdater, request: Request) -> Adapters:
-        if self._adapters is None:
-            state = request.scope["app"].state
-            is_enabled = state.engine_client.vllm_config.lora_config is not None
-            self._adapters = Adapters(updater, state.openai_serving_models, is_enabled)
-        return self._adapters
-
-    async def _health(self, updater: WeightUpdater) -> Response:
-        status = {**self.identity.status, "paused": updater.paused}
-        reason = updater.failure
+    async def _health(self, vllm: Vllm) -> Response:
+        status = {**self.identity.status, "paused": vllm.control.paused}
+        reason = vllm.control.failure
         try:
-            await updater.engine.check_health()
+            await vllm.backend.engine.check_health()
         except Exception as error:
             reason = f"the engine failed: {error}"
         if reason is not None:
             return Answer({"status": "failed", "reason": reason, **status}, 503)
         return Answer({"status": "ok", **status})
 
-    async def _control(self, updater: WeightUpdater, request: Request) -> Response:
+    async def _control(self, vllm: Vllm, request: Request) -> Response:
         if refusal := not_json(request.scope):
             return error_answer(415, refusal)
         try:
-            return await self._change(updater, request)
+            return await self._change(vllm, request)
         except ValidationError as error:
             return explain_invalid(error)
         except BadRequest as error:
@@ -154,32 +160,32 @@ class Routes:
         except (EngineError, TimeoutError) as error:
             return error_answer(503, str(error) or "vLLM's engine did not answer in time", code="engine_failed")
 
-    async def _change(self, updater: WeightUpdater, request: Request) -> Response:
+    async def _change(self, vllm: Vllm, request: Request) -> Response:
         route = request.url.path
         if route == "/update_weights":
             body = UpdateWeightsRequest.model_validate_json(await request.body())
             path = self._roots.resolve(body.path, WeightUpdateRefused)
             async with self.identity.change(body.run):
-                await updater.update(path, body.version, body.mode)
+                await vllm.control.update(path, body.version, body.mode)
             return Answer({"version": body.version})
         if route in LOAD_PATHS:
             asked = LoadAdapterRequest.model_validate_json(await request.body())
             path = self._roots.resolve(asked.lora_path, AdapterRefused)
             async with self.identity.change(asked.run, adapter=asked.lora_name):
-                await self._adapters_of(updater, request).load(asked, path)
+                await vllm.adapters.load(asked, path)
             return Answer({"lora_name": asked.lora_name, "lora_path": asked.lora_path})
         if route in UNLOAD_PATHS:
             name = UnloadAdapterRequest.model_validate_json(await request.body()).lora_name
-            self._adapters_of(updater, request).unload(name)
+            vllm.adapters.unload(name)
             return Answer({"lora_name": name})
         if route == "/resume":
-            await updater.resume()
+            await vllm.control.resume()
             return Answer({"paused": False})
         asked = pause_request(await request.body(), dict(request.query_params))
-        await updater.pause(asked.mode, clear_cache=asked.clear_cache)
+        await vllm.control.pause(asked.mode, clear_cache=asked.clear_cache)
         return Answer({"status": "paused", "paused": True})
 
-    async def _generate(self, updater: WeightUpdater, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, vllm: Vllm, scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()
         options = read_options(body)
         if options is None:
@@ -190,12 +196,12 @@ class Routes:
             body, scope = orjson.dumps(options), without_length(scope)
         receive = replay(body, receive)
         if options.get("return_token_ids") is not True:
-            await self._pass_on(scope, receive, AnswerEditor(send, has_ended=updater.has_ended))
+            await self._pass_on(scope, receive, AnswerEditor(send, has_ended=vllm.backend.has_ended))
             return
         request_id = f"tandem{uuid.uuid4().hex}"
         tracked = self.ledger.open(request_id, options.get("model"))
         try:
-            editor = versioned(send, tracked, options, updater.has_ended)
+            editor = versioned(send, tracked, options, vllm.backend.has_ended)
             await self._pass_on(named(scope, request_id), receive, editor)
         finally:
             self.ledger.close(request_id)
@@ -213,7 +219,7 @@ class PauseQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    mode: PauseMode | None = None
+    mode: UpdateMode | None = None
     clear_cache: bool | None = None
 
 

@@ -12,8 +12,8 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.inference.vllm.command import build_command, build_environment, is_headless
 from tandem.inference.vllm.installation import Installation, find_vllm
 from tandem.inference.vocabulary import compare_vocabularies
-from tandem.inference.weight_check import read_tensor_headers
 from tandem.models.files import within_positions
+from tandem.models.shards import read_tensor_headers
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table

@@ -6,7 +6,7 @@ vLLM mixes this class into its worker; method names are prefixed so that they ca
 from pathlib import Path
 from typing import Any
 
-from tandem.inference.weight_check import TensorHeaders, compare_tensors, read_tensor_headers
+from tandem.models.shards import TensorHeaders, compare_tensors, read_tensor_headers
 
 
 class WeightReloader:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from tandem.models import ops
 from tandem.models.attention import PackedAttention
+from tandem.models.gpu.blocks import BLOCK
+from tandem.models.runtime import to_device
 from tandem.trainer.model.logprobs import token_logprobs
 from tandem.types.rollout import PackedBatch
 
@@ -21,7 +23,7 @@ from tandem.types.rollout import PackedBatch
 class Inputs:
     """A packed batch on the device."""
 
-    token_ids: Tensor  # (tokens,)
+    token_ids: Tensor  # (tokens,), on a GPU padded to a whole number of blocks
     positions: Tensor  # (tokens,)
     attention: PackedAttention
     labels: Tensor  # (predictions,): the token that is predicted
@@ -31,14 +33,17 @@ class Inputs:
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> "Inputs":
         def move(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device)
+            return to_device(array, device)
+
+        # Kernels of a GPU work on blocks of tokens, and what is compiled for whole blocks serves all batches.
+        padding = -batch.num_tokens % BLOCK if device.type == "cuda" else 0
 
         # Sequences that are the same are there once, and so is what is predicted of them.
         targets, spread = np.unique(batch.targets, return_inverse=True)
         return cls(
-            move(batch.token_ids),
-            move(batch.positions),
-            PackedAttention(move(batch.segment_lengths), move(batch.segment_parents)),
+            move(np.pad(batch.token_ids, (0, padding))),
+            move(np.pad(batch.positions, (0, padding))),
+            PackedAttention.of(batch.segment_lengths, batch.segment_parents, device, padding),
             move(batch.token_ids[targets]),
             move(previous_tokens(batch)[targets]),
             None if np.array_equal(spread, np.arange(len(targets))) else move(spread),

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tandem.models.gpu.available import has_kernels
 from tandem.models.precision import RoundedBefore, rounded
 
 # Up to so many logits are held at once; beyond that, chunks are computed again in the backward pass.
@@ -18,6 +19,10 @@ def token_logprobs(
 
     The entropy carries a gradient only where asked: it takes as much memory again.
     """
+    if has_kernels(hidden):
+        from tandem.models.gpu import logprobs as gpu
+
+        return gpu.token_logprobs(hidden, output_weight, labels, temperature, entropy_gradient)
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
     copy = rounded(output_weight.detach(), hidden)
     if len(labels) <= rows:

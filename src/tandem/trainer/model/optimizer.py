@@ -33,7 +33,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, options)
-        copies = [{"params": [_pinned(_local(p)).requires_grad_() for p in group["params"]]} for group in groups]
+        copies = [{"params": [_pinned(local(p)).requires_grad_() for p in group["params"]]} for group in groups]
         self._inner = torch.optim.AdamW(copies, **options)
         for _, copy in self._pairs():
             copy.grad = _pinned(copy)
@@ -44,12 +44,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             inner_group.update({key: value for key, value in group.items() if key != "params"})
         for parameter, copy in self._pairs():
             assert copy.grad is not None and parameter.grad is not None
-            copy.grad.copy_(_local(parameter.grad), non_blocking=True)
+            copy.grad.copy_(local(parameter.grad), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._inner.step()
         for parameter, copy in self._pairs():
-            _local(parameter).copy_(copy, non_blocking=True)
+            local(parameter).copy_(copy, non_blocking=True)
             self.state[parameter] = self._inner.state[copy]
 
     @torch.no_grad()
@@ -57,8 +57,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """The parameters have their values by now; the state comes back to CPU memory."""
         super().load_state_dict(state_dict)
         for parameter, copy in self._pairs():
-            copy.copy_(_local(parameter))
-            self._inner.state[copy] = {key: _local(value).cpu() for key, value in self.state[parameter].items()}
+            copy.copy_(local(parameter))
+            self._inner.state[copy] = {key: local(value).cpu() for key, value in self.state[parameter].items()}
             self.state[parameter] = self._inner.state[copy]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -73,7 +73,7 @@ def _pinned(tensor: Tensor) -> Tensor:
     return copy.pin_memory() if torch.cuda.is_available() else copy
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -51,6 +51,7 @@ class Stepper:
         self.model = model
         self.optimizer = optimizer
         self.ranks = ranks
+        self.parallel = parallel
         self.is_sharded = is_sharded(parallel, ranks)
         self.max_grad_norm = max_grad_norm
         self.entropy_gradient = entropy_gradient

@@ -14,6 +14,7 @@ from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses.unpaired import RewardShift
 from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Stepper
 from tandem.trainer.offline.aligner import Aligner
@@ -39,8 +40,12 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     throughput = trained.throughput()
     run_log = RunLog(run_dir, "align", enabled=ranks.is_first)
     run_log.event("started", step=start, ranks=ranks.size)
-    batches = Batches(config, data, trained.stepper)
-    aligner = Aligner(config.loss, trained.stepper, reference_of(config, ranks), config.tokens_per_microbatch)
+    reference = reference_of(config, ranks)
+    tokens = tokens_per_microbatch(
+        trained.stepper, config.tokens_per_microbatch, least=config.pair_tokens, deterministic=config.deterministic
+    )
+    batches = Batches(config, data, trained.stepper, tokens)
+    aligner = Aligner(config.loss, trained.stepper, reference, tokens)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, 1, published_config(config))
     checkpoints = Checkpointer(
         run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
@@ -83,13 +88,13 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
 class Batches:
     """The rows of each step, and the mismatched ones beside them, with their reference where that is precomputed."""
 
-    def __init__(self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper) -> None:
+    def __init__(self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper, tokens: int) -> None:
         self.config = config
         self.data = data
         self.references: References | None = None
         if config.loss.reference_source == "precomputed":
             cache = RunDir(config.output_dir).reference
-            self.references = precompute(stepper, self._whole_run(), config.model, config.tokens_per_microbatch, cache)
+            self.references = precompute(stepper, self._whole_run(), config.model, tokens, cache)
 
     def at(self, step: int) -> tuple[list[AlignRow], list[AlignRow]]:
         rows, mismatched = self._with_mismatches(

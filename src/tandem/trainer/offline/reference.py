@@ -14,7 +14,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from tandem.config.shared import ModelConfig
-from tandem.models.files import weight_files
+from tandem.models.shards import weight_files
 from tandem.trainer.model.step import Stepper
 from tandem.trainer.offline.preferences import REFERENCE, AlignBatch, AlignRow
 from tandem.types.rollout import PackedBatch, TrainingSequence

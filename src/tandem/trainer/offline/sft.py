@@ -14,6 +14,7 @@ from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses.types import LossOutput
+from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.parallel.ranks import Ranks
@@ -45,7 +46,10 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
         checkpoints.load(start)
     run_log.event("started", step=start, ranks=ranks.size)
     run_log.event("data", **data.summary)
-    held_out = HeldOut(data.held_out, config, ranks)
+    tokens = tokens_per_microbatch(
+        trained.stepper, config.tokens_per_microbatch, least=config.seq_len, deterministic=config.deterministic
+    )
+    held_out = HeldOut(data.held_out, config.batch_size, tokens, ranks)
     progress = ProgressLine(config.max_steps, enabled=ranks.is_first)
 
     with closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
@@ -55,7 +59,7 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
             started = time.monotonic()
             ranks.report(step, "training")
             batch = pack(data.train.batch((step - 1) * config.batch_size, config.batch_size))
-            micro_batches = divide(batch, ranks.rank, ranks.size, config.tokens_per_microbatch)
+            micro_batches = divide(batch, ranks.rank, ranks.size, tokens)
             lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
             set_lr(trained.optimizer, lr)
             stats = trained.stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
@@ -79,11 +83,10 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
 class HeldOut:
     """Rows to evaluate on, packed once, as many at a time as in a training step."""
 
-    def __init__(self, samples: Sequence[TrainingSequence], config: SFTConfig, ranks: Ranks) -> None:
-        size = config.batch_size
+    def __init__(self, samples: Sequence[TrainingSequence], size: int, tokens: int, ranks: Ranks) -> None:
         batches = [pack(samples[first : first + size]) for first in range(0, len(samples), size)]
         self._num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
-        self._micro_batches = [divide(batch, ranks.rank, ranks.size, config.tokens_per_microbatch) for batch in batches]
+        self._micro_batches = [divide(batch, ranks.rank, ranks.size, tokens) for batch in batches]
 
     def evaluate(self, stepper: Stepper) -> dict[str, float]:
         """The mean of -log p over the learned tokens of all rows; nothing where there are none."""

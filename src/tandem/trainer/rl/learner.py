@@ -1,5 +1,6 @@
 """Learning from one batch of rollouts: cut into updates, completed with what the loss needs, stepped through."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tandem.trainer.losses import (
 from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.model.step import MAXIMUM, MicroBatchLoss, Predictions, Stepper
 from tandem.types.rollout import PackedBatch, TrainBatch
 
@@ -56,11 +58,19 @@ class Learner:
         ]
         return {name: _over_updates(name, [entry[name] for entry in stats]) for name in stats[0]}
 
+    @functools.cached_property
+    def tokens_per_microbatch(self) -> int:
+        """Decided with the first batch: by then, a server on the same GPU has taken its memory."""
+        config = self.config
+        return tokens_per_microbatch(
+            self.stepper, config.tokens_per_microbatch, least=config.seq_len, deterministic=config.deterministic
+        )
+
     def _updates(self, batch: TrainBatch) -> Iterator[Update]:
         ranks, loss = self.stepper.ranks, self.config.loss
         for part in split(batch.packed, self.config.updates_per_batch, seed=batch.step):
             computed = with_signal(part) if ignores_zero_advantages(loss) else part
-            micro_batches = divide(computed, ranks.rank, ranks.size, self.config.tokens_per_microbatch)
+            micro_batches = divide(computed, ranks.rank, ranks.size, self.tokens_per_microbatch)
             yield Update(micro_batches, loss_denominator(loss, part.num_loss_tokens, part.num_sequences))
 
     def _completed(self, updates: list[Update], temperature: float) -> list[Update]:

@@ -1,12 +1,23 @@
 """Reading streams of server-sent events."""
 
 import json
-from typing import Any
-
-import httpx
+from typing import Any, Protocol
 
 
-def chunks(answer: httpx.Response) -> list[dict[str, Any]]:
+class Answer(Protocol):
+    """What httpx and Starlette's test client have in common."""
+
+    @property
+    def status_code(self) -> int: ...
+
+    @property
+    def headers(self) -> Any: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+def chunks(answer: Answer) -> list[dict[str, Any]]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]

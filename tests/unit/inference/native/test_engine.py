@@ -243,7 +243,7 @@ def test_logits_that_are_no_numbers_are_an_error_and_poison_nobody_else(
     tensors = {name: tensor.clone() for name, tensor in named_tensors(engine.core.decoder).items()}
 
     def diverge() -> None:
-        engine.core.decoder.layers[0].mlp.down_proj.weight.fill_(torch.nan)
+        engine.core.decoder.get_parameter("layers.0.mlp.down_proj.weight").fill_(torch.nan)
 
     engine.inspect(diverge)
     with pytest.raises(UnusableWeights, match="version 0"):

@@ -33,7 +33,7 @@ def make_adapter(make_model: Callable[..., Path], tmp_path: Path) -> MakeAdapter
         for key, parameter in adapted.named_parameters():
             if "lora_" in key:
                 torch.nn.init.normal_(parameter, std=0.3)
-        adapted.save_pretrained(tmp_path / name)
+        adapted.save_pretrained(str(tmp_path / name))
         return tmp_path / name
 
     return make
@@ -167,8 +167,8 @@ def damaged(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def with_config(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "adapter_config.json").write_text(text) and None
+def with_config(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "adapter_config.json").write_text(text)
 
 
 def with_key(key: str, value: Any) -> Callable[[Path], None]:

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def client(tiny_model: Path, tmp_path: Path) -> Iterator[TestClient]:
     grown.add_special_tokens(["<pad2>"])
     grown.save(str(tmp_path / "model" / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path / "model")
-    limits = {"vocab_size": vocab_size, "seq_len": 20, "max_body_bytes": 1 << 20}
+    limits: Any = {"vocab_size": vocab_size, "seq_len": 20, "max_body_bytes": 1 << 20}
     app = create_app(lengths, tokenizer, api_key="secret", **limits)
     with TestClient(app, headers={"Authorization": "Bearer secret"}) as opened:
         yield opened

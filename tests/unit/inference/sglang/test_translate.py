@@ -51,7 +51,8 @@ def request(**options: Any) -> GenerationRequest:
         for name in ("raw_logprobs", "top_logprobs", "prompt_logprobs", "adapter")
         if name in options
     }
-    return GenerationRequest([1, 2, 3], Sampling(**{"max_tokens": 8} | options), **wrapping)
+    given: dict[str, Any] = {"max_tokens": 8} | options
+    return GenerationRequest([1, 2, 3], Sampling(**given), **wrapping)
 
 
 def test_a_body_says_every_sampling_field() -> None:

@@ -101,6 +101,13 @@ def test_the_kv_cache_is_bounded_on_a_cpu_and_vllms_own_on_a_gpu() -> None:
     assert size(0, kv_cache_tokens=1000) == (1000 + 128) * per_token
 
 
+def test_the_share_of_a_gpu_is_vllms_own_flag() -> None:
+    config = make_config(gpu_memory_utilization=0.4)
+    assert flags_of(build_command(config, GPU, SHAPE, FREE))["gpu-memory-utilization"] == ["0.4"]
+    on_cpu = flags_of(build_command(config, CPU, SHAPE, FREE))
+    assert "kv-cache-memory-bytes" not in on_cpu, "both say how large the cache is"
+
+
 def test_middleware_of_others_comes_before_ours() -> None:
     command = build_command(make_config(vllm={"flags": {"middleware": ["a.A", "b.B"]}}), GPU, SHAPE, FREE)
     at = [command[i + 1] for i, argument in enumerate(command) if argument == "--middleware"]

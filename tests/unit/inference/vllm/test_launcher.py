@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import free_port
 
 from tandem.config.inference import InferenceConfig
 from tandem.inference.vllm import serve
 from tandem.inference.vllm.installation import Installation
 from tandem.inference.vllm.settings import Settings
 from tandem.utils.errors import UserError
-from tandem.utils.ports import LISTENING_FD, listen, listen_or_refuse, nearest_free_port
+from tandem.utils.ports import LISTENING_FD, listen, listen_or_refuse
 
 # As in vLLM: the function that makes the socket lies beside `setup_server`, which is wrapped and used elsewhere.
 FAKE_VLLM = {
@@ -32,9 +33,7 @@ SETTINGS = Settings(Path("model"), "model", None, 1000, 60.0, (), frozenset()).t
 
 @pytest.fixture
 def port() -> int:
-    free = nearest_free_port("127.0.0.1", 23000 + os.getpid() % 20000)
-    assert free is not None
-    return free
+    return free_port()
 
 
 def launch(folder: Path, environment: dict[str, str], descriptors: list[int]) -> str:

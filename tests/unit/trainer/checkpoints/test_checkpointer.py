@@ -19,6 +19,7 @@ from tandem.trainer.checkpoints import snapshot
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.shards import read_whole, shard_file
 from tandem.trainer.checkpoints.snapshot import Snapshot, SnapshotWriter
+from tandem.trainer.model.step import Stepper
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
@@ -29,7 +30,7 @@ from tandem.utils.run_dir import RunDir
 CPU = Ranks.single(torch.device("cpu"))
 
 
-def checkpointer(stepper, root: Path, **options: int) -> Checkpointer:
+def checkpointer(stepper: Stepper, root: Path, **options: int | None) -> Checkpointer:
     config, run_log = CheckpointConfig.model_validate(options), RunLog(RunDir(root), "trainer")
     return Checkpointer(RunDir(root), config, CPU, stepper.model, stepper.optimizer, run_log)
 

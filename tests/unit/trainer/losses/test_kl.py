@@ -46,6 +46,7 @@ def test_k3_has_its_gradient_at_every_distance(weighted, slope) -> None:
     reference = torch.tensor([-150.0 - distance for distance in distances])
     kl_losses(logprobs, logprobs.detach(), reference, "k3", weighted=weighted).sum().backward()
     exact = [slope(float(distance)) for distance in logprobs.detach() - reference]
+    assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(exact, rel=1e-6, abs=1e-7)
 
 

@@ -32,4 +32,4 @@ def test_parts_of_a_step_add_up_to_it() -> None:
         (token_weights(config, torch.zeros(len(part), dtype=torch.int64), 1, torch.float32) * part).sum()
         for part in parts
     ]
-    assert sum(sums).item() / loss_denominator(config, 4, 2) == pytest.approx(4.0)
+    assert torch.stack(sums).sum().item() / loss_denominator(config, 4, 2) == pytest.approx(4.0)

@@ -9,8 +9,8 @@ from tandem.trainer.losses.reward_model import ScoreStreams, reward_model_loss
 
 
 def streams(chosen: list[float], rejected: list[float], margins: list[float]) -> ScoreStreams:
-    scores = [torch.tensor(values, dtype=torch.float64, requires_grad=True) for values in (chosen, rejected)]
-    return ScoreStreams(*scores, torch.tensor(margins, dtype=torch.float64))
+    better, worse = (torch.tensor(values, dtype=torch.float64, requires_grad=True) for values in (chosen, rejected))
+    return ScoreStreams(better, worse, torch.tensor(margins, dtype=torch.float64))
 
 
 def test_by_hand() -> None:

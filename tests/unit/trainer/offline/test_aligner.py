@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.config.align import AlignLossConfig
+from tandem.config.align import AlignLossConfig, AlignLossType
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
@@ -19,7 +19,7 @@ from tandem.trainer.parallel.ranks import Ranks
 from tandem.types.rollout import TrainingSequence
 
 CPU = torch.device("cpu")
-TYPES = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
+TYPES: list[AlignLossType] = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def start(make_stepper, rows, tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_type: str) -> None:
+def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_type: AlignLossType) -> None:
     loss = AlignLossConfig(type=loss_type)
     results = []
     for bound in (1000, 60, 32):
@@ -81,7 +81,7 @@ def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_t
 
 
 @pytest.mark.parametrize("loss_type", ["dpo", "kto"])
-def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: str) -> None:
+def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: AlignLossType) -> None:
     """Against each sequence alone: c = Σ log-prob, its reward β (c - c°), and their means."""
     aligner, rows, mismatched = start(AlignLossConfig(type=loss_type, beta=0.3), 40)
 
@@ -107,7 +107,7 @@ def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: str)
 
 
 @pytest.mark.parametrize("loss_type", ["cpo", "orpo"])
-def test_imitation_is_a_mean_over_the_chosen_tokens_of_the_step(start, loss_type: str) -> None:
+def test_imitation_is_a_mean_over_the_chosen_tokens_of_the_step(start, loss_type: AlignLossType) -> None:
     aligner, rows, _ = start(AlignLossConfig(type=loss_type), 40)
     with torch.no_grad():
         chosen = [aligner.stepper.predict(pack([row.samples[0]])).logprobs for row in rows]
@@ -159,7 +159,7 @@ def test_a_rank_without_data_takes_part_without_a_trace() -> None:
 
 @pytest.mark.parametrize("loss_type", [name for name in TYPES if name != "reward"])
 @pytest.mark.parametrize("empty", ["one chosen", "every chosen", "one rejected"])
-def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: str, empty: str) -> None:
+def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: AlignLossType, empty: str) -> None:
     """Data hold none, see data.on_bad_row; should one come all the same, the step is finite."""
     which = 1 if empty == "one rejected" else 0
     for number in range(len(rows) if empty == "every chosen" else 1):

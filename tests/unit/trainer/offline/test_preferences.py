@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.align import AlignLossConfig
+from tandem.config.align import AlignLossConfig, AlignLossType
 from tandem.data.tokenizer import Tokenizer
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, encode_align_row, mismatches, scored
 from tandem.types.rollout import TrainingSequence
@@ -107,7 +107,7 @@ def completion(tokenizer: Tokenizer, encoded: TrainingSequence) -> str:
     return tokenizer.decode(learned, skip_special_tokens=False)
 
 
-def encode(row: dict, tokenizer: Tokenizer, loss_type: str) -> AlignRow:
+def encode(row: dict, tokenizer: Tokenizer, loss_type: AlignLossType) -> AlignRow:
     return encode_align_row(row, lambda each: each, tokenizer, AlignLossConfig(type=loss_type))
 
 
@@ -131,6 +131,8 @@ def test_rows_as_the_objectives_take_them(tokenizer: Tokenizer) -> None:
         (PAIR | {"margin": "large"}, "reward", "'margin' must be a number; it is 'large'"),
     ],
 )
-def test_rows_that_do_not_fit_the_objective(tokenizer: Tokenizer, row: dict, loss_type: str, message: str) -> None:
+def test_rows_that_do_not_fit_the_objective(
+    tokenizer: Tokenizer, row: dict, loss_type: AlignLossType, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         encode(row, tokenizer, loss_type)

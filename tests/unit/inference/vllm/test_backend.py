@@ -1,4 +1,4 @@
-"""Weight updates against an engine that writes down what it is asked."""
+"""The control plane in front of vLLM: weight updates against an engine that writes down what it is asked."""
 
 import asyncio
 from pathlib import Path
@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from tandem.inference.engine import AdapterRefused, EngineError, WeightUpdateRefused
-from tandem.inference.vllm.updates import WeightUpdater
+from tandem.inference.control.updates import ControlPlane
+from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, WeightUpdateRefused
+from tandem.inference.vllm.adapters import Adapters
+from tandem.inference.vllm.backend import VllmBackend
 from tandem.inference.vllm.versions import VersionLedger
 from tandem.transport.weights.manifest import write_manifest
+from tandem.types.openai import LoadAdapterRequest
 
 OLD, NEW = Path("/weights/old"), Path("/weights/new")
 
@@ -56,14 +59,20 @@ class FakeServed:
             raise WeightUpdateRefused(self.problem)
 
 
-def make_updater(engine: FakeEngine, served: FakeServed | None = None) -> WeightUpdater:
-    return WeightUpdater(engine, served or FakeServed(), OLD, VersionLedger())  # pyright: ignore[reportArgumentType]
+class Control(ControlPlane):
+    """With the ledger that it marks."""
+
+    def __init__(self, engine: FakeEngine, served: FakeServed | None = None) -> None:
+        self.ledger = VersionLedger()
+        given: Any = served or FakeServed()
+        self.backend = VllmBackend(engine, given, OLD, self.ledger)  # pyright: ignore[reportArgumentType]
+        super().__init__(self.backend, given)
 
 
 def test_an_update_is_one_operation_in_order() -> None:
     engine = FakeEngine()
-    updater = make_updater(engine)
-    asyncio.run(updater.update(NEW, 4, "keep"))
+    control = Control(engine)
+    asyncio.run(control.update(NEW, 4, "keep"))
     assert engine.calls == [
         "check_weights /weights/new",
         "pause keep",
@@ -71,25 +80,25 @@ def test_an_update_is_one_operation_in_order() -> None:
         "reset",
         "resume",
     ]
-    assert updater.ledger.version == 4
+    assert control.ledger.version == 4
 
 
 def test_bad_files_are_refused_before_anything_is_paused() -> None:
     engine = FakeEngine()
     with pytest.raises(WeightUpdateRefused, match="checksum"):
-        asyncio.run(make_updater(engine, FakeServed("bad checksum")).update(NEW, 4, "keep"))
+        asyncio.run(Control(engine, FakeServed("bad checksum")).update(NEW, 4, "keep"))
     assert engine.calls == []
     engine = FakeEngine(unreadable=True)
     with pytest.raises(WeightUpdateRefused, match="no such file on node 2"):
-        asyncio.run(make_updater(engine).update(NEW, 4, "keep"))
+        asyncio.run(Control(engine).update(NEW, 4, "keep"))
     assert engine.calls == ["check_weights /weights/new"]
 
 
 def test_a_reload_that_fails_brings_the_old_weights_back() -> None:
     engine = FakeEngine(unloadable=(str(NEW),))
-    updater = make_updater(engine)
-    with pytest.raises(WeightUpdateRefused, match="old weights serve again: out of memory"):
-        asyncio.run(updater.update(NEW, 4, "keep"))
+    control = Control(engine)
+    with pytest.raises(WeightUpdateRefused, match="version 0 was loaded again and serves: out of memory"):
+        asyncio.run(control.update(NEW, 4, "keep"))
     assert engine.calls[1:] == [
         "pause keep",
         "reload_weights /weights/new",
@@ -97,39 +106,56 @@ def test_a_reload_that_fails_brings_the_old_weights_back() -> None:
         "reset",
         "resume",
     ]
-    assert updater.ledger.version == 0 and updater.failure is None
+    assert control.ledger.version == 0 and control.failure is None
 
 
 def test_without_any_loadable_weights_nothing_is_served() -> None:
     engine = FakeEngine(unloadable=(str(NEW), str(OLD)))
-    updater = make_updater(engine)
+    control = Control(engine)
     with pytest.raises(EngineError, match="stays paused: restart it"):
-        asyncio.run(updater.update(NEW, 4, "keep"))
-    assert "resume" not in engine.calls and updater.failure is not None
+        asyncio.run(control.update(NEW, 4, "keep"))
+    assert "resume" not in engine.calls and control.failure is not None
     with pytest.raises(EngineError, match="restart it"):
-        asyncio.run(updater.update(NEW, 5, "keep"))
+        asyncio.run(control.update(NEW, 5, "keep"))
+    with pytest.raises(EngineError, match="restart it"):
+        asyncio.run(control.resume())
+    assert "resume" not in engine.calls
 
 
 def test_old_keys_and_values_never_meet_new_weights() -> None:
     engine = FakeEngine(cache_resets=False)
-    updater = make_updater(engine)
+    control = Control(engine)
     with pytest.raises(EngineError, match="could not be reset"):
-        asyncio.run(updater.update(NEW, 4, "keep"))
-    assert "resume" not in engine.calls and updater.ledger.version == 0
+        asyncio.run(control.update(NEW, 4, "keep"))
+    assert "resume" not in engine.calls and control.ledger.version == 0
 
 
 def test_a_pause_outlasts_an_update() -> None:
     engine = FakeEngine()
-    updater = make_updater(engine)
+    control = Control(engine)
 
     async def scenario() -> None:
-        await updater.pause("keep")
-        await updater.update(NEW, 1, "abort")
-        assert updater.paused and "resume" not in engine.calls
-        await updater.resume()
+        await control.pause("keep")
+        await control.update(NEW, 1, "abort")
+        assert control.paused and "resume" not in engine.calls
+        await control.resume()
 
     asyncio.run(scenario())
-    assert engine.calls[-1] == "resume" and not updater.paused
+    assert engine.calls[-1] == "resume" and not control.paused
+
+
+def test_waiting_for_requests_that_a_pause_holds_is_refused() -> None:
+    engine = FakeEngine()
+    control = Control(engine)
+
+    async def scenario() -> None:
+        await control.pause("keep")
+        for waiting in (control.pause("wait"), control.update(NEW, 1, "wait")):
+            with pytest.raises(EngineBusy, match="resume it first"):
+                await waiting
+
+    asyncio.run(scenario())
+    assert "pause wait" not in engine.calls and control.version == 0
 
 
 @pytest.fixture
@@ -138,40 +164,56 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load_adapter(updater: WeightUpdater, path: Path, refuse: bool = False) -> None:
-    async def load() -> None:
-        updater.engine.calls.append("load")  # pyright: ignore[reportAttributeAccessIssue]
-        if refuse:
+class FakeAdapters(Adapters):
+    def __init__(self, control: Control, engine: FakeEngine, refuse: bool) -> None:
+        super().__init__(control, control.backend, FakeRegistry(), is_enabled=True)
+        self.engine, self.refuse = engine, refuse
+
+    async def _put(self, name: str, path: str) -> None:
+        self.engine.calls.append("load")
+        if self.refuse:
             raise AdapterRefused("rank 64 is greater than 16")
 
-    asyncio.run(updater.load_adapter("policy", path, 5, "wait", load))
+
+class FakeRegistry:
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.lora_id_counter: Any = None
+
+    def is_base_model(self, model_name: str) -> bool:
+        return False
+
+
+def load_adapter(control: Control, engine: FakeEngine, path: Path, refuse: bool = False) -> None:
+    asked = LoadAdapterRequest(lora_name="policy", lora_path=str(path), version=5, mode="wait")
+    asyncio.run(FakeAdapters(control, engine, refuse).load(asked, path))
 
 
 def test_an_adapter_is_loaded_while_nothing_runs_and_meets_no_old_cache(adapter: Path) -> None:
     engine = FakeEngine()
-    updater = make_updater(engine)
-    load_adapter(updater, adapter)
+    control = Control(engine)
+    load_adapter(control, engine, adapter)
     assert engine.calls == ["pause wait", "load", "reset", "resume"]
-    assert updater.ledger.adapters == {"policy": 5} and updater.ledger.version == 0
+    assert control.ledger.adapters == {"policy": 5} and control.ledger.version == 0
 
 
 def test_a_refused_adapter_changes_nothing(adapter: Path) -> None:
     engine = FakeEngine()
-    updater = make_updater(engine)
+    control = Control(engine)
     with pytest.raises(AdapterRefused, match="greater than 16"):
-        load_adapter(updater, adapter, refuse=True)
-    assert engine.calls == ["pause wait", "load", "resume"] and updater.ledger.adapters == {}
+        load_adapter(control, engine, adapter, refuse=True)
+    assert engine.calls == ["pause wait", "load", "resume"] and control.ledger.adapters == {}
     write_manifest(adapter, 5)
     (adapter / "adapter_config.json").write_text('{"r": 8}')
     with pytest.raises(AdapterRefused, match="the manifest says 2"):
-        load_adapter(updater, adapter)
+        load_adapter(control, engine, adapter)
     assert engine.calls == ["pause wait", "load", "resume"], "nothing was paused"
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_may_clear_the_cache(mode: Any) -> None:
     engine = FakeEngine()
-    asyncio.run(make_updater(engine).pause(mode, clear_cache=True))
+    asyncio.run(Control(engine).pause(mode, clear_cache=True))
     assert engine.calls == [f"pause {mode}", "reset"]
     with pytest.raises(EngineError, match="paused, but its prefix cache could not be cleared"):
-        asyncio.run(make_updater(FakeEngine(cache_resets=False)).pause(mode, clear_cache=True))
+        asyncio.run(Control(FakeEngine(cache_resets=False)).pause(mode, clear_cache=True))

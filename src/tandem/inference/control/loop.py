@@ -1,7 +1,7 @@
-"""The event loop that the engine lives in: how other threads reach it, and how it ends. Knows nothing of SGLang.
+"""The event loop of an engine that is a server of its own: how other threads reach it, and how it ends.
 
     caller threads ──send: an action, without an answer──► loop
-                   ──call: an operation, in its turn─────► loop ──answer──► the caller, who waited
+                   ──call: an operation──────────────────► loop ──answer──► the caller, who waited
 
 It ends when it is told to (`stop`) or when the engine fails (`fail`). From then on it takes nothing in, and everybody
 who still comes is told why.
@@ -26,7 +26,6 @@ class EngineLoop:
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
         self.failure: str | None = None
-        self.turn = asyncio.Lock()  # of operations: one at a time
         self._on_failure = on_failure
         self._is_ending = False
         self._mutex = threading.Lock()  # between callers and the end of the loop
@@ -49,7 +48,7 @@ class EngineLoop:
         try:
             asyncio.run(self._host(live, leave))
         except Exception as error:
-            logger.exception("the SGLang engine failed")
+            logger.exception("the engine failed")
             self.fail(f"the engine failed: {type(error).__name__}: {error}")
         with self._mutex:
             self._is_ending = True
@@ -73,7 +72,7 @@ class EngineLoop:
             if self.is_over or self._loop is None:
                 operation.close()
                 raise EngineError(self.why_over)
-            future = asyncio.run_coroutine_threadsafe(self._in_turn(operation), self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._tracked(operation), self._loop)
         try:
             return future.result()
         except CancelledError:
@@ -123,15 +122,12 @@ class EngineLoop:
             with self._mutex:
                 self._loop = None
 
-    async def _in_turn(self, operation: Coroutine[Any, Any, T]) -> T:
+    async def _tracked(self, operation: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            async with self.turn:
-                if self.failure is not None:
-                    raise EngineError(self.failure)
-                return await operation
+            return await operation
         finally:
             operation.close()  # if it was never begun
             self._tasks.discard(task)

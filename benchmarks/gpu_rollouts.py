@@ -1,0 +1,355 @@
+"""Rollouts on one GPU beside vLLM: the `rollouts` section of `benchmarks/gpu.py`, which can also be run by itself.
+
+    python benchmarks/gpu_rollouts.py --output rollouts.json      # about 5 minutes on an H200 with vLLM installed
+    python benchmarks/gpu_rollouts.py --sides tandem vllm --shapes Qwen3-4B
+
+Shapes of known models with random weights in bfloat16, prompts of random token ids, temperature 1, no early end, the
+log-prob of every token. Each side runs in a process of its own and is timed on its second run of a workload, from the
+first request to the last answer, prefill included. By default the peer and HTTP are measured with the first shape only:
+vLLM takes over a minute to start.
+
+    tandem   the native engine through its Python interface
+    http     the native engine behind its server, one request a prompt, token ids and log-probs in the answers
+    vllm     vLLM through its Python interface, with its defaults
+
+The floor is what a step must read from memory (the weights, keys and values; a prompt that samples share once) at
+4.26 TB/s, what a large copy reaches on an H200. It knows nothing of prefill.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BYTES_PER_SECOND = 4.26e12
+START_TIMEOUT_S = 240
+JSON = {"Content-Type": "application/json"}
+SIDES = ("tandem", "http", "vllm")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of the Qwen3 or the Llama family."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": "qwen3" if self.architecture.startswith("Qwen3") else "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+            "bos_token_id": None,
+            "eos_token_id": 2,
+        }
+
+    @property
+    def step_bytes(self) -> float:
+        """Of the weights that a step reads."""
+        layer = self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer += 3 * self.hidden_size * self.intermediate_size
+        return 2.0 * (self.num_layers * layer + self.vocab_size * self.hidden_size)
+
+    @property
+    def token_bytes(self) -> float:
+        """Of one token's keys and values."""
+        return 2.0 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Workload:
+    shape: str
+    prompts: int
+    samples: int  # of each prompt
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def name(self) -> str:
+        group = f"{self.prompts} × {self.samples}" if self.samples > 1 else f"{self.prompts}"
+        return f"{self.shape}, {group} × ({self.prompt_tokens} + {self.new_tokens})"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompts * self.samples * self.new_tokens
+
+    @property
+    def floor_s(self) -> float:
+        shape = SHAPES[self.shape]
+        context = self.prompts * (self.prompt_tokens + self.samples * self.new_tokens / 2)
+        return self.new_tokens * (shape.step_bytes + context * shape.token_bytes) / BYTES_PER_SECOND
+
+
+SHAPES = {
+    "Qwen3-0.6B": Shape("Qwen3ForCausalLM", 151936, 1024, 3072, 28, 16, 8, 128),
+    "SmolLM2-135M": Shape("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64),
+    "Qwen3-4B": Shape("Qwen3ForCausalLM", 151936, 2560, 9728, 36, 32, 8, 128),
+}
+WORKLOADS = [
+    Workload("Qwen3-0.6B", 256, 1, 128, 512),
+    Workload("Qwen3-0.6B", 32, 8, 128, 512),
+    Workload("Qwen3-0.6B", 64, 1, 512, 1024),
+    Workload("SmolLM2-135M", 256, 1, 128, 512),
+    Workload("Qwen3-4B", 128, 1, 128, 256),
+]
+
+Generate = Callable[[list[list[int]], int, int], int]
+"""Prompts, samples of each and tokens of each sample in, number of generated tokens out."""
+
+
+def make_model(shape: Shape, folder: Path) -> Path:
+    """Random weights and a tokenizer of made-up words."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from tandem.models.decoder import Decoder
+    from tandem.models.hf import named_tensors
+    from tandem.models.spec import ModelSpec
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(shape.config))
+    with torch.device("meta"):
+        decoder = Decoder(ModelSpec.load(folder))
+    decoder = decoder.to(torch.bfloat16).to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+    for parameter in decoder.parameters():
+        parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in named_tensors(decoder).items()},
+              folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "unk_token": "w0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def load_tandem(model: Path) -> Generate:
+    from tandem.config.inference import InferenceConfig
+    from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
+    from tandem.inference.native.build import build_engine
+
+    engine = build_engine(InferenceConfig.model_validate(settings_of(model)), [], lambda: None, print)  # type: ignore[arg-type]
+    engine.start()
+
+    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+        sampling = Sampling(new_tokens, ignore_eos=True)
+        futures: list[Future[GenerationResult]] = [Future() for _ in prompts]
+        for prompt, future in zip(prompts, futures, strict=True):
+            engine.submit(GenerationRequest(prompt, sampling, samples), future.set_result)  # type: ignore[arg-type]
+        return sum(len(sample.token_ids) for future in futures for sample in future.result().samples)
+
+    return generate
+
+
+def settings_of(model: Path) -> dict[str, Any]:
+    return {
+        "model": {"name": model, "dtype": "bfloat16"},
+        "seq_len": 2048,
+        "max_sequences": 256,
+        "prefix_caching": False,
+        "gpu_memory_utilization": 0.8,
+    }
+
+
+def load_http(model: Path) -> Generate:
+    """The server in a process of its own, asked as the orchestrator asks."""
+    import orjson
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--model.name", str(model), "--model.dtype", "bfloat16", "--port", str(port), "--seq-len", "2048"]
+    flags += ["--no-prefix-caching", "--gpu-memory-utilization", "0.8", "--log-level", "warning"]
+    command = "import sys; from tandem.entrypoints.inference import main; main()"
+    server = subprocess.Popen([sys.executable, "-c", command, *flags])
+
+    async def one(session: Any, prompt: list[int], samples: int, new_tokens: int) -> int:
+        body = {"model": str(model), "prompt": prompt, "n": samples, "max_tokens": new_tokens, "temperature": 1.0,
+                "ignore_eos": True, "logprobs": 0, "return_token_ids": True}  # fmt: skip
+        async with session.post("/v1/completions", data=orjson.dumps(body), headers=JSON) as answer:
+            assert answer.status == 200, await answer.text()
+            choices = orjson.loads(await answer.read())["choices"]
+        return sum(len(choice["token_ids"]) for choice in choices)
+
+    async def ask(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+        import aiohttp
+
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=600)
+        url = f"http://127.0.0.1:{port}"
+        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+            began = time.time()
+            while time.time() - began < START_TIMEOUT_S:
+                try:
+                    async with session.get("/health") as answer:
+                        if answer.status == 200:
+                            break
+                except aiohttp.ClientError:
+                    assert server.poll() is None, "the server ended"
+                await asyncio.sleep(0.2)
+            return sum(await asyncio.gather(*(one(session, prompt, samples, new_tokens) for prompt in prompts)))
+
+    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+        if not prompts:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+            return 0
+        return asyncio.run(ask(prompts, samples, new_tokens))
+
+    return generate
+
+
+def load_vllm(model: Path) -> Generate:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(model),
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=256,
+        gpu_memory_utilization=0.8,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+        params = SamplingParams(
+            n=samples, max_tokens=new_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+
+    return generate
+
+
+LOADERS = {"tandem": load_tandem, "http": load_http, "vllm": load_vllm}
+
+
+def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
+    began = time.time()
+    generate = LOADERS[side](model)
+    rng = random.Random(0)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[rng.randrange(3, SHAPES[shape].vocab_size) for _ in range(length)] for _ in range(count)]
+
+    generate(prompts(4, 16), 1, 4)
+    start_s = time.time() - began
+    for workload in [workload for workload in WORKLOADS if workload.shape == shape]:
+        for _ in range(2):  # the second time counts
+            asked = prompts(workload.prompts, workload.prompt_tokens)
+            began = time.time()
+            count = generate(asked, workload.samples, workload.new_tokens)
+            seconds = time.time() - began
+        assert count == workload.num_tokens, f"{count} tokens came back, {workload.num_tokens} were asked for"
+        yield {
+            "workload": workload.name, "side": side, "tokens_per_s": count / seconds, "seconds": seconds,
+            "start_s": start_s, "floor_tokens_per_s": count / workload.floor_s,
+        }  # fmt: skip
+    if side == "http":
+        generate([], 1, 1)
+
+
+def run(sides: list[str] | None, shapes: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for each workload and side; a side that fails is told and left out."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for shape in shapes:
+            model = make_in_process(shape, Path(scratch) / shape)
+            for side in sides or (SIDES if shape == next(iter(SHAPES)) else SIDES[:1]):
+                command = [sys.executable, __file__, "--measure", side, shape, str(model)]
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+                    assert process.stdout is not None
+                    for line in process.stdout:
+                        if line.startswith("{"):
+                            yield json.loads(line)
+                if process.returncode:
+                    print(f"{side} with {shape}: exit status {process.returncode}", file=sys.stderr, flush=True)
+
+
+def make_in_process(shape: str, folder: Path) -> Path:
+    """In a process of its own, so that this one holds no GPU memory."""
+    subprocess.run([sys.executable, __file__, "--make", shape, str(folder)], check=True, cwd=ROOT)
+    return folder
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """One line a workload: ours, over HTTP, the peer, how many times the peer's, floor, share of it."""
+    lines = [
+        "| rollouts, tokens/s | ours | over HTTP | vLLM | ratio | floor | share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        found = {row["side"]: row["tokens_per_s"] for row in rows if row["workload"] == name}
+        floor = next(row["floor_tokens_per_s"] for row in rows if row["workload"] == name)
+        ours, peer = found.get("tandem"), found.get("vllm")
+        cells = [*(f"{found[side]:,.0f}" if side in found else "–" for side in SIDES)]
+        cells.append(f"{ours / peer:.2f}" if ours and peer else "–")
+        cells += [f"{floor:,.0f}", f"{ours / floor:.2f}" if ours else "–"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, help="default: all with the first shape, tandem with others"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.make:
+        make_model(SHAPES[args.make[0]], Path(args.make[1]))
+        return
+    if args.measure:
+        side, shape, model = args.measure
+        for row in measure(side, shape, Path(model)):
+            print(json.dumps(row), flush=True)
+        if side != "vllm":  # whose processes must be ended
+            os._exit(0)
+        return
+    rows: list[dict[str, Any]] = []
+    for row in run(args.sides, args.shapes):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    print("\n".join(table(rows)))
+    if args.output:
+        args.output.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Attention over the paged KV cache by Triton kernels that read its blocks where they lie.
+
+    decode    one program for a row, a KV head and a part of the context; the query heads of a KV head share every load
+    merge     puts the parts of a context together, where it was split
+    prefill   one program for a tile of a prompt's tokens and a query head
+
+The plain PyTorch twin is `native/attention.py`, which is what a CPU runs.
+"""
+
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# It knows no Triton: of kernels and their launches it understands nothing.
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64  # tokens of the context a program reads at once
+DECODE_WARPS, DECODE_STAGES = 2, 3  # what was measured best (docs/log.md)
+QUERY_TILE = 64  # tokens of a prompt a program computes
+SMALLEST_DOT = 16  # rows that tl.dot wants at least
+MAX_SPLITS = 32
+PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _decode(
+    q, keys, values, table, columns, positions, out, part_max, part_sum, part_out,
+    block_stride, token_stride, head_stride, scale, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    length = tl.load(positions + row) + 1
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    share = tl.cdiv(tl.cdiv(length - first, TILE), splits) * TILE
+    begin = first + split * share
+    end = tl.minimum(begin + share, length)
+    d, g = tl.arange(0, PADDED), tl.arange(0, ROWS)
+    is_head, is_dim = g < GROUP, d < HEAD_DIM
+    heads = row.to(tl.int64) * HEADS + head * GROUP + g
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    blocks = table + row.to(tl.int64) * tl.load(columns)
+    top, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, PADDED], tl.float32)
+    for start in range(begin, end, TILE):
+        t = start + tl.arange(0, TILE)
+        inside = t < end
+        block = tl.load(blocks + t // BLOCK, mask=inside, other=0).to(tl.int64)
+        where = block * block_stride + (t % BLOCK) * token_stride + head * head_stride
+        k_mask = inside[None, :] if HEAD_DIM == PADDED else inside[None, :] & is_dim[:, None]
+        v_mask = inside[:, None] if HEAD_DIM == PADDED else inside[:, None] & is_dim[None, :]
+        k = tl.load(keys + where[None, :] + d[:, None], mask=k_mask, other=0.0)
+        scores = tl.dot(queries, k, input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shrink, p = tl.exp(top - new_top), tl.exp(scores - new_top[:, None])
+        v = tl.load(values + where[:, None] + d[None, :], mask=v_mask, other=0.0)
+        result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        total, top = total * shrink + tl.sum(p, axis=1), new_top
+    if IS_SPLIT:
+        at = heads * splits + split
+        tl.store(part_max + at, top, mask=is_head)
+        tl.store(part_sum + at, total, mask=is_head)
+        tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=is_head[:, None] & is_dim[None, :])
+    else:
+        result = (result / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=is_head[:, None] & is_dim[None, :])
+
+
+@triton.jit
+def _merge(part_max, part_sum, part_out, out, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    top, total = tl.load(part_max + head * SPLITS + s), tl.load(part_sum + head * SPLITS + s)
+    weight = tl.where(total > 0, tl.exp(top - tl.max(top, axis=0)), 0.0)
+    parts = tl.load(part_out + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :], mask=d[None, :] < HEAD_DIM)
+    result = tl.sum(parts * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    tl.store(out + head * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _prefill(
+    q, keys, values, table, tile_rows, tile_tokens, tile_positions, tile_counts, out, columns,
+    block_stride, token_stride, head_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0), tl.program_id(1)
+    token, count = tl.load(tile_tokens + tile), tl.load(tile_counts + tile)
+    position = tl.load(tile_positions + tile)
+    r, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    is_query, is_dim = r < count, d < HEAD_DIM
+    heads = (token + r).to(tl.int64) * HEADS + head
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=is_query[:, None] & is_dim[None, :], other=0.0)
+    blocks = table + tl.load(tile_rows + tile).to(tl.int64) * columns
+    end = position + count
+    first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
+    top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, PADDED], tl.float32)
+    kv_head = head // (HEADS // KV_HEADS)
+    for start in range(first, end, TILE):
+        t = start + tl.arange(0, TILE)
+        inside = t < end
+        block = tl.load(blocks + t // BLOCK, mask=inside, other=0).to(tl.int64)
+        where = block * block_stride + (t % BLOCK) * token_stride + kv_head * head_stride
+        k = tl.load(keys + where[None, :] + d[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
+        distance = (position + r)[:, None] - t[None, :]
+        visible = distance >= 0
+        if WINDOW > 0:
+            visible = visible & (distance < WINDOW)
+        scores = tl.where(visible, tl.dot(queries, k, input_precision="ieee") * scale, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shrink, p = tl.exp(top - new_top), tl.exp(scores - new_top[:, None])
+        v = tl.load(values + where[:, None] + d[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
+        result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        total, top = total * shrink + tl.sum(p, axis=1), new_top
+    result = (result / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=is_query[:, None] & is_dim[None, :])
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Rows with one token each."""
+
+    table: Tensor  # (rows * columns,) int32: the blocks of each row
+    columns: Tensor  # (1,) int32: on the device, since a CUDA graph must not know it
+    positions: Tensor  # (rows,) int32
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None, splits: int | None = None) -> Tensor:
+        """q (rows, heads, head_dim) over `keys` and `values` (blocks, block size, KV heads, head_dim) -> like q."""
+        num_rows, num_heads, head_dim = q.shape
+        _, block_size, num_kv_heads, _ = keys.shape
+        splits = splits or num_splits(num_rows * num_kv_heads, q.device)
+        out = torch.empty_like(q)
+        parts = [q.new_empty(0, dtype=torch.float32)] * 3
+        if splits > 1:
+            shape = (num_rows, num_heads, splits)
+            parts = [q.new_empty(size, dtype=torch.float32) for size in (shape, shape, (*shape, head_dim))]
+        padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
+        _decode[(num_rows, num_kv_heads, splits)](
+            q, keys, values, self.table, self.columns, self.positions, out, *parts,
+            *keys.stride()[:3], head_dim**-0.5, splits,
+            HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
+            ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=TILE,
+            WINDOW=window or 0, IS_SPLIT=splits > 1,
+            num_warps=DECODE_WARPS if padded <= 128 else 4, num_stages=DECODE_STAGES,
+        )  # fmt: skip
+        if splits > 1:
+            _merge[(num_rows * num_heads,)](*parts, out, HEAD_DIM=head_dim, PADDED=padded, SPLITS=splits, num_warps=2)
+        return out
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Chunks of prompts, each cut into tiles of at most QUERY_TILE tokens."""
+
+    table: Tensor  # (rows * columns,) int32
+    columns: int
+    rows: Tensor  # (tiles,) int32: whose blocks
+    tokens: Tensor  # (tiles,) int32: the first token, among those of the step
+    positions: Tensor  # (tiles,) int32: that token's place in its sequence
+    counts: Tensor  # (tiles,) int32
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """q (tokens, heads, head_dim) -> like q."""
+        _, num_heads, head_dim = q.shape
+        _, block_size, num_kv_heads, _ = keys.shape
+        out = torch.empty_like(q)
+        padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
+        _prefill[(len(self.rows), num_heads)](
+            q, keys, values, self.table, self.rows, self.tokens, self.positions, self.counts, out, self.columns,
+            *keys.stride()[:3], head_dim**-0.5,
+            HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
+            ROWS=QUERY_TILE, TILE=TILE, WINDOW=window or 0, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out
+
+
+def num_splits(num_programs: int, device: torch.device) -> int:
+    """Into how many parts each context is split so that the GPU is filled; a power of two."""
+    if device.type != "cuda":
+        return 1
+    wanted = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(MAX_SPLITS, triton.next_power_of_2(max(1, wanted // num_programs)))

@@ -1,0 +1,242 @@
+"""From logits to tokens and log-probs: once over all logits, then one program a row, and no sort.
+
+    survey   of every part of a row: the greatest logit, the sum of exponentials
+    draw     the part, then the token at which the cumulative distribution passes a uniform number; with top_k or top_p
+             first the least logit that is kept, found bit by bit
+
+The plain PyTorch twin is `native/sampler.py`: the same numbers in, the same tokens out.
+"""
+
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# It knows no Triton: of kernels and their launches it understands nothing.
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+LOWEST = tl.constexpr(-1e30)  # below every logit, and a number: the difference of two infinities is none
+
+
+@triton.jit
+def _load(row, i, vocab):
+    """The logits at `i`, -inf past the end."""
+    return tl.load(row + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _key(x, SHIFT: tl.constexpr):
+    """Integers in the order of the numbers; without the bits that bfloat16 does not have."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000) >> SHIFT
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _survey(logits, sources, temperatures, tops, top_at, sums, raw_sums, row_stride, vocab, parts, BLOCK: tl.constexpr):
+    """Of each part of a row: the greatest logit, where it first occurs, and the sums of exp(logit - greatest), at the
+    row's temperature and at temperature 1."""
+    program, part = tl.program_id(0), tl.program_id(1)
+    row = logits + tl.load(sources + program).to(tl.int64) * row_stride
+    temperature = tl.load(temperatures + program)
+    divisor = tl.where(temperature == 0, 1.0, temperature)
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    x = _load(row, i, vocab)
+    top = tl.maximum(tl.max(x, axis=0), LOWEST)
+    at = program * parts + part
+    tl.store(tops + at, top)
+    tl.store(top_at + at, tl.min(tl.where(x == top, i, 2147483647), axis=0))
+    tl.store(sums + at, tl.sum(tl.exp((x - top) / divisor), axis=0))
+    tl.store(raw_sums + at, tl.sum(tl.exp(x - top), axis=0))
+
+
+@triton.jit
+def _above(row, vocab, divisor, greatest, key, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many logits have at least this key, and their mass."""
+    lane = tl.arange(0, BLOCK)
+    count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        i = start + lane
+        x = _load(row, i, vocab)
+        counts = (_key(x, SHIFT) >= key) & (i < vocab)
+        count += counts.to(tl.int32)
+        mass += tl.where(counts, tl.exp((x - greatest) / divisor), 0.0)
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _least_kept(
+    row, vocab, divisor, greatest, enough_count, enough_mass, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The greatest key that keeps enough; what lies above it, in number and mass; how many tokens have it, and the mass
+    of one of these."""
+    key = tl.full([], 0, tl.int64)
+    for bit in range(32 - SHIFT):
+        trial = key | (tl.full([], 1, tl.int64) << (31 - SHIFT - bit))
+        count, mass = _above(row, vocab, divisor, greatest, trial, SHIFT, BLOCK)
+        if (count >= enough_count) & (mass >= enough_mass):
+            key = trial
+    count, mass = _above(row, vocab, divisor, greatest, key, SHIFT, BLOCK)
+    count_above, mass_above = _above(row, vocab, divisor, greatest, key + 1, SHIFT, BLOCK)
+    ties = count - count_above
+    return key, count_above, mass_above, ties, (mass - mass_above) / ties
+
+
+@triton.jit
+def _kept(x, i, vocab, divisor, greatest, key, num_ties, ties_before, min_p, SHIFT: tl.constexpr):
+    """exp(logit - greatest) where a token is kept, else 0; of the tokens at the key itself the first `num_ties`."""
+    keys = _key(x, SHIFT)
+    is_tie = (keys == key) & (i < vocab)
+    rank = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
+    e = tl.exp((x - greatest) / divisor)
+    kept = ((keys > key) | (is_tie & (rank < num_ties))) & (i < vocab) & (e >= min_p)
+    return tl.where(kept, e, 0.0), ties_before + tl.sum(is_tie.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _find(e, i, before, target, none):
+    """Where the cumulative distribution passes the target, whichever way it was added up."""
+    passes = (before + tl.cumsum(e, axis=0) > target) & (e > 0)
+    first = tl.min(tl.where(passes, i, none), axis=0)
+    last = tl.max(tl.where(e > 0, i, 0), axis=0)
+    return tl.where(first == none, last, first)
+
+
+@triton.jit
+def _draw_truncated(
+    row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    key, num_ties, kept_mass = tl.full([], -1, tl.int64), vocab, total
+    if top_k > 0:
+        enough = tl.minimum(top_k, vocab)
+        key, count, mass, _, tie_mass = _least_kept(row, vocab, divisor, greatest, enough, 0.0, SHIFT, BLOCK)
+        num_ties = enough - count
+        kept_mass = mass + num_ties * tie_mass
+    if top_p < 1:
+        enough_mass = tl.maximum(top_p * kept_mass, 1e-30)
+        p_key, _, mass, ties, tie_mass = _least_kept(row, vocab, divisor, greatest, 1, enough_mass, SHIFT, BLOCK)
+        p_ties = tl.minimum(tl.maximum(tl.ceil((enough_mass - mass) / tie_mass).to(tl.int32), 1), ties)
+        if p_key == key:
+            num_ties = tl.minimum(num_ties, p_ties)
+        if p_key > key:
+            key, num_ties = p_key, p_ties
+    kept_mass, ties = 0.0, 0
+    for start in range(0, vocab, BLOCK):
+        x = _load(row, start + lane, vocab)
+        e, ties = _kept(x, start + lane, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
+        kept_mass += tl.sum(e, axis=0)
+    target = tl.minimum(uniform * kept_mass, kept_mass * (1 - 1.2e-7))
+    begin, before, ties, token, found = 0, 0.0, 0, 0, 0
+    while (found == 0) & (begin < vocab):
+        i = begin + lane
+        e, ties = _kept(_load(row, i, vocab), i, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
+        mass = tl.sum(e, axis=0)
+        if mass > 0:
+            token = _find(e, i, before, target, vocab)  # or else the last that could be drawn
+            if before + mass > target:
+                found = 1
+        begin, before = begin + BLOCK, before + mass
+    return token
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _draw(
+    logits, sources, slots, temperatures, top_ps, min_ps, uniforms, top_ks, raw, tops, top_at, sums, raw_sums,
+    last, tokens, logprobs, lses, row_stride, vocab, parts,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = logits + tl.load(sources + program).to(tl.int64) * row_stride
+    temperature, uniform = tl.load(temperatures + program), tl.load(uniforms + program)
+    top_p, min_p, top_k = tl.load(top_ps + program), tl.load(min_ps + program), tl.load(top_ks + program)
+    divisor = tl.where(temperature == 0, 1.0, temperature)
+    part = tl.arange(0, PARTS)
+    at, inside = program * parts + part, part < parts
+    top = tl.load(tops + at, mask=inside, other=LOWEST)
+    greatest = tl.max(top, axis=0)
+    first = tl.where(inside & (top == greatest), tl.load(top_at + at, mask=inside, other=0), 2147483647)
+    token = tl.minimum(tl.min(first, axis=0), vocab - 1)
+    masses = tl.load(sums + at, mask=inside, other=0.0) * tl.exp((top - greatest) / divisor)
+    total = tl.sum(masses, axis=0)
+    if temperature != 0:
+        if (top_k > 0) | (top_p < 1) | (min_p > 0):
+            token = _draw_truncated(row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p, SHIFT, BLOCK)
+        else:
+            # Below the mass even after rounding: what is drawn then has probability above zero.
+            target = tl.minimum(uniform * total, total * (1 - 1.2e-7))
+            chosen = tl.minimum(_find(masses, part, 0.0, target, PARTS), parts - 1)
+            before = tl.sum(tl.where(part < chosen, masses, 0.0), axis=0)
+            i = chosen * BLOCK + tl.arange(0, BLOCK)
+            e = tl.exp((_load(row, i, vocab) - greatest) / divisor)
+            token = tl.minimum(_find(e, i, before, target, 2147483647), vocab - 1)
+    if tl.load(raw + program) != 0:
+        divisor = 1.0
+        total = tl.sum(tl.load(raw_sums + at, mask=inside, other=0.0) * tl.exp(top - greatest), axis=0)
+    lse = greatest / divisor + tl.log(total)
+    tl.store(last + tl.load(slots + program), token)
+    tl.store(tokens + program, token)
+    tl.store(logprobs + program, tl.load(row + token).to(tl.float32) / divisor - lse)
+    tl.store(lses + program, lse)
+
+
+@dataclass(frozen=True)
+class DrawRows:
+    """What rows want, on the device; one entry a row."""
+
+    slots: Tensor  # int32
+    temperature: Tensor  # float32
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+    top_k: Tensor  # int32
+    raw: Tensor  # int32: whether its log-probs are those at temperature 1
+
+
+@dataclass(frozen=True)
+class DrawnOnDevice:
+    """What was drawn, in one piece, to be copied as one."""
+
+    words: Tensor  # (3, rows or a few more) int32
+    num_rows: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """(rows,) int32"""
+        return self.words[0, : self.num_rows]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """(rows,) float32; NaN where the logits are unusable"""
+        return self.words[1, : self.num_rows].view(torch.float32)
+
+    @property
+    def lse(self) -> Tensor:
+        """(rows,) float32: log-sum-exp of the logits that the log-probs are of"""
+        return self.words[2, : self.num_rows].view(torch.float32)
+
+
+def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> DrawnOnDevice:
+    """A token for each row, from the logits (·, vocab) at its source; it becomes the last token of its slot."""
+    count, vocab = len(rows.slots), logits.shape[1]
+    # Triton compiles once more for addresses that are no multiples of 16 bytes.
+    drawn = DrawnOnDevice(torch.empty(3, -(-count // 4) * 4, dtype=torch.int32, device=logits.device), count)
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    parts = triton.cdiv(vocab, block)
+    tops, sums, raw_sums = (logits.new_empty(count * parts, dtype=torch.float32) for _ in range(3))
+    top_at = logits.new_empty(count * parts, dtype=torch.int32)
+    _survey[(count, parts)](
+        logits, sources, rows.temperature, tops, top_at, sums, raw_sums, logits.stride(0), vocab, parts,
+        BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    _draw[(count,)](
+        logits, sources, rows.slots, rows.temperature, rows.top_p, rows.min_p, rows.uniform, rows.top_k, rows.raw,
+        tops, top_at, sums, raw_sums, last, drawn.tokens, drawn.logprobs, drawn.lse,
+        logits.stride(0), vocab, parts,
+        SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block, PARTS=triton.next_power_of_2(parts),
+        num_warps=8,
+    )  # fmt: skip
+    return drawn

@@ -1,0 +1,149 @@
+"""What lies between the matrix products of a layer, one Triton kernel each.
+
+The plain PyTorch twins are in `models/ops.py`; roundings are as there, so that a trainer's log-probs stay near.
+"""
+
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# It knows no Triton: of kernels and their launches it understands nothing.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS_PER_PROGRAM = 4
+SILU_BLOCK = 1024
+
+
+@triton.jit
+def _embed(token_ids, slots, last, weight, out, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0)
+    token = tl.load(token_ids + row)
+    if token < 0:
+        token = tl.load(last + tl.load(slots + row))
+    i = tl.arange(0, PADDED)
+    x = tl.load(weight + token.to(tl.int64) * SIZE + i, mask=i < SIZE)
+    tl.store(out + row.to(tl.int64) * SIZE + i, x, mask=i < SIZE)
+
+
+@triton.jit
+def _add_norm(x, delta, weight, out, eps, HAS_DELTA: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    here = row * SIZE + i
+    value = tl.load(x + here, mask=i < SIZE, other=0.0)
+    if HAS_DELTA:
+        added = value.to(tl.float32) + tl.load(delta + here, mask=i < SIZE, other=0.0).to(tl.float32)
+        value = added.to(x.dtype.element_ty)
+        tl.store(x + here, value, mask=i < SIZE)
+    exact = value.to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(exact * exact, axis=0) / SIZE + eps)
+    normed = exact * scale * tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    tl.store(out + here, normed.to(out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + i, (silu * up).to(out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def _norm_rotate_write(
+    qkv, q_weight, k_weight, cos, sin, positions, cells, q_out, keys, values,
+    block_stride, token_stride, head_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    half: tl.constexpr = HEAD_DIM // 2
+    mask = (head < HEADS + 2 * KV_HEADS) & (i < half)
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = head >= HEADS + KV_HEADS
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM + i
+    dtype = qkv.dtype.element_ty
+    a, b = tl.load(source, mask=mask, other=0.0), tl.load(source + half, mask=mask, other=0.0)
+    exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
+    if HAS_NORM:
+        scale = 1 / tl.sqrt(tl.sum(exact_a * exact_a + exact_b * exact_b, axis=1) / HEAD_DIM + eps)[:, None]
+        q_a, k_a = tl.load(q_weight + i, mask=i < half, other=0.0), tl.load(k_weight + i, mask=i < half, other=0.0)
+        q_b = tl.load(q_weight + half + i, mask=i < half, other=0.0)
+        k_b = tl.load(k_weight + half + i, mask=i < half, other=0.0)
+        exact_a = (exact_a * scale * tl.where(is_q, q_a, k_a).to(tl.float32)).to(dtype).to(tl.float32)
+        exact_b = (exact_b * scale * tl.where(is_q, q_b, k_b).to(tl.float32)).to(dtype).to(tl.float32)
+    position = tl.load(positions + token)
+    c = tl.load(cos + position * half + i, mask=i < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + position * half + i, mask=i < half, other=0.0).to(tl.float32)
+    turned_a, turned_b = (exact_a * c - exact_b * s).to(dtype), (exact_b * c + exact_a * s).to(dtype)
+    q_to = q_out + (token * HEADS + head) * HEAD_DIM + i
+    tl.store(q_to, turned_a, mask=mask & is_q)
+    tl.store(q_to + half, turned_b, mask=mask & is_q)
+    cell = tl.load(cells + token).to(tl.int64)
+    base = cell // BLOCK * block_stride + cell % BLOCK * token_stride + i
+    k_to = keys + base + (head - HEADS) * head_stride
+    tl.store(k_to, turned_a, mask=mask & is_k)
+    tl.store(k_to + half, turned_b, mask=mask & is_k)
+    v_to = values + base + (head - HEADS - KV_HEADS) * head_stride
+    tl.store(v_to, a, mask=mask & is_v)
+    tl.store(v_to + half, b, mask=mask & is_v)
+
+
+def embed(token_ids: Tensor, slots: Tensor, last: Tensor, weight: Tensor) -> Tensor:
+    """Rows of the embedding; a token id below zero stands for the last token of its slot, which the host has not
+    read yet."""
+    size = weight.shape[1]
+    out = weight.new_empty(len(token_ids), size)
+    _embed[(len(token_ids),)](token_ids, slots, last, weight, out, SIZE=size, PADDED=triton.next_power_of_2(size))
+    return out
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of x + delta; x becomes x + delta."""
+    size = x.shape[-1]
+    out = torch.empty_like(x)
+    padded = triton.next_power_of_2(size)
+    _add_norm[(len(x),)](
+        x, x if delta is None else delta, weight, out, eps,
+        HAS_DELTA=delta is not None, SIZE=size, PADDED=padded, num_warps=4 if padded <= 4096 else 8,
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up (tokens, 2 * size) -> silu(gate) * up (tokens, size)."""
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, size)
+    _silu_mul[(tokens, triton.cdiv(size, SILU_BLOCK))](gate_up, out, SIZE=size, BLOCK=SILU_BLOCK, num_warps=4)
+    return out
+
+
+def norm_rotate_write(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    rotary: tuple[Tensor, Tensor],
+    positions: Tensor,
+    cells: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+) -> Tensor:
+    """Queries (tokens, heads, head_dim) of qkv (tokens, all heads · head_dim), normalized where there are `norms`
+    (weights of queries and keys, epsilon) and turned; keys, likewise, and values go to their cells of the cache.
+
+    rotary: cosines and sines (positions, head_dim / 2); keys and values (blocks, block size, KV heads, head_dim)."""
+    _, block_size, num_kv_heads, head_dim = keys.shape
+    tokens = len(qkv)
+    q = qkv.new_empty(tokens, num_heads, head_dim)
+    q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
+    _norm_rotate_write[(tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))](
+        qkv, q_weight, k_weight, *rotary, positions, cells, q, keys, values, *keys.stride()[:3], eps,
+        HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK=block_size, HAS_NORM=norms is not None, PER_PROGRAM=HEADS_PER_PROGRAM, num_warps=1,
+    )  # fmt: skip
+    return q

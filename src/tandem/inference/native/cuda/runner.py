@@ -1,0 +1,202 @@
+"""Steps on a GPU: launched without waiting for them, decoding ones as one CUDA graph each.
+
+    decoding rows   inputs ─► CUDA graph: embedding, layers, LM head, draw ─┐
+    prompts         inputs ─► forward pass ─► draw ─────────────────────────┴─► pinned memory, read a step later
+
+The token a row drew stays on the GPU, by slot, where its next step finds it. A graph replays fixed shapes on fixed
+buffers, so rows are rounded up to a bucket; padding rows write to a block that belongs to nobody. Weights change in
+place, so graphs stay true when they do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.inference.native.attention import KVCache, to_device
+from tandem.inference.native.cuda.draw import DrawnOnDevice, DrawRows, draw
+from tandem.inference.native.cuda.forward import FusedDecoder
+from tandem.inference.native.cuda.inputs import (
+    DecodeInputs,
+    decode_arrays,
+    decode_inputs,
+    draw_arrays,
+    offsets,
+    prefill_inputs,
+    upload,
+)
+from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
+from tandem.inference.native.sampler import NO_TOP, Drawn, SamplingRows, sampling_rows
+from tandem.inference.native.state import Rows, SlotState
+from tandem.models.decoder import Decoder
+from tandem.models.lora import AdapterBank
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A forward pass under way."""
+
+    logits: Tensor  # (rows whose last token was computed, vocab); true until the next launch
+    drawn: DrawnOnDevice | None  # a token for each of them, where the graph drew it
+
+
+@dataclass(frozen=True)
+class DecodeGraph:
+    graph: torch.cuda.CUDAGraph
+    words: Tensor  # what the step is told
+    drawn: DrawnOnDevice
+
+
+class CudaRunner:
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapters: AdapterBank,
+        cache: KVCache,
+        state: SlotState,
+        device: torch.device,
+        *,
+        use_graphs: bool,
+    ) -> None:
+        """The last block of `cache` must be one that no sequence is ever given."""
+        self.decoder, self.adapters, self.cache, self.state, self.device = decoder, adapters, cache, state, device
+        self.fused = FusedDecoder(decoder, cache, state.tokens.shape[1])
+        self.spare_block = cache.shape[1] - 1
+        # By slot, and one more for padding rows.
+        self.last = torch.zeros(state.num_slots + 1, dtype=torch.int32, device=device)
+        self.sources = torch.arange(buckets(state.num_slots)[-1], dtype=torch.int32, device=device)
+        self.use_graphs = use_graphs
+        num_logits = len(self.sources) if use_graphs else 0
+        self.logits = cache.keys.new_empty(num_logits, decoder.spec.vocab_size)  # of a graph's rows
+        self.graphs: dict[int, DecodeGraph] = {}
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Compile the kernels and capture the graphs, the largest first: the others find room in its memory."""
+        slot = np.zeros(1, np.int64)  # still free; what is computed for it goes to the block that belongs to nobody
+        self.state.block_table[slot] = self.spare_block
+        self.launch(slot, np.full(1, 2), slot)
+        self._launch_decode(slot, use_graph=False)
+        memory: Any = None
+        for size in reversed(buckets(self.state.num_slots)) if self.use_graphs else ():
+            self.graphs[size] = self._capture(slot, size, memory)
+            memory = memory or self.graphs[size].graph.pool()
+        self.state.block_table[slot] = 0
+        torch.cuda.synchronize(self.device)
+
+    def launch(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Launched:
+        """Compute the next `chunk` tokens of each row into the cache, and logits where the rows at the indices
+        `wanted` have their last one."""
+        is_adapted = self.adapters.route(self.state.adapter[np.repeat(rows, chunk)], self.device)
+        if len(wanted) == len(rows) == chunk.sum():
+            return self._launch_decode(rows, use_graph=self.use_graphs and not is_adapted)
+        inputs = prefill_inputs(self.state, rows, chunk, wanted, self.device)
+        x = self.fused.embed(inputs.token_ids, inputs.slots, self.last)
+        hidden = self.fused(x, inputs.positions, inputs.cells, inputs.attention.attend)
+        if self.state.wants_prompt[rows].any():
+            start = self.state.computed[rows]
+            positions = np.concatenate([np.arange(s, s + c) for s, c in zip(start, chunk, strict=True)])
+            record_prompt_logprobs(self.decoder, self.state, hidden, np.repeat(rows, chunk), positions)
+        return Launched(self.decoder.logits(hidden[inputs.last]), None)
+
+    def forward(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Tensor:
+        return self.launch(rows, chunk, wanted).logits
+
+    def draw(self, rows: Rows, launched: Launched, index: NDArray[np.int64] | None) -> Callable[[], Drawn]:
+        """Have a token drawn for each row, from its own logits or from those at its index, and copied to the host; the
+        function that is returned waits for it."""
+        drawn, logits = launched.drawn, launched.logits
+        if drawn is None or index is not None:
+            drawn = self._draw(rows, logits, index)
+        words = self._to_host(drawn.words)
+        num_top = min(int(self.state.num_top[rows].max()), logits.shape[-1])
+        tops: list[Tensor] = []
+        if num_top:
+            sampling = sampling_rows(self.state, rows)
+            tops = [self._to_host(part) for part in top_logprobs(drawn, logits, index, sampling, num_top)]
+        done = torch.cuda.Event()
+        done.record()
+
+        def read() -> Drawn:
+            done.synchronize()
+            tokens, logprobs = words[:2, : drawn.num_rows].numpy()
+            top = (tops[0].numpy(), tops[1].numpy()) if tops else NO_TOP
+            return Drawn(tokens.astype(np.int64), logprobs.view(np.float32), *top)
+
+        return read
+
+    def _draw(self, rows: Rows, logits: Tensor, index: NDArray[np.int64] | None) -> DrawnOnDevice:
+        arrays = [
+            values.astype(np.float32 if values.dtype == np.float32 else np.int32)
+            for values, _ in draw_arrays(self.state, rows, sampling_rows(self.state, rows))
+        ]
+        sources = self.sources if index is None else to_device(index.astype(np.int32), self.device)
+        return draw(logits, sources, DrawRows(*upload(arrays, self.device)), self.last)
+
+    def _launch_decode(self, rows: Rows, *, use_graph: bool) -> Launched:
+        size = next(size for size in buckets(self.state.num_slots) if size >= len(rows)) if use_graph else len(rows)
+        arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), size, self.spare_block)
+        if not use_graph:
+            logits, drawn = self._decode(decode_inputs(upload(arrays, self.device)), None)
+            return Launched(logits, drawn)
+        graph = self.graphs[size]
+        upload(arrays, self.device, graph.words)
+        graph.graph.replay()
+        return Launched(self.logits[: len(rows)], DrawnOnDevice(graph.drawn.words, len(rows)))
+
+    def _decode(self, inputs: DecodeInputs, logits: Tensor | None) -> tuple[Tensor, DrawnOnDevice]:
+        """A whole decoding step; logits are written to `logits` where that is given."""
+        x = self.fused.embed(inputs.token_ids, inputs.draw.slots, self.last)
+        hidden = self.fused(x, inputs.attention.positions, inputs.cells, inputs.attention.attend)
+        if logits is None:
+            logits = self.decoder.logits(hidden)
+        else:
+            torch.mm(hidden, self.decoder.output_weight.T, out=logits)
+        return logits, draw(logits, self.sources, inputs.draw, self.last)
+
+    def _capture(self, slot: Rows, num_rows: int, memory: Any) -> DecodeGraph:
+        arrays = decode_arrays(self.state, slot, sampling_rows(self.state, slot), num_rows, self.spare_block)
+        num_words = offsets([array.size for array in arrays])[-1] + num_rows * self.state.block_table.shape[1]
+        words = torch.zeros(num_words, dtype=torch.int32, device=self.device)
+        inputs = decode_inputs(upload(arrays, self.device, words))
+        logits = self.logits[:num_rows]
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self._decode(inputs, logits)  # products choose their plans before the graph is captured
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            _, drawn = self._decode(inputs, logits)
+        return DecodeGraph(graph, words, drawn)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+
+def top_logprobs(
+    drawn: DrawnOnDevice, logits: Tensor, index: NDArray[np.int64] | None, rows: SamplingRows, num_top: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs (rows, num_top) of the likeliest."""
+    device = logits.device
+    values, tokens = logits.float().topk(num_top, dim=-1)
+    if index is not None:
+        source = to_device(index, device)
+        values, tokens = values[source], tokens[source]
+    divisor = np.where(rows.raw_logprobs | (rows.temperature == 0), np.float32(1), rows.temperature)
+    return tokens, values / to_device(divisor, device)[:, None] - drawn.lse[:, None]
+
+
+def buckets(num_slots: int) -> list[int]:
+    """Numbers of rows that graphs are captured for: doublings, and from 64 on their halves between."""
+    sizes = [1]
+    while sizes[-1] < num_slots:
+        size = sizes[-1]
+        power = 1 << (size.bit_length() - 1)
+        sizes.append(size + power // 2 if size >= 64 else size * 2)
+    return sizes

@@ -1,0 +1,62 @@
+"""How many tokens a micro-batch takes where nobody said: on a GPU, what its memory holds, as long as more is faster."""
+
+import torch
+
+from tandem.models.decoder import Decoder
+from tandem.models.gpu.logprobs_memory import CHUNK_SHARE, KEPT_SHARE
+from tandem.models.spec import ModelSpec
+from tandem.trainer.model.optimizer import local
+from tandem.trainer.model.step import Stepper
+
+DEFAULT = 8192  # on a CPU; for models whose activations we do not know; and where runs have to repeat bit for bit
+LEAST, MOST, MULTIPLE = 2048, 32768, 1024
+USED_SHARE = 0.85  # of free memory: the rest is for what is not counted, and what fragments
+FLOAT32_SHARE = 1.5  # there attention goes over rectangles, which hold copies of queries and keys
+
+
+def tokens_per_microbatch(stepper: Stepper, asked: int, *, least: int, deterministic: bool) -> int:
+    """What was `asked` for, unless that is 0; else at least `least`, and the same on all ranks.
+
+    To be asked before the first step, when whoever shares the GPU has taken its part.
+    """
+    if asked:
+        return asked
+    decoder = next((module for module in stepper.model.modules() if isinstance(module, Decoder)), None)
+    device = stepper.ranks.device
+    if device.type != "cuda" or deterministic or decoder is None:
+        return max(least, DEFAULT)
+    smallest = -stepper.ranks.all_max(torch.tensor([-_fitting(stepper, decoder)], device=device))
+    return max(least, int(smallest))
+
+
+def _fitting(stepper: Stepper, decoder: Decoder) -> int:
+    device, parallel, spec = stepper.ranks.device, stepper.parallel, decoder.spec
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    dtype = decoder.compute_dtype or torch.float32
+    trained = sum(local(p).numel() for p in decoder.parameters() if p.requires_grad)
+    # Rounded weights are kept for the backward pass.
+    rounded = sum(local(p).numel() for p in decoder.parameters()) if dtype != torch.float32 else 0
+    state = 4 if parallel.optimizer_offload else 12  # bytes: gradient, and Adam's two moments
+    head = 8 * spec.vocab_size * spec.hidden_size  # its gradient, and that of a chunk
+    taken = trained * state + rounded * dtype.itemsize + head + int(total * (CHUNK_SHARE + KEPT_SHARE))
+    return fitting_tokens(free, taken, activation_bytes(spec, dtype.itemsize, parallel.gradient_checkpointing))
+
+
+def fitting_tokens(free: int, taken: int, per_token: int) -> int:
+    """Of `free` bytes, `taken` are for other things."""
+    tokens = (int(free * USED_SHARE) - taken) // per_token // MULTIPLE * MULTIPLE
+    return min(max(tokens, LEAST), MOST)
+
+
+def activation_bytes(spec: ModelSpec, itemsize: int, gradient_checkpointing: int) -> int:
+    """Of one token, kept for the backward pass: the residual before and after attention and both norms of it, query,
+    key and value before and after rotation, what attention gives, gate, up and their product."""
+    qkv = spec.q_size + 2 * spec.kv_size
+    layer = itemsize * (4 * spec.hidden_size + 2 * qkv + spec.q_size + 3 * spec.intermediate_size)
+    if itemsize == 4:
+        layer = int(layer * FLOAT32_SHARE)
+    every = gradient_checkpointing
+    recomputed = -(-spec.num_layers // every) if every else 0
+    # Of a layer that is computed again its input is kept, and all of one at a time.
+    return (spec.num_layers - recomputed + bool(every)) * layer + recomputed * itemsize * spec.hidden_size

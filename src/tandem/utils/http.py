@@ -1,0 +1,114 @@
+"""An HTTP client of one server: requests that fail on their way are sent again, refusals are read for their reason."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+OK = 200
+BUSY = 429
+RETRY_STATUS = (BUSY, 502, 503, 504)
+MAX_REASON = 500  # characters of an answer in no known shape
+LOST = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+class Unreachable(Exception):
+    """No answer came: nothing is known of what became of the request."""
+
+
+class RequestFailed(RuntimeError):
+    """The server refused the request, or did not answer it however often it was sent."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def reason(self) -> str:
+        return reason_of(self.body)
+
+
+SendAgain = Callable[[Reply | None, str], Awaitable[bool]]
+"""Called after every attempt with its reply, if one came, and the problem; whether to send the request again."""
+
+
+class HttpClient:
+    """One connection pool, for one event loop: made at the first request, closed by `close`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float,
+        max_connections: int = 0,
+        max_line_bytes: int = 2**16,
+    ) -> None:
+        """`max_connections`: 0 is any number. `max_line_bytes`: of an answer that is read line by line."""
+        self.base_url = base_url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._max_connections = max_connections
+        self._max_line_bytes = max_line_bytes
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=self.timeout_s),
+                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                read_bufsize=self._max_line_bytes,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def send(self, method: str, route: str, body: Any = None, timeout_s: float | None = None) -> Reply:
+        """One attempt. Raises Unreachable."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s)
+        try:
+            async with self.session.request(method, self.base_url + route, json=body, timeout=timeout) as response:
+                return Reply(response.status, response.headers, await response.read())
+        except LOST as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+
+    async def post(self, route: str, body: Any, retries: int, send_again: SendAgain) -> Reply:
+        """The reply with status 200, of at most `retries` + 1 attempts. Raises RequestFailed."""
+        problem = ""
+        for attempt in range(retries + 1):
+            if attempt:
+                await asyncio.sleep(min(0.25 * 2**attempt, 5))
+            try:
+                reply = await self.send("POST", route, body)
+                problem = f"{reply.status}: {reply.reason}" if reply.status != OK else ""
+            except Unreachable as error:
+                reply, problem = None, str(error)
+            is_wanted = await send_again(reply, problem)
+            if reply is not None and reply.status == OK:
+                return reply
+            if not is_wanted:
+                break
+        raise RequestFailed(f"{self.base_url}{route} failed: {problem}")
+
+
+def reason_of(body: bytes) -> str:
+    """What a server says is wrong: in OpenAI's shape, under another of the usual keys, or in plain text."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode(errors="replace").strip()[:MAX_REASON] or "nothing"
+    for key in ("message", "error_message", "error", "detail"):
+        if isinstance(answer, dict) and answer.get(key):
+            said = answer[key]
+            return str(said.get("message", said) if isinstance(said, dict) else said)
+    return str(answer)[:MAX_REASON]

@@ -1,0 +1,207 @@
+"""Every Triton kernel of the native engine against its plain PyTorch twin, computed in float32, on random inputs and
+odd sizes. With TRITON_INTERPRET=1 and without a GPU the same tests run on a CPU, on fewer cases."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tandem.inference.native.attention import KVCache
+from tandem.inference.native.sampler import SamplingRows, sample, uniforms
+from tandem.models import ops
+
+pytest.importorskip("triton", reason="pip install triton")
+
+from tandem.inference.native.cuda import draw as drawing
+from tandem.inference.native.cuda import layers
+from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# heads, KV heads, head dim, block size, window
+SHAPES = [(16, 8, 128, 16, None), (9, 3, 64, 4, 37), (4, 4, 80, 16, None), (12, 2, 24, 5, 3), (32, 8, 128, 16, 500)]
+SHAPES = SHAPES if ON_GPU else SHAPES[1:4]
+# Padding divides nothing by nothing; the interpreter, which is NumPy, warns.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value")]
+
+
+def int32(values: object) -> Tensor:
+    return torch.tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.float(), expected.float()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+class Paged:
+    """A cache with random contents, and sequences whose blocks lie in it anyhow."""
+
+    def __init__(self, lengths: list[int], shape: tuple[int, int, int, int, int | None], dtype: torch.dtype) -> None:
+        self.heads, self.kv_heads, self.head_dim, self.block_size, self.window = shape
+        self.columns = -(-max(lengths) // self.block_size) + 1
+        num_blocks = len(lengths) * self.columns
+        self.cache = KVCache(
+            2, num_blocks, self.block_size, self.kv_heads, self.head_dim, dtype, DEVICE, heads_first=True
+        )
+        for part in (self.cache.keys, self.cache.values):
+            part.copy_(torch.randn(part.shape, device=DEVICE))
+        self.table = torch.randperm(num_blocks, device=DEVICE).view(len(lengths), self.columns)
+        self.keys, self.values = self.cache.keys[1], self.cache.values[1]
+
+    def attend(self, row: int, position: int, q: Tensor) -> Tensor:
+        """One query (heads, head_dim), in float32."""
+        start = 0 if self.window is None else max(0, position + 1 - self.window)
+        folded = self.heads // self.kv_heads
+        k, v = (
+            part[self.table[row]].flatten(0, 1)[start : position + 1].float().repeat_interleave(folded, 1)
+            for part in (self.keys, self.values)
+        )
+        weights = (torch.einsum("hd,nhd->hn", q.float(), k) * self.head_dim**-0.5).softmax(-1)
+        return torch.einsum("hn,nhd->hd", weights, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_attention(shape: tuple[int, int, int, int, int | None], dtype: torch.dtype, splits: int) -> None:
+    lengths = [1, 2, 63, 64, 65, 130] + ([700, 1031] if ON_GPU else [])
+    paged = Paged(lengths, shape, dtype)
+    q = torch.randn(len(lengths), paged.heads, paged.head_dim, device=DEVICE).to(dtype)
+    rows = DecodeRows(paged.table.int().flatten(), int32([paged.columns]), int32(lengths) - 1)
+    out = rows.attend(q, paged.keys, paged.values, paged.window, splits)
+    for row, length in enumerate(lengths):
+        assert relative_error(out[row], paged.attend(row, length - 1, q[row])) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefill_attention(shape: tuple[int, int, int, int, int | None], dtype: torch.dtype) -> None:
+    """Chunks that begin anywhere in their sequence: whole prompts, later parts, single tokens."""
+    chunks = [(0, 1), (0, 70), (33, 5), (64, 64)] + ([(500, 300)] if ON_GPU else [])
+    paged = Paged([start + count for start, count in chunks], shape, dtype)
+    tiles = []
+    num_tokens = 0
+    for row, (start, count) in enumerate(chunks):
+        for offset in range(0, count, QUERY_TILE):
+            tiles.append((row, num_tokens + offset, start + offset, min(QUERY_TILE, count - offset)))
+        num_tokens += count
+    q = torch.randn(num_tokens, paged.heads, paged.head_dim, device=DEVICE).to(dtype)
+    plan = PrefillTiles(paged.table.int().flatten(), paged.columns, *int32(tiles).T.contiguous())
+    out = plan.attend(q, paged.keys, paged.values, paged.window)
+    token = 0
+    for row, (start, count) in enumerate(chunks):
+        for position in range(start, start + count):
+            expected = paged.attend(row, position, q[token])
+            assert relative_error(out[token], expected) < TOLERANCE[dtype], (row, position)
+            token += 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_norm_rotate_write(shape: tuple[int, int, int, int, int | None], dtype: torch.dtype, has_norm: bool) -> None:
+    positions = int32([0, 5, 6, 40, 17])
+    paged = Paged([60] * len(positions), shape, dtype)
+    heads, kv_heads, dim = paged.heads, paged.kv_heads, paged.head_dim
+    qkv = torch.randn(len(positions), (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
+    weights = [torch.rand(dim, device=DEVICE).to(dtype) + 0.5 for _ in range(2)]
+    angles = torch.arange(64, device=DEVICE)[:, None] * torch.rand(dim // 2, device=DEVICE)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cells = (paged.table[range(len(positions)), (positions // paged.block_size).long()] * paged.block_size
+             + positions % paged.block_size).int()  # fmt: skip
+    before = paged.cache.keys.clone()
+    norms = (weights[0], weights[1], 1e-6) if has_norm else None
+    q = layers.norm_rotate_write(qkv, norms, (cos, sin), positions, cells, paged.keys, paged.values, heads)
+
+    at = positions.long()
+    wide_cos = torch.cat((cos, cos), -1)[at][:, None].float()
+    wide_sin = torch.cat((-sin, sin), -1)[at][:, None].float()
+    sides = qkv.view(len(positions), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    exact = [side.float() for side in sides[:2]]
+    if has_norm:
+        exact = [ops.rms_norm(side, weight.float(), 1e-6) for side, weight in zip(exact, weights, strict=True)]
+    turned = [ops.rotate(side, wide_cos, wide_sin) for side in exact]
+    block, offset = (cells // paged.block_size).long(), (cells % paged.block_size).long()
+    assert relative_error(q, turned[0]) < TOLERANCE[dtype]
+    assert relative_error(paged.keys[block, offset], turned[1]) < TOLERANCE[dtype]
+    assert torch.equal(paged.values[block, offset], sides[2])
+    changed = (paged.cache.keys != before).any(-1).any(-1)
+    assert int(changed.sum()) == len(positions), "it wrote elsewhere"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 576, 1000] if ON_GPU else [72])
+def test_between_products(size: int, dtype: torch.dtype) -> None:
+    x, delta = (torch.randn(7, size, device=DEVICE).to(dtype) for _ in range(2))
+    weight = torch.rand(size, device=DEVICE).to(dtype)
+    added = x + delta
+    for found, expected in (
+        (layers.add_norm(x.clone(), None, weight, 1e-6), F.rms_norm(x, (size,), weight, 1e-6)),
+        (layers.add_norm(x, delta, weight, 1e-6), F.rms_norm(added, (size,), weight, 1e-6)),
+        (x, added),
+        (layers.silu_mul(torch.cat((x, delta), -1)), F.silu(x) * delta),
+    ):
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+
+
+def test_embedding_takes_the_last_token_where_the_host_has_none() -> None:
+    weight = torch.randn(50, 24, device=DEVICE)
+    out = layers.embed(int32([3, -1, -1, 49]), int32([0, 2, 1, 0]), int32([11, 12, 13]), weight)
+    assert torch.equal(out, weight[[3, 13, 12, 49]])
+
+
+def sampling_cases(num_rows: int, *, plain: bool) -> SamplingRows:
+    rng = np.random.default_rng(num_rows)
+
+    def choose(*values: float) -> np.ndarray:
+        return rng.choice(np.array(values, np.float32), num_rows)
+
+    return SamplingRows(
+        temperature=choose(0, 0.7, 1, 1.5),
+        top_p=choose(1) if plain else choose(1, 0.9, 0.5, 0, 0.99),
+        top_k=(choose(0) if plain else choose(0, 1, 5, 50, 10**6)).astype(np.int64),
+        min_p=choose(0) if plain else choose(0, 0.05, 0.3),
+        raw_logprobs=rng.random(num_rows) < 0.3,
+        num_top=np.zeros(num_rows, np.int64),
+        seed=rng.integers(0, 99, num_rows).astype(np.uint64),
+        sample_index=np.arange(num_rows).astype(np.uint64),
+        position=np.arange(num_rows),
+    )
+
+
+def draw_rows(rows: SamplingRows) -> drawing.DrawRows:
+    u = uniforms(rows.seed, rows.sample_index, rows.position)
+    floats = [torch.from_numpy(values).to(DEVICE) for values in (rows.temperature, rows.top_p, rows.min_p, u)]
+    return drawing.DrawRows(int32(range(len(u))), *floats, int32(rows.top_k), int32(rows.raw_logprobs))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_draws_are_those_of_the_sampler(plain: bool, tied: bool) -> None:
+    """Seeded draws included: the same uniform number gives the same token. Ties go to the lower token id."""
+    num_rows, vocab = (200, 10007) if ON_GPU else (4, 70)
+    rows = sampling_cases(num_rows, plain=plain)
+    logits = torch.randn(num_rows, vocab, device=DEVICE) * 3
+    logits = (logits * 4).round() / 4 if tied else logits
+    sources = torch.randperm(num_rows, device=DEVICE)
+    last = int32([-1] * num_rows)
+    drawn = drawing.draw(logits, sources.int(), draw_rows(rows), last)
+    expected = sample(logits[sources].cpu(), rows)
+    differing = (drawn.tokens.cpu().numpy() != expected.tokens).sum()
+    assert differing <= num_rows // 100  # where a uniform number falls on a border, up to rounding
+    if differing == 0:
+        assert np.abs(drawn.logprobs.cpu().numpy() - expected.logprobs).max() < 1e-4
+    assert torch.equal(last, drawn.tokens)
+
+
+def test_logits_that_are_no_numbers_are_told() -> None:
+    logits = torch.randn(4, 100, device=DEVICE)
+    logits[1, 7], logits[2, 3], logits[3, :50] = torch.nan, torch.inf, -torch.inf
+    rows = sampling_cases(4, plain=True)
+    drawn = drawing.draw(logits, int32(range(4)), draw_rows(rows), int32([0] * 4))
+    assert torch.isfinite(drawn.logprobs).tolist() == [True, False, False, True]
+    assert 50 <= int(drawn.tokens[3]) < 100

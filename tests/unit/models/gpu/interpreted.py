@@ -1,0 +1,144 @@
+"""Compares every Triton kernel with float32 PyTorch. On a CPU by Triton's interpreter, which has to be chosen before
+Triton is imported (TRITON_INTERPRET=1): `test_kernels.py` runs this file in a process of its own, `tests/gpu` uses it.
+
+Every comparison is ‖found − expected‖ / ‖expected‖, over values and gradients.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tandem.models import ops
+from tandem.models.gpu import autograd, logprobs
+
+EPS = 1e-6
+Case = tuple[str, Callable[[], float]]
+
+
+def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    errors = []
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape, (one.shape, other.shape)
+        errors.append(float((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-20)))
+    return max(errors)
+
+
+def with_gradients(function: Callable[..., Sequence[Tensor]], *inputs: Tensor | None) -> list[Tensor]:
+    """What the function gives, then the gradients of its inputs under pulls that depend on shapes alone."""
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+    outputs = [out for out in function(*leaves) if out.requires_grad]
+    pulls = [torch.linspace(-1, 1, out.numel()).cos().to(out).view_as(out) for out in outputs]
+    gradients = torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf is not None], pulls)
+    return [out.detach() for out in outputs] + list(gradients)
+
+
+def compare(
+    kernel: Callable[..., Sequence[Tensor]], twin: Callable[..., Sequence[Tensor]], *inputs: Tensor | None
+) -> float:
+    """The twin gets the same numbers in float32."""
+    exact = [None if x is None else x.float() for x in inputs]
+    return relative_error(with_gradients(kernel, *inputs), with_gradients(twin, *exact))
+
+
+def cases(device: str, dtype: torch.dtype, scale: int) -> Iterator[Case]:
+    """Odd sizes; `scale` makes them larger where that costs nothing."""
+    draw = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(device, dtype)
+
+    for rows, size in ((5, 40), (7 * scale, 128), (600 if scale > 1 else 3, 1000)):
+        x, delta, weight = randn(rows, size), randn(rows, size), randn(size)
+        yield (
+            f"add_norm {rows}x{size}",
+            lambda x=x, delta=delta, weight=weight: compare(
+                lambda x, d, w: autograd.AddNorm.apply(x, d, w, EPS),
+                lambda x, d, w: (x + d, F.rms_norm(x + d, w.shape, w, EPS)),
+                *(x, delta, weight),
+            ),
+        )
+        yield (
+            f"norm {rows}x{size}",
+            lambda x=x, weight=weight: compare(
+                lambda x, w: autograd.AddNorm.apply(x, None, w, EPS),
+                lambda x, w: (x * 1, F.rms_norm(x, w.shape, w, EPS)),
+                *(x, weight),
+            ),
+        )
+    for shape, tokens, has_norm in (((4, 2, 32), 5, True), ((3, 1, 24), 7 * scale, True), ((6, 2, 16), 3, False)):
+        yield f"heads {shape} {tokens} {has_norm}", heads_case(randn, shape, tokens, has_norm)
+    for rows, size in ((3, 20), (5 * scale, 1030)):
+        gate_up = randn(rows, 2 * size)
+        yield (
+            f"silu_mul {rows}x{size}",
+            lambda gate_up=gate_up: compare(
+                lambda x: (autograd.SiluMul.apply(x),),
+                lambda x: (F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],),
+                gate_up,
+            ),
+        )
+    for tokens, size, vocab in ((7, 16, 37), (130, 32, 1500 * scale)):
+        for temperature, has_entropy in ((1.0, False), (0.7, True)):
+            yield (
+                f"logprobs {tokens}x{size}x{vocab} {temperature} {has_entropy}",
+                logprobs_case(randn, tokens, size, vocab, temperature, has_entropy),
+            )
+
+
+def heads_case(
+    randn: Callable[..., Tensor], shape: tuple[int, int, int], tokens: int, has_norm: bool
+) -> Callable[[], float]:
+    num_q, num_k, head_dim = shape
+    qkv = randn(tokens, (num_q + 2 * num_k) * head_dim)
+    weights = (randn(head_dim), randn(head_dim)) if has_norm else (None, None)
+    angles = torch.arange(tokens)[:, None, None] * torch.rand(head_dim // 2)
+    cos = torch.cat((angles.cos(),) * 2, -1).to(qkv)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(qkv)
+
+    def twin(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[Tensor, ...]:
+        sizes = [num_q * head_dim, num_k * head_dim, num_k * head_dim]
+        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split(sizes, dim=-1))
+        q, k = (
+            ops.rotate(x if w is None else F.rms_norm(x, w.shape, w, EPS), cos.float(), sin.float())
+            for x, w in ((q, q_weight), (k, k_weight))
+        )
+        return q, k, v * 1
+
+    return lambda: compare(
+        lambda qkv, q_weight, k_weight: autograd.Heads.apply(qkv, q_weight, k_weight, cos, sin, shape, EPS),
+        twin,
+        *(qkv, *weights),
+    )
+
+
+def logprobs_case(
+    randn: Callable[..., Tensor], tokens: int, size: int, vocab: int, temperature: float, has_entropy: bool
+) -> Callable[[], float]:
+    hidden, weight = randn(tokens, size), randn(vocab, size)
+    labels = torch.arange(tokens, device=hidden.device) * 31 % vocab
+
+    def twin(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        distribution = (F.linear(hidden, weight) / temperature).log_softmax(-1)
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        return distribution.gather(-1, labels[:, None])[:, 0], entropy if has_entropy else entropy.detach()
+
+    def kernel(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs.token_logprobs(hidden, weight, labels, temperature, has_entropy)
+
+    return lambda: compare(kernel, twin, hidden, weight)
+
+
+def main() -> None:
+    chunk_bytes = int(sys.argv[1])  # small enough that log-probs come in several chunks, some of them kept
+    logprobs.memory_of = lambda device: chunk_bytes
+    dtype = getattr(torch, sys.argv[2])
+    torch.manual_seed(0)
+    print(json.dumps({name: case() for name, case in cases("cpu", dtype, scale=1)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The Triton kernels against float32 PyTorch, by Triton's interpreter where there is no GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.models.gpu.blocks import BLOCK
+from tandem.models.gpu.logprobs_memory import plan_chunks
+
+INTERPRETED = Path(__file__).with_name("interpreted.py")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("memory_bytes", [10_000_000, 10**9], ids=["chunks", "whole"])
+def test_kernels_compute_what_their_twins_do(dtype: str, tolerance: float, memory_bytes: int) -> None:
+    command = [sys.executable, str(INTERPRETED), str(memory_bytes), dtype]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)
+    assert len(errors) == 15
+    assert {name: error for name, error in errors.items() if not error < tolerance} == {}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "memory_gib", "expected"),
+    [
+        (16384, 140, (8192, 3)),  # two chunks, both kept
+        (8320, 140, (4224, 7)),  # rather two halves than a large and a small one
+        (100, 140, (128, 241)),
+        (57344, 24, (1664, 3)),  # a smaller card: smaller chunks, of which the last ones are made again
+        (0, 140, (128, 241)),
+    ],
+)
+def test_chunks_of_logits_fit_the_memory(num_tokens: int, memory_gib: int, expected: tuple[int, int]) -> None:
+    row_bytes = 2 * 151_936
+    rows, num_kept = plan_chunks(num_tokens, row_bytes, memory_gib * 2**30)
+    assert (rows, num_kept) == expected
+    assert rows % BLOCK == 0 and rows * row_bytes <= memory_gib * 2**30 / 48
+    assert rows * row_bytes * num_kept <= memory_gib * 2**30 / 16
