@@ -128,8 +128,8 @@ class InferenceConfig(Config):
     """Size of the KV cache in tokens. None: room for max_sequences of seq_len, at most a quarter of free memory."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of the GPU's memory for weights, KV cache and all else; None: native: a quarter of what is free for the
-    cache, vllm: its own default."""
+    """Share of the GPU's memory for weights, KV cache and everything else. None: native gives the KV cache a quarter of
+    the free memory, vllm uses its own default."""
 
     prefix_caching: bool = True
     """Reuse the KV cache of prompts that begin alike, from earlier requests too. Always off with deterministic."""
