@@ -71,7 +71,7 @@ def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description
     config = load_config(cls, [*arguments, *flags], prog, description, stored_config(shown, prog))
     if not stays:
         assert start is not None
-        print(f"{prog}: going on in {start}, where the run was started", file=sys.stderr)
+        print(f"{prog}: continuing in {start}, where the run was started", file=sys.stderr)
         os.chdir(start)
         sys.argv[1:] = [FLAG, str(run), *arguments]  # ranks are started with this command line
     return config
@@ -94,7 +94,7 @@ def load_config(
                 raise UserError(explain_validation_error(cls, error.__cause__)) from error
             stray = str(error).removeprefix("Unrecognized arguments: ")
             if stray != str(error):
-                raise UserError(f"{stray!r} is no option; give files as: @ FILE, options as: --name VALUE") from error
+                raise UserError(f"{stray!r} is not an option; give files as @ FILE, options as --name VALUE") from error
             raise UserError(str(error)) from error
         except json.JSONDecodeError as error:
             raise UserError(f"{error.doc!r} on the command line is not valid JSON: {error}") from error

@@ -9,16 +9,16 @@ from tandem.config.shared import LogOptions
 
 
 class ExportConfig(LogOptions):
-    """A checkpoint of a run as a model directory."""
+    """Write a checkpoint of a run as a model directory."""
 
     run_dir: Path
     """Directory of the run (its output_dir)."""
 
     step: int | None = Field(default=None, ge=1)
-    """The checkpoint to take; None: the newest complete one."""
+    """Step of the checkpoint. None: the newest complete one."""
 
     output_dir: Path | None = None
-    """The directory to make; None: export/step_… in the run directory."""
+    """Directory to write. None: export/step_… in the run directory."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the written weights; None: the run's model.dtype."""
+    """Precision of the written weights. None: the run's model.dtype."""

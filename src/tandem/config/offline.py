@@ -56,7 +56,7 @@ class OfflineConfig(LogOptions, ComputeOptions, StartOptions, SeedOptions, Train
             )
         if self.data.streaming:
             raise ValueError(
-                f"epochs = {self.epochs:g} counts rows, which data.streaming does not; give max_steps instead"
+                f"epochs = {self.epochs:g} counts rows, and data.streaming does not; give max_steps instead"
             )
         return self
 

@@ -12,10 +12,10 @@ class RewardServerConfig(LogOptions, ComputeOptions, ModelOptions):
     server: ServerConfig = ServerConfig()
 
     tokens_per_batch: int = Field(default=8192, ge=1)
-    """Most tokens scored in one forward pass; texts that wait at the same time are scored together."""
+    """Most tokens in one forward pass. Texts that wait at the same time are scored together."""
 
     @model_validator(mode="after")
     def _runs_our_decoder(self) -> "RewardServerConfig":
         if self.model.impl != "native":
-            raise ValueError(f"model.impl = {self.model.impl!r} cannot be served; the only valid value is 'native'")
+            raise ValueError(f"model.impl = {self.model.impl!r} cannot be served here; set it to 'native'")
         return self

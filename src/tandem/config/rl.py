@@ -1,7 +1,7 @@
 """Options of `rl`: the three processes and what they share.
 
-A shared value may be given once, at the top or in any section, and reaches every section that has it; given
-twice, it has to be the same. Flags win over files wherever either gives the value.
+A shared value may be given once, at the top or in any section, and reaches every section that has it. Given in two
+places, it must be the same. Flags win over files, whichever place each of them names.
 """
 
 from functools import reduce
@@ -28,12 +28,12 @@ SHARED_KEYS = tuple(
 
 
 class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
-    """Inference server, orchestrator and trainer in one command."""
+    """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig
     orchestrator: OrchestratorConfig
     inference: InferenceConfig | None = None
-    """Left out: no server is started, and the one at orchestrator.client.base-url is used."""
+    """Left out: start no server and use the one at orchestrator.client.base-url."""
 
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""
@@ -64,13 +64,13 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
         loss, advantage = self.trainer.loss, self.orchestrator.advantage.type
         if loss.type == "ppo" and advantage != "reward":
             raise ValueError(
-                f'orchestrator.advantage.type = {advantage!r} with trainer.loss.type = "ppo": the critic itself makes '
-                'advantages of rewards; set orchestrator.advantage.type = "reward"'
+                f'orchestrator.advantage.type = {advantage!r} with trainer.loss.type = "ppo": the critic turns '
+                'rewards into advantages; set orchestrator.advantage.type = "reward"'
             )
         if advantage == "none" and loss.teacher.coef == 0:
             raise ValueError(
-                'orchestrator.advantage.type = "none" leaves nothing to learn from without a teacher; '
-                "give trainer.loss.teacher.model and trainer.loss.teacher.coef"
+                'orchestrator.advantage.type = "none" without a teacher model leaves nothing to learn from; '
+                "set trainer.loss.teacher.model and trainer.loss.teacher.coef"
             )
         return self
 
@@ -84,8 +84,8 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
         if loss.type != "reinforce" and loss.old_logprobs == "sampled":
             (name, value), *_ = truncation.items()
             raise ValueError(
-                f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': its log-probs are those "
-                "after the cut, so that ratios to them would be below 1 before any update; set "
+                f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': vLLM gives log-probs "
+                "after truncation, so ratios would be below 1 before any update; set "
                 'trainer.loss.old_logprobs = "recomputed"'
             )
         return self
@@ -98,14 +98,14 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
         if client_port != self.inference.server.port:
             raise ValueError(
                 f"orchestrator.client.base_url = {self.orchestrator.client.base_url!r} does not lead to the server "
-                f"that would be started (inference.server.port = {self.inference.server.port}); leave it out, "
-                "or leave out the inference section to use a server that runs already"
+                f"that `rl` starts (inference.server.port = {self.inference.server.port}); leave it out, "
+                "or leave out the inference section to use a running server"
             )
         server_key, client_key = self.inference.server.api_key, self.orchestrator.client.api_key
         if server_key is not None and client_key is not None and server_key != client_key:
             raise ValueError(
-                "inference.server.api_key and orchestrator.client.api_key differ, so the server would refuse its "
-                "client; give the key once, at inference.server"
+                "inference.server.api_key and orchestrator.client.api_key differ, so the server would refuse the "
+                "orchestrator; give the key only at inference.server"
             )
         return self
 

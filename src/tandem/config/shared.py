@@ -23,11 +23,11 @@ class ModelConfig(Config):
     """Directory with config.json, *.safetensors and tokenizer.json."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of computing. The trainer keeps its master weights in float32 either way."""
+    """Compute precision. The trainer keeps its master weights in float32 either way."""
 
     impl: Impl = "native"
-    """What the trainer computes with. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
-    architecture it has. What serves is the choice of inference.engine."""
+    """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
+    architecture it has. inference.engine chooses what serves the model."""
 
 
 class ModelOptions(Config):
@@ -68,20 +68,20 @@ class LogOptions(Config):
 
 
 class CheckpointConfig(Config):
-    """When to save everything needed to go on."""
+    """When to save checkpoints, and how many to keep."""
 
     every: int | None = Field(default=25, ge=1)
-    """Save after every so many steps, and after the last; None: only when a signal ends the run."""
+    """Save every so many steps, and after the last step. None: only when a signal ends the run."""
 
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest complete checkpoints to keep."""
+    """Number of newest complete checkpoints to keep."""
 
     keep_every: int | None = Field(default=None, ge=1)
-    """Keep those of every so many steps for good, besides; None: no others."""
+    """Also keep the checkpoints of every so many steps for good. None: keep no others."""
 
     on_signal_timeout_s: float = Field(default=25.0, ge=0)
-    """Asked to end (Ctrl-C, SIGTERM), the trainer finishes its step and saves a checkpoint, for at most so long; a
-    second signal ends at once. SLURM kills 30 s after SIGTERM. 0: end at once, save nothing."""
+    """On Ctrl-C or SIGTERM the trainer finishes its step and saves a checkpoint, within this time. A second signal
+    ends it at once. SLURM kills 30 s after SIGTERM. 0: end at once and save nothing."""
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> "CheckpointConfig":
@@ -133,7 +133,7 @@ class MetricsConfig(Config):
     """Where metrics go besides metrics.jsonl."""
 
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Trackers to forward to; each needs its extra installed."""
+    """Trackers to send metrics to. Each needs its extra installed."""
 
     project: str = "tandem"
     """Project name in W&B and trackio."""
@@ -142,7 +142,7 @@ class MetricsConfig(Config):
     """Run name in W&B and trackio; None: the name of the output directory."""
 
     wandb_mode: Literal["online", "offline"] = "online"
-    """W&B mode; offline writes under the run directory and uploads nothing."""
+    """W&B mode. offline: write to the run directory, upload nothing."""
 
 
 class OptimizerConfig(Config):
@@ -152,20 +152,20 @@ class OptimizerConfig(Config):
     """Peak learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the moment estimates."""
+    """Decay rates of the first and second moment."""
 
     eps: float = Field(default=1e-8, gt=0)
-    """Term that keeps the denominator away from zero."""
+    """Added to the denominator, so that it is never zero."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay; applied to matrices only."""
+    """Decoupled weight decay, for matrices only."""
 
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The global gradient norm is clipped to this."""
+    """Clip the global gradient norm to this."""
 
 
 class SchedulerConfig(Config):
-    """Learning rate over the steps."""
+    """Learning-rate schedule."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
@@ -174,7 +174,7 @@ class SchedulerConfig(Config):
     """Steps of linear warm-up from zero."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The last learning rate, as a fraction of the peak; for linear and cosine."""
+    """Final learning rate as a fraction of the peak, for linear and cosine."""
 
 
 def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:

@@ -16,17 +16,17 @@ from tandem.config.training import TrainingOptions
 
 
 class TrainerConfig(LogOptions, ComputeOptions, SeedOptions, TrainingOptions, RunOptions, ModelOptions):
-    """Loss, optimizer, checkpoints, weights."""
+    """The trainer: loss, optimizer, checkpoints, published weights."""
 
     updates_per_batch: int = Field(default=1, ge=1)
-    """Optimizer updates that a batch is cut into."""
+    """Optimizer updates per pass over a batch; each takes about an equal share of it."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
-    """How often each batch is gone through."""
+    """Passes over each batch."""
 
     loss: LossConfig = LossConfig()
     keep_weights: int = Field(default=4, ge=2)
-    """How many published versions to keep on disk."""
+    """Number of published versions to keep on disk."""
 
     rollout_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for a batch from the orchestrator."""

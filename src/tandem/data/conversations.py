@@ -1,4 +1,4 @@
-"""Rows to conversations, and rows of supervised fine-tuning to samples.
+"""Rows to conversations, and rows of supervised fine-tuning to training sequences.
 
 A row holds `messages`; or `prompt` and `completion`, each as text or as messages; or `text`. Messages may call
 tools (`tool_calls`) and carry their results (role `tool`); `tools` of the row are shown by the chat template.
@@ -75,7 +75,7 @@ def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Toke
         [*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing)
     )
     if 1 not in sample.loss_mask:
-        raise ValueError(f"there is nothing to learn in {name!r}: no token begins in it but the first of the text")
+        raise ValueError(f"there is nothing to learn in {name!r}: only the first token of the text begins in it")
     return sample
 
 

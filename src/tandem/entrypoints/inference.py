@@ -72,7 +72,7 @@ def serve(config: InferenceConfig) -> None:
     build_engine = find_builder(config.engine)
     spec = ModelSpec.load(config.model.name)
     config = within_positions(config, config.model.name)
-    # Before the model is loaded: a port that is taken is told about at once, and nobody else can take this one.
+    # Before the model is loaded: a taken port is reported at once, and no other process can take this one.
     socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.

@@ -25,7 +25,7 @@ def make_environment(config: EnvConfig) -> UserEnvironment:
         args_model = getattr(factory, "Args", BaseModel)
         raise UserError(explain_validation_error(args_model, error, prefix="env.args.")) from error
     except (TypeError, ValueError) as error:
-        raise UserError(f"env.args = {config.args!r} does not suit env.id = {config.id!r}: {error}") from error
+        raise UserError(f"env.args = {config.args!r} does not fit env.id = {config.id!r}: {error}") from error
     if config.reward is not None:
         environment = Rewarded(environment, find_registered(REWARDS, config.reward, "env.reward"))
     return environment if config.system_prompt is None else SystemPrompted(environment, config.system_prompt)

@@ -75,8 +75,8 @@ def _starting_step(config: RLConfig, run_dir: RunDir) -> int:
     step = require_checkpoint(run_dir)
     if step > config.max_steps:
         raise UserError(
-            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step} and max_steps = "
-            f"{config.max_steps}; give a larger max_steps to go on"
+            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step}, but max_steps = "
+            f"{config.max_steps}; raise max_steps to continue"
         )
     return step
 
@@ -108,12 +108,12 @@ def _check_address(url: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
-            "`inference @ …`, or give `rl` an inference section so that it starts its own"
+            "`inference @ …`, or give `rl` an inference section so that it starts one"
         ) from error
     if not isinstance(health, dict) or "instance" not in health:
         raise UserError(
-            f"orchestrator.client.base_url = {url!r}: what answers there does not say which server it is; give the "
-            "address of an inference server of ours, started with `inference @ …`"
+            f"orchestrator.client.base_url = {url!r}: that is not one of our inference servers; start one with "
+            "`inference @ …` and give its address"
         )
 
 

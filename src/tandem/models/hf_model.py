@@ -194,7 +194,7 @@ def _why_not_linear(decoder: HFDecoder) -> str:
         return f"final_logit_softcapping = {text.final_logit_softcapping} caps the logits"
     if getattr(decoder.model.get_output_embeddings(), "bias", None) is not None:
         return "the output matrix has a bias"
-    return f"{type(decoder.model).__name__} does more to its logits than can be seen from outside"
+    return f"{type(decoder.model).__name__} computes its logits in a way we do not support"
 
 
 def refuse_other_names(decoder: HFDecoder, model_dir: Path) -> None:
@@ -202,8 +202,8 @@ def refuse_other_names(decoder: HFDecoder, model_dir: Path) -> None:
     unknown = sorted(decoder.whole_tensors().keys() - read_tensor_headers(model_dir).keys())
     if unknown:
         raise UserError(
-            f"model.name = {str(model_dir)!r}: transformers calls {len(unknown)} tensors otherwise than the files do, "
-            f"first {unknown[0]!r}; save the model again with its save_pretrained"
+            f"model.name = {str(model_dir)!r}: {len(unknown)} tensors have other names in transformers than on disk, "
+            f"first {unknown[0]!r}; save the model again with save_pretrained"
         )
 
 

@@ -108,7 +108,7 @@ class ModelSpec:
         if architecture not in FAMILIES:
             raise UserError(
                 f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
-                "Others are trained with model.impl = 'hf' and served with engine = 'vllm'"
+                "Train others with model.impl = 'hf' and serve them with engine = 'vllm'"
             )
         family = FAMILIES[architecture]
         missing = [key for key in REQUIRED if config.get(key) is None]

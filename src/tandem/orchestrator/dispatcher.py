@@ -3,7 +3,7 @@
 version changes ──► start groups ──► in flight ──► buffer ──► next_batch(step)
                           ▲                │           │
                           ├── failed: again┤           │
-                          ├── too old: anew ───────────┘
+                          ├── stale: again ────────────┘
                           └── task failed: set aside, another in its place
 """
 
@@ -92,7 +92,7 @@ class Dispatcher:
         orders = self.buffer.drop_stale(step)
         if orders:
             self._retry = sorted([*orders, *self._retry])
-            logger.warning("step %d: groups %s are too old; they are made anew", step, orders)
+            logger.warning("step %d: groups %s are too stale; they are sampled again", step, orders)
             self.run_log.event("groups_stale", step=step, orders=orders)
 
     def _start_groups(self) -> None:
@@ -143,7 +143,7 @@ class Dispatcher:
             self._set_aside(order, str(failure))
             return
         self._retry.append(order)
-        logger.warning("group %d failed (%s); it is made again", order, failure)
+        logger.warning("group %d failed (%s); it is sampled again", order, failure)
 
     def _set_aside(self, order: int, reason: str) -> None:
         """Another task takes the place of this one, from here on."""

@@ -197,7 +197,7 @@ class Orchestrator:
             self._evaluating = False
 
     async def _wait_for_last_version(self, policy: ServedVersion, following: asyncio.Task[None]) -> None:
-        """The deadline is the trainer's: while an evaluation goes on, nobody waits for weights."""
+        """The deadline is for the trainer: an evaluation does not count against it."""
         last = self.config.max_steps
         deadline = self._weights_deadline(last)
         while not following.done():

@@ -1,7 +1,7 @@
 """One group: a task's prompt to the server, its completions to the reward function.
 
-A completion that cannot be scored costs its rollout: another is sampled in its place. A task for which that has
-happened as often as it may has failed.
+If the reward function fails on a completion, another one is sampled in its place. After `tries` attempts the task has
+failed.
 """
 
 import asyncio

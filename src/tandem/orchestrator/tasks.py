@@ -1,4 +1,4 @@
-"""What is asked of the server: which task comes when, seeds that depend on the task alone, prompts that fit."""
+"""The order of tasks, request seeds that depend on the task alone, and the check that prompts fit."""
 
 import hashlib
 from array import array

@@ -1,4 +1,4 @@
-"""From a configuration to everything that trains: ranks, the step to go on from, model, optimizer, stepper."""
+"""Builds what a trainer needs from its configuration: ranks, the start step, model, optimizer, stepper."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def joined_ranks(config: TrainingConfig) -> Iterator[Ranks]:
 
 
 def agree_on_start(config: TrainingConfig, ranks: Ranks) -> int:
-    """The step to go on from, 0 for a new run. One rank reads and checks the checkpoint, the others take its word."""
+    """The step to continue after, 0 for a new run. The first rank reads and checks the checkpoint for all."""
     start = 0
     if ranks.is_first:
         run_dir = RunDir(config.output_dir)
@@ -165,7 +165,7 @@ def make_stepper(
 
 
 def new_value_head(hidden_size: int, device: torch.device) -> nn.Linear:
-    """It expects nothing at first."""
+    """Initialized to zero: it predicts a return of 0 at first."""
     head = nn.Linear(hidden_size, 1, device=device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

@@ -22,12 +22,12 @@ def test_shipped_files_are_valid(path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--loss.gamma", "1.0"], ["loss: gamma = 1.0 has no meaning with type = 'dpo'", "belongs to simpo"]),
+        (["--loss.gamma", "1.0"], ["loss: gamma = 1.0 has no effect with type = 'dpo'", "belongs to simpo"]),
         (
             ["--loss.type", "ipo", "--loss.label-smoothing", "0.1"],
             ["label_smoothing = 0.1", "'ipo'", "dpo, cpo, simpo"],
         ),
-        (["--loss.type", "reward", "--loss.beta", "0.1"], ["beta = 0.1 has no meaning with type = 'reward'"]),
+        (["--loss.type", "reward", "--loss.beta", "0.1"], ["beta = 0.1 has no effect with type = 'reward'"]),
         (["--loss.type", "orpo", "--loss.reference", "model"], ["reference = 'model'", "'orpo'", "valid: none"]),
         (["--loss.type", "kto", "--loss.reference", "none"], ["reference = 'none'", "valid: precomputed, model"]),
         (["--loss.type", "my.losses:mine", "--loss.beta", "1"], ["beta = 1.0 has no meaning", "'my.losses:mine'"]),

@@ -29,7 +29,7 @@ def test_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert len(make_environment(EnvConfig(id="my_envs_of_a_test:Mine", args={"size": 3})).train_tasks) == 3
-    with pytest.raises(UserError, match=r"env\.args = \{'sise': 3\} does not suit env\.id = 'my_envs_of_a_test:Mine'"):
+    with pytest.raises(UserError, match=r"env\.args = \{'sise': 3\} does not fit env\.id = 'my_envs_of_a_test:Mine'"):
         make_environment(EnvConfig(id="my_envs_of_a_test:Mine", args={"sise": 3}))
     with pytest.raises(UserError, match=r"env\.id = 'my_envs_of_a_test:Other' cannot be imported: .*Other"):
         make_environment(EnvConfig(id="my_envs_of_a_test:Other"))
@@ -134,7 +134,7 @@ def test_a_module_that_is_not_there() -> None:
     [
         ({"min_lenght": 3}, r"unknown key 'env\.args\.min_lenght' \(value 3\); did you mean 'min_length'\?"),
         ({"num_train": "many"}, r"env\.args\.num_train = 'many' is not valid: input should be a valid integer"),
-        ({"min_length": 9}, r"env\.args = .* does not suit env\.id = 'reverse-text': min_length = 9 is above"),
+        ({"min_length": 9}, r"env\.args = .* does not fit env\.id = 'reverse-text': min_length = 9 is above"),
     ],
 )
 def test_arguments_that_do_not_suit(args: dict, message: str) -> None:

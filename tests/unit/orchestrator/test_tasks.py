@@ -69,8 +69,8 @@ def test_prompts_that_fit_are_accepted(tokenizer: Tokenizer) -> None:
 def test_a_prompt_that_does_not_fit_is_refused_with_the_length_that_does(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
     message = (
-        r"seq_len = 25 is too short: the prompt of training task 2 has 16 tokens, and sampling.max_tokens = 10 "
-        r"more are allowed; the smallest seq_len that fits it is 26"
+        r"seq_len = 25 is too short: the prompt of training task 2 has 16 tokens, plus sampling.max_tokens = 10; "
+        r"the smallest seq_len that fits is 26"
     )
     with pytest.raises(UserError, match=message):
         encode_prompts(environment, tokenizer, config(seq_len=25))

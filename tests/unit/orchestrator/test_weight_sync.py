@@ -318,7 +318,7 @@ def test_a_new_server_that_refuses_the_weights_is_no_matter_of_one_group(tmp_pat
         policy.version = 1
         client.restart()
         generating = asyncio.ensure_future(generate(policy))
-        with pytest.raises(ServerLost, match=r"started again cannot serve this run: .*checksum"):
+        with pytest.raises(ServerLost, match=r"restarted server cannot serve this run: .*checksum"):
             await asyncio.wait_for(policy.watch(), 5)
         generating.cancel()
 

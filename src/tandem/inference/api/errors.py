@@ -57,7 +57,7 @@ class QueueFull(RuntimeError):
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client is gone: there is no one to answer."""
 
 
 # What an engine refuses to change: the status, the field that is wrong, and the code.

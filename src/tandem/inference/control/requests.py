@@ -187,7 +187,7 @@ class Requests:
                 entry.task.cancel()
 
     def refuse_all(self, reason: str) -> None:
-        """Nobody is left waiting for an engine that has ended."""
+        """No caller is left waiting for an engine that has ended."""
         entries = list(self._unanswered.values())
         self._unanswered.clear()
         for entry in entries:

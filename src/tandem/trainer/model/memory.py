@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch takes where nobody said: on a GPU, what its memory holds, as long as more is faster."""
+"""The default of tokens_per_microbatch: on a GPU, as many as its memory holds, as long as more is faster."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches of this rank, then clip and update.
 
 The loss is divided by a count of the whole step, over all ranks, so that the update does not depend on how
-the step is cut into micro-batches or how many ranks share it.
+the step is cut into micro-batches, nor on the world size.
 """
 
 from collections.abc import Callable, Sequence

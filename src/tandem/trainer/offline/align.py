@@ -1,4 +1,4 @@
-"""Alignment on preferences: the trainer with pairs, or labeled completions, where the orchestrator would be."""
+"""Alignment on preferences: the trainer with pairs or labeled completions in place of the orchestrator."""
 
 import time
 from collections.abc import Iterator, Sequence

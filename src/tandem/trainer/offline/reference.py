@@ -1,4 +1,4 @@
-"""What the model that training starts from says of the data: computed once, or by a frozen copy at every step."""
+"""Reference log-probs of the data: computed once before training, or by a frozen copy at every step."""
 
 import hashlib
 import logging

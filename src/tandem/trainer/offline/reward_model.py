@@ -1,4 +1,4 @@
-"""Training a reward model: the module that the stepper asks, and how it is loaded and published."""
+"""Training a reward model: its module for the stepper, and how it is loaded and published."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the trainer with a dataset where the orchestrator would be."""
+"""Supervised fine-tuning: the trainer with a dataset in place of the orchestrator."""
 
 import logging
 import time

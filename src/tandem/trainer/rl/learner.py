@@ -78,7 +78,7 @@ class Learner:
             yield Update(micro_batches, loss_denominator(loss, part.num_loss_tokens, part.num_sequences))
 
     def _completed(self, updates: list[Update], temperature: float) -> list[Update]:
-        """With the streams that models have to be asked for before the first update."""
+        """With the streams that models compute before the first update."""
         loss = self.config.loss
         asks_policy = loss.type == "ppo" or (loss.old_logprobs == "recomputed" and self._moves_more_than_once)
         if not self.frozen_models and not asks_policy:
@@ -125,7 +125,7 @@ class Learner:
 
 
 def with_signal(batch: PackedBatch) -> PackedBatch:
-    """Without the rollouts whose advantage is zero: their gradient is zero, whatever the model says.
+    """Without the rollouts whose advantage is zero: their gradient is zero, whatever the policy.
 
     One is kept if all of them are so: a step without signal is still a step of the optimizer.
     """
@@ -161,7 +161,7 @@ def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss[Pre
     def compute(part: PackedBatch, predictions: Predictions) -> LossOutput:
         device, logprobs = predictions.logprobs.device, predictions.logprobs
         given = {name: torch.from_numpy(stream).to(device) for name, stream in part.streams.items()}
-        # Before the first of a batch's updates the policy is what it was; so where there is one, nobody was asked.
+        # With one update per batch, the policy has not moved yet: its own log-probs are the old ones.
         before = given["logprobs"] if config.old_logprobs == "sampled" else given.get("old_logprobs", logprobs.detach())
         streams = PolicyStreams(
             logprobs=logprobs,
@@ -185,7 +185,7 @@ def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss[Pre
 
 
 def frozen_model_paths(config: LossConfig, model: Path) -> dict[str, Path]:
-    """The frozen models a loss asks, by the stream they fill."""
+    """The frozen models that a loss needs, by the stream they fill."""
     found: dict[str, Path] = {}
     if config.kl.coef > 0:
         found["reference_logprobs"] = config.kl.model or model
