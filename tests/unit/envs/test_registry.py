@@ -78,10 +78,7 @@ def test_a_module_in_the_current_directory(own_file: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("env_id", "message"),
     [
-        (
-            "./folder/env_of_a_test.py",
-            r"names a file; name the class in it too, as in '\./.*\.py:MyEnv'",
-        ),
+        ("./folder/env_of_a_test.py", r"names a file; name the object in it too, as in '\./.*\.py:name'"),
         ("./folder/none.py:Mine", r"cannot be imported: there is no file '.*/folder/none\.py'"),
         ("./folder/env_of_a_test.py:Mien", r"has no 'Mien'; did you mean 'Mine'\?"),
         ("./broken.py:Mine", r"cannot be imported: ZeroDivisionError: division by zero"),
