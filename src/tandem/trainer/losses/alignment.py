@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.config.align import AlignLossConfig
 from tandem.trainer.losses.kl import kl_estimate
+from tandem.trainer.losses.metrics import mean_of
 from tandem.trainer.losses.preference import (
     PairStreams,
     cpo_loss,
@@ -48,7 +49,7 @@ class StepFacts:
 
 
 def alignment_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
-    """Sums over the pairs, or over the labeled completions. The metric "kl" is a sum over tokens."""
+    """The loss is a sum over the pairs, or over the labeled completions."""
     if config.type == "reward":
         return reward_model_loss(score_streams(streams), config.centering or 0.0)
     compute = _pair_loss if config.is_paired else _labeled_loss
@@ -57,7 +58,7 @@ def alignment_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFa
         return output
     # Rejected tokens become ever less likely, and k3 would grow with the inverse of their probability.
     kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, "k2")
-    return LossOutput(output.loss, output.metrics | {"kl": kl.sum()})
+    return LossOutput(output.loss, output.metrics | {"kl": mean_of(kl)})
 
 
 def _pair_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:

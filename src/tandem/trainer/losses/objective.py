@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.config.losses import LossConfig
 from tandem.trainer.losses.correction import correction_weights
 from tandem.trainer.losses.kl import k3, kl_estimate, kl_losses, kl_rewards
+from tandem.trainer.losses.metrics import Metric, loss_part, maximum_of, mean_of
 from tandem.trainer.losses.normalization import token_weights
 from tandem.trainer.losses.policy import PolicyTerm, cispo_term, clipped_term, reinforce_term
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
@@ -49,11 +50,11 @@ def policy_loss(streams: PolicyStreams, config: LossConfig) -> LossOutput:
     if config.correction.type != "none":
         correction = _correction(streams, config)
         parts["policy"] = correction * term.losses
-        metrics |= {"correction": correction.sum(), "masked_fraction": (correction == 0).float().sum()}
+        metrics |= {"correction": mean_of(correction), "masked_fraction": mean_of((correction == 0).float())}
     if config.kl.coef > 0:
         assert streams.reference_logprobs is not None
         kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, config.kl.estimator)
-        metrics["reference_kl"] = kl.sum()
+        metrics["reference_kl"] = mean_of(kl)
         if config.kl.place == "loss":
             parts["kl"] = config.kl.coef * kl_losses(
                 streams.logprobs,
@@ -64,12 +65,12 @@ def policy_loss(streams: PolicyStreams, config: LossConfig) -> LossOutput:
             )
     if config.teacher.coef > 0:
         assert streams.teacher_logprobs is not None
-        metrics["teacher_kl"] = (streams.logprobs.detach() - streams.teacher_logprobs).sum()
+        metrics["teacher_kl"] = mean_of(streams.logprobs - streams.teacher_logprobs)
     if config.entropy_coef > 0:
         parts["entropy"] = -config.entropy_coef * streams.entropy
     weights = token_weights(config, streams.sequences, streams.num_sequences, streams.logprobs.dtype)
     sums = {name: (weights * losses).sum() for name, losses in parts.items()}
-    metrics |= {f"loss/{name}": part.detach() for name, part in sums.items()}
+    metrics |= {f"loss/{name}": loss_part(part) for name, part in sums.items()}
     return LossOutput(torch.stack(list(sums.values())).sum(), metrics)
 
 
@@ -121,19 +122,18 @@ def _trainer_log_ratios(streams: PolicyStreams, config: LossConfig) -> Tensor:
 
 
 @torch.no_grad()
-def ratio_metrics(log_ratios: Tensor, term: PolicyTerm) -> dict[str, Tensor]:
-    num_low, num_high = term.is_clipped_low.float().sum(), term.is_clipped_high.float().sum()
+def ratio_metrics(log_ratios: Tensor, term: PolicyTerm) -> dict[str, Metric]:
     return {
-        "ratio": bounded_exp(log_ratios).sum(),
-        "clip_fraction": num_low + num_high,
-        "clip_fraction_low": num_low,
-        "clip_fraction_high": num_high,
+        "ratio": mean_of(bounded_exp(log_ratios)),
+        "clip_fraction": mean_of((term.is_clipped_low | term.is_clipped_high).float()),
+        "clip_fraction_low": mean_of(term.is_clipped_low.float()),
+        "clip_fraction_high": mean_of(term.is_clipped_high.float()),
     }
 
 
-def mismatch_metrics(log_ratios: Tensor) -> dict[str, Tensor]:
+def mismatch_metrics(log_ratios: Tensor) -> dict[str, Metric]:
     """How far trainer and engine are apart on the sampled tokens."""
     return {
-        "mismatch_kl": k3(-log_ratios).sum(),  # of KL(engine || trainer)
-        "max/logprob_difference": log_ratios.abs().max() if len(log_ratios) else log_ratios.new_zeros(()),
+        "mismatch_kl": mean_of(k3(-log_ratios)),  # of KL(engine || trainer)
+        "max/logprob_difference": maximum_of(log_ratios.abs()),
     }

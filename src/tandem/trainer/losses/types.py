@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem.trainer.losses.metrics import Metric
+
 
 @dataclass(frozen=True)
 class PolicyStreams:
@@ -22,11 +24,7 @@ class PolicyStreams:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Sums: the caller divides by the number of tokens or sequences of the whole step.
-
-    Metrics are sums over what the loss is computed on, but for two kinds of names: "loss/…" is a part of the loss and
-    is divided as the loss is; "max/…" is a maximum.
-    """
+    """The loss is a sum: the caller divides by the number of tokens or sequences of the whole step."""
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Metric]

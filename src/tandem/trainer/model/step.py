@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from tandem.config.parallel import ParallelConfig
 from tandem.models.runtime import whole
+from tandem.trainer.losses.metrics import Metric, loss_part, mean_of
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.language_model import Inputs
+from tandem.trainer.model.totals import StepMetrics, Totals
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.sharding import add_gradients, is_sharded
 from tandem.types.rollout import PackedBatch
-
-# Metrics are sums over tokens, but for maxima and parts of the loss.
-MAXIMUM, LOSS = "max/", "loss"
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,10 @@ class Predictions:
 
 # The loss summed over one micro-batch, with its metrics.
 MicroBatchLoss = Callable[[PackedBatch, Predictions], LossOutput]
+
+
+def step_metrics(predictions: Predictions, output: LossOutput) -> dict[str, Metric]:
+    return {"loss": loss_part(output.loss), "entropy": mean_of(predictions.entropy), **output.metrics}
 
 
 class Stepper:
@@ -58,8 +61,8 @@ class Stepper:
 
     def step(
         self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss, denominator: float, temperature: float = 1.0
-    ) -> dict[str, float]:
-        """Update the model by the loss over `denominator`; other metrics are means over the tokens computed."""
+    ) -> StepMetrics:
+        """Update the model by the loss over `denominator`."""
         self.optimizer.zero_grad(set_to_none=True)
         totals = Totals()
         # FSDP takes the mean over ranks; what is wanted is the sum.
@@ -68,24 +71,24 @@ class Stepper:
             predictions = self.predict(micro_batch, temperature)
             output = loss(micro_batch, predictions)
             (output.loss * scale).backward()
-            totals.add(micro_batch, predictions, output)
+            totals.add(step_metrics(predictions, output))
         if self.ranks.size > 1 and not self.is_sharded:
             add_gradients(self.model.parameters(), self.ranks)
         grad_norm = whole(
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
         )
         self.optimizer.step()
-        return totals.over_ranks(self.ranks, denominator) | {"grad_norm": float(grad_norm)}
+        metrics = totals.over_ranks(self.ranks, denominator)
+        metrics["grad_norm"] = float(grad_norm)
+        return metrics
 
     @torch.no_grad()
-    def evaluate(
-        self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss, denominator: float
-    ) -> dict[str, float]:
+    def evaluate(self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss, denominator: float) -> StepMetrics:
         """The loss over `denominator` and the metrics beside it, without an update."""
         totals = Totals()
         for micro_batch in micro_batches:
             predictions = self.infer(micro_batch)
-            totals.add(micro_batch, predictions, loss(micro_batch, predictions))
+            totals.add(step_metrics(predictions, loss(micro_batch, predictions)))
         return totals.over_ranks(self.ranks, denominator)
 
     @torch.no_grad()
@@ -100,33 +103,3 @@ class Stepper:
     def predict(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
         inputs = Inputs.of(micro_batch, self.ranks.device)
         return Predictions(*self.model(inputs, temperature, self.entropy_gradient))
-
-
-class Totals:
-    """Sums and maxima of metrics over the micro-batches of a step, then over the ranks."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Tensor] = {}
-        self._num_tokens = 0
-
-    def add(self, micro_batch: PackedBatch, predictions: Predictions, output: LossOutput) -> None:
-        self._num_tokens += micro_batch.num_loss_tokens
-        metrics = {"loss": output.loss, "entropy": predictions.entropy.sum(), **output.metrics}
-        for name, value in metrics.items():
-            value = value.detach().double()
-            if name not in self._values:
-                self._values[name] = value
-            elif name.startswith(MAXIMUM):
-                self._values[name] = torch.maximum(self._values[name], value)
-            else:
-                self._values[name] = self._values[name] + value
-
-    def over_ranks(self, ranks: Ranks, denominator: float) -> dict[str, float]:
-        sums = {name: value for name, value in self._values.items() if not name.startswith(MAXIMUM)}
-        maxima = {name: value for name, value in self._values.items() if name.startswith(MAXIMUM)}
-        counted = torch.stack([*sums.values(), torch.as_tensor(self._num_tokens).to(sums["loss"])])
-        *totals, num_tokens = ranks.all_sum(counted).tolist()
-        largest = ranks.all_max(torch.stack(list(maxima.values()))).tolist() if maxima else []
-        counts = {name: denominator if name.startswith(LOSS) else max(1, num_tokens) for name in sums}
-        means = {name: total / counts[name] for name, total in zip(sums, totals, strict=True)}
-        return means | dict(zip(maxima, largest, strict=True))

@@ -24,7 +24,8 @@ from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewar
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.memory import tokens_per_microbatch
-from tandem.trainer.model.step import MAXIMUM, MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.totals import over_updates
 from tandem.types.rollout import PackedBatch, TrainBatch
 
 
@@ -56,7 +57,7 @@ class Learner:
             for _ in range(self.config.epochs_per_batch)
             for update in updates
         ]
-        return {name: _over_updates(name, [entry[name] for entry in stats]) for name in stats[0]}
+        return over_updates(stats)
 
     @functools.cached_property
     def tokens_per_microbatch(self) -> int:
@@ -118,10 +119,6 @@ class Learner:
             replace(update, micro_batches=[_whitened(part, sums) for part in update.micro_batches])
             for update in estimated
         ]
-
-
-def _over_updates(name: str, values: list[float]) -> float:
-    return max(values) if name.startswith(MAXIMUM) else sum(values) / len(values)
 
 
 def with_signal(batch: PackedBatch) -> PackedBatch:

@@ -26,7 +26,7 @@ def test_by_hand() -> None:
 def test_metrics_by_hand() -> None:
     """Gaps 1.5 and -1: one of two right. Without margin and centering the parts are log(1 + e^-1.5) + log(1 + e)."""
     output = reward_model_loss(streams([2.0, 0.0], [0.5, 1.0], [0.0, 0.0]), centering=0.0)
-    assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(
+    assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {
             "rewards_chosen": 2.0,
             "rewards_rejected": 1.5,

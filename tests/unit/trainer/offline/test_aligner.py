@@ -154,7 +154,7 @@ def test_a_rank_without_data_takes_part_without_a_trace() -> None:
         output = alignment_loss(streams, config, StepFacts())
         output.loss.backward()
         assert output.loss.item() == 0.0
-        assert all(value.item() == 0.0 for value in output.metrics.values())
+        assert all(metric.value.item() == 0.0 for metric in output.metrics.values())
 
 
 @pytest.mark.parametrize("loss_type", [name for name in TYPES if name != "reward"])

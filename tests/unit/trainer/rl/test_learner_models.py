@@ -27,6 +27,7 @@ from tandem.models.attention import PackedAttention
 from tandem.models.hf import load_decoder
 from tandem.trainer.build import Trained, load_trained
 from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.totals import StepMetrics
 from tandem.trainer.offline.sft import sft_loss
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner, frozen_model_paths
@@ -382,9 +383,9 @@ class RecordingStepper:
     ranks: Ranks = ALONE
     updates: list[list[int]] = field(default_factory=list)
 
-    def step(self, micro_batches: Sequence[Any], loss: Any, denominator: float, temperature: float) -> dict[str, float]:
+    def step(self, micro_batches: Sequence[Any], loss: Any, denominator: float, temperature: float) -> StepMetrics:
         self.updates.append(sorted(token for part in micro_batches for token in part.token_ids.tolist()))
-        return {"loss": 0.0}
+        return StepMetrics({"loss": 0.0})
 
 
 def test_a_batch_is_cut_into_updates_by_its_step(models, samples) -> None:
