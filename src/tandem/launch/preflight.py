@@ -19,6 +19,7 @@ from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
+from tandem.utils.functions import load_function
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.run_dir import RunDir
@@ -40,6 +41,9 @@ def check(config: RLConfig) -> int:
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)
     _check_devices(config)
+    loss = config.trainer.loss
+    if loss.is_own:
+        load_function(loss.type, loss.options, "trainer.loss")
     return start
 
 

@@ -38,10 +38,24 @@ def test_clips_have_usual_values_by_type() -> None:
         ("--loss.teacher.model m", "model = 'm' would not be used with coef = 0"),
         ("--loss.kl.estimator k4", "loss.kl.estimator = 'k4' is not valid; did you mean"),
         ("--loss.kl.coef -1", "loss.kl.coef = '-1' is not valid"),
+        ("--loss.type grop", "loss.type = 'grop' is not valid; did you mean 'grpo'?"),
+        (
+            "--loss.type my.losses:mine --loss.clip-low 0.1",
+            "clip_low = 0.1 has no meaning with type = 'my.losses:mine'",
+        ),
+        ('--loss.options {"clip":0.1}', "options = {'clip': 0.1} has no meaning with type = 'grpo'"),
     ],
 )
 def test_losses_that_are_refused(refusal, flags: str, message: str) -> None:
     assert message in refusal(*MODEL, *flags.split(), cls=TrainerConfig)
+
+
+def test_a_loss_of_the_users_own() -> None:
+    flags = ["--loss.type", "./mine.py:loss", "--loss.options", '{"clip": 0.1}', "--loss.kl.coef", "0.1"]
+    loss = load_config(TrainerConfig, [*MODEL, *flags]).loss
+    assert loss.is_own and loss.options == {"clip": 0.1} and loss.clips == (None, None)
+    assert LossConfig.model_validate(loss.model_dump(mode="json")) == loss
+    assert not LossConfig().is_own
 
 
 @pytest.mark.parametrize(

@@ -140,5 +140,5 @@ def published_config(config: AlignConfig) -> dict[str, object] | None:
 def summary(stats: dict[str, float], tokens_per_s: float) -> str:
     accuracy = f", accuracy {stats['accuracy']:.2f}" if "accuracy" in stats else ""
     held_out = f", eval accuracy {stats['eval/accuracy']:.2f}" if "eval/accuracy" in stats else ""
-    loss = f"loss {stats['loss']:.4f}, margin {stats.get('margin', 0.0):.3f}{accuracy}"
-    return f"{loss}, {tokens_per_s:.0f} tokens/s{held_out}"
+    margin = f", margin {stats['margin']:.3f}" if "margin" in stats else ""
+    return f"loss {stats['loss']:.4f}{margin}{accuracy}, {tokens_per_s:.0f} tokens/s{held_out}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.align import AlignLossConfig
-from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
+from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.losses.unpaired import RewardShift, mismatched_kl
 from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
@@ -20,6 +20,7 @@ class Aligner:
         self, config: AlignLossConfig, stepper: Stepper, reference_of: ReferenceOf, tokens_per_microbatch: int
     ) -> None:
         self.config = config
+        self.loss = make_align_loss(config)
         self.stepper = stepper
         self.reference_of = reference_of
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -78,7 +79,7 @@ class Aligner:
                 stream(micro_batch, LABELS),
                 stream(micro_batch, MARGINS),
             )
-            return alignment_loss(streams, self.config, facts)
+            return self.loss(streams, facts)
 
         return compute
 
