@@ -18,8 +18,7 @@ from tandem.trainer.losses.preference import (
     orpo_loss,
     simpo_loss,
 )
-from tandem.trainer.losses.reward_model import ScoreStreams, reward_model_loss
-from tandem.trainer.losses.sequences import is_last_token, sequence_lengths, sum_by_sequence
+from tandem.trainer.losses.sequences import sequence_lengths, sum_by_sequence
 from tandem.trainer.losses.types import LossOutput, require_losses
 from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
 from tandem.utils.functions import load_function
@@ -29,12 +28,11 @@ from tandem.utils.functions import load_function
 class AlignStreams:
     """One entry per token of a completion. Sequences come in pairs, the chosen one first, or each with a label."""
 
-    logprobs: Tensor  # (tokens,), of the model being trained; carries the gradient. Of a reward model: scores
+    logprobs: Tensor  # (tokens,), of the model being trained; carries the gradient
     reference_logprobs: Tensor | None  # (tokens,); None: no reference
     sequences: Tensor  # (tokens,), int64, ascending: the sequence a token belongs to
     num_sequences: int
     labels: Tensor | None = None  # (tokens,), where unpaired: 1 in a good completion, 0 in a bad one
-    margins: Tensor | None = None  # (tokens,), of a reward model: by how much the chosen one should win
 
     def sums(self, values: Tensor) -> Tensor:
         """(tokens,) -> (sequences,)."""
@@ -72,8 +70,6 @@ LABELED_LOSSES: dict[str, LabeledLoss] = {
 
 def make_align_loss(config: AlignLossConfig) -> AlignLoss:
     """The loss is a sum over the pairs, or over the labeled completions."""
-    if config.type == "reward":
-        return lambda streams, _: reward_model_loss(score_streams(streams), config.centering or 0.0)
     if config.type in LABELED_LOSSES:
         labeled_loss = LABELED_LOSSES[config.type]
         return lambda streams, facts: _with_kl(streams, labeled_loss(labeled_streams(streams), config, facts))
@@ -118,11 +114,3 @@ def labeled_streams(streams: AlignStreams) -> LabeledStreams:
     return LabeledStreams(
         streams.sums(streams.logprobs), streams.sums(streams.reference_logprobs), streams.sums(streams.labels) > 0
     )
-
-
-def score_streams(streams: AlignStreams) -> ScoreStreams:
-    """The score of a sequence is that of its last token."""
-    assert streams.margins is not None
-    last = is_last_token(streams.sequences)
-    scores, margins = streams.logprobs[last], streams.margins[last]
-    return ScoreStreams(scores[0::2], scores[1::2], margins[0::2])

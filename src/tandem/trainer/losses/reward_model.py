@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.trainer.losses.metrics import loss_part, mean_of
+from tandem.trainer.losses.sequences import is_last_token
 from tandem.trainer.losses.types import LossOutput
 
 
@@ -17,6 +18,13 @@ class ScoreStreams:
     chosen_scores: Tensor  # (pairs,), carries the gradient
     rejected_scores: Tensor  # (pairs,), carries the gradient
     margins: Tensor  # (pairs,), by how much the chosen one should at least win; 0: no demand
+
+
+def score_streams(scores: Tensor, margins: Tensor, sequences: Tensor) -> ScoreStreams:
+    """(tokens,) each -> pairs. The score of a sequence is that of its last token; the chosen one of a pair is first."""
+    last = is_last_token(sequences)
+    scores, margins = scores[last], margins[last]
+    return ScoreStreams(scores[0::2], scores[1::2], margins[0::2])
 
 
 def reward_model_loss(streams: ScoreStreams, centering: float) -> LossOutput:

@@ -6,6 +6,7 @@ the step is cut into micro-batches or how many ranks share it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +30,28 @@ class Predictions:
     entropy: Tensor  # (loss tokens,)
     values: Tensor | None = None  # (loss tokens,), where there is a critic
 
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        return {"entropy": mean_of(self.entropy)}
 
+
+@dataclass(frozen=True)
+class Scores:
+    """What a reward model says of them."""
+
+    scores: Tensor  # (loss tokens,)
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        return {}
+
+
+P = TypeVar("P", Predictions, Scores)
 # The loss summed over one micro-batch, with its metrics.
-MicroBatchLoss = Callable[[PackedBatch, Predictions], LossOutput]
+MicroBatchLoss = Callable[[PackedBatch, P], LossOutput]
 
 
-def step_metrics(predictions: Predictions, output: LossOutput) -> dict[str, Metric]:
-    return {"loss": loss_part(output.loss), "entropy": mean_of(predictions.entropy), **output.metrics}
-
-
-class Stepper:
+class Stepper(Generic[P]):
     """Holds what every step needs; `step` does one."""
 
     def __init__(
@@ -47,6 +60,7 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
         parallel: ParallelConfig,
+        predictions: type[P],
         *,
         max_grad_norm: float,
         entropy_gradient: bool = False,
@@ -55,12 +69,17 @@ class Stepper:
         self.optimizer = optimizer
         self.ranks = ranks
         self.parallel = parallel
+        self.predictions = predictions
         self.is_sharded = is_sharded(parallel, ranks)
         self.max_grad_norm = max_grad_norm
         self.entropy_gradient = entropy_gradient
 
     def step(
-        self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss, denominator: float, temperature: float = 1.0
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss: MicroBatchLoss[P],
+        denominator: float,
+        temperature: float = 1.0,
     ) -> StepMetrics:
         """Update the model by the loss over `denominator`."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -71,7 +90,7 @@ class Stepper:
             predictions = self.predict(micro_batch, temperature)
             output = loss(micro_batch, predictions)
             (output.loss * scale).backward()
-            totals.add(step_metrics(predictions, output))
+            totals.add({"loss": loss_part(output.loss)} | predictions.metrics | output.metrics)
         if self.ranks.size > 1 and not self.is_sharded:
             add_gradients(self.model.parameters(), self.ranks)
         grad_norm = whole(
@@ -83,16 +102,19 @@ class Stepper:
         return metrics
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss, denominator: float) -> StepMetrics:
+    def evaluate(
+        self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss[P], denominator: float
+    ) -> StepMetrics:
         """The loss over `denominator` and the metrics beside it, without an update."""
         totals = Totals()
         for micro_batch in micro_batches:
             predictions = self.infer(micro_batch)
-            totals.add(step_metrics(predictions, loss(micro_batch, predictions)))
+            output = loss(micro_batch, predictions)
+            totals.add({"loss": loss_part(output.loss)} | predictions.metrics | output.metrics)
         return totals.over_ranks(self.ranks, denominator)
 
     @torch.no_grad()
-    def infer(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
+    def infer(self, micro_batch: PackedBatch, temperature: float = 1.0) -> P:
         """What the model says without learning from it: no gradient, no dropout."""
         self.model.eval()
         try:
@@ -100,6 +122,6 @@ class Stepper:
         finally:
             self.model.train()
 
-    def predict(self, micro_batch: PackedBatch, temperature: float = 1.0) -> Predictions:
+    def predict(self, micro_batch: PackedBatch, temperature: float = 1.0) -> P:
         inputs = Inputs.of(micro_batch, self.ranks.device)
-        return Predictions(*self.model(inputs, temperature, self.entropy_gradient))
+        return self.predictions(*self.model(inputs, temperature, self.entropy_gradient))

@@ -1,15 +1,16 @@
 """Learning from one batch of preferences: what the objective needs of the whole step, then the step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tandem.config.align import AlignLossConfig
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
+from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.losses.unpaired import RewardShift, mismatched_kl
-from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.step import Predictions, Scores, Stepper
 from tandem.trainer.offline.preferences import LABELS, MARGINS, AlignBatch, AlignRow
 from tandem.trainer.offline.reference import ReferenceOf
 from tandem.types.rollout import PackedBatch
@@ -17,10 +18,14 @@ from tandem.types.rollout import PackedBatch
 
 class Aligner:
     def __init__(
-        self, config: AlignLossConfig, stepper: Stepper, reference_of: ReferenceOf, tokens_per_microbatch: int
+        self,
+        config: AlignLossConfig,
+        stepper: Stepper[Predictions] | Stepper[Scores],
+        reference_of: ReferenceOf,
+        tokens_per_microbatch: int,
     ) -> None:
         self.config = config
-        self.loss = make_align_loss(config)
+        self.loss = None if config.type == "reward" else make_align_loss(config)
         self.stepper = stepper
         self.reference_of = reference_of
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -57,27 +62,31 @@ class Aligner:
     def _estimate_kl(self, mismatched: AlignBatch) -> float:
         """For the whole step and before it: every micro-batch on every rank is to see the same."""
 
-        def log_ratios(micro_batch: PackedBatch, predictions: Predictions) -> LossOutput:
+        def log_ratios(micro_batch: PackedBatch, predictions: Predictions | Scores) -> LossOutput:
             reference = self.reference_of(micro_batch)
-            assert reference is not None
+            assert reference is not None and isinstance(predictions, Predictions)
             return LossOutput((predictions.logprobs - reference).sum(), {})
 
         return mismatched_kl(self.stepper.evaluate(self._own(mismatched), log_ratios, mismatched.num_rows)["loss"])
 
-    def _loss(self, facts: StepFacts) -> MicroBatchLoss:
+    def _loss(self, facts: StepFacts) -> Callable[[PackedBatch, Predictions | Scores], LossOutput]:
         device = self.stepper.ranks.device
 
         def stream(micro_batch: PackedBatch, name: str) -> Tensor:
             return torch.from_numpy(micro_batch.streams[name]).to(device)
 
-        def compute(micro_batch: PackedBatch, predictions: Predictions) -> LossOutput:
+        def compute(micro_batch: PackedBatch, predictions: Predictions | Scores) -> LossOutput:
+            sequences = torch.from_numpy(micro_batch.sequences).to(device)
+            if isinstance(predictions, Scores):
+                scores = score_streams(predictions.scores, stream(micro_batch, MARGINS), sequences)
+                return reward_model_loss(scores, self.config.centering or 0.0)
+            assert self.loss is not None
             streams = AlignStreams(
-                predictions.logprobs if predictions.values is None else predictions.values,
+                predictions.logprobs,
                 self.reference_of(micro_batch),
-                torch.from_numpy(micro_batch.sequences).to(device),
+                sequences,
                 micro_batch.num_sequences,
                 stream(micro_batch, LABELS),
-                stream(micro_batch, MARGINS),
             )
             return self.loss(streams, facts)
 
@@ -86,8 +95,6 @@ class Aligner:
     def _readable(self, stats: dict[str, float], facts: StepFacts) -> dict[str, float]:
         """With the margin where completions come one by one, and what the step was computed with."""
         stats = dict(stats)
-        if self.config.type == "reward":
-            stats.pop("entropy")
         if self.config.is_paired:
             return stats
         if "rewards_chosen" in stats and "rewards_rejected" in stats:

@@ -41,7 +41,10 @@ class Learner:
     """`frozen_models` by the stream they fill: reference_logprobs, teacher_logprobs."""
 
     def __init__(
-        self, config: TrainerConfig, stepper: Stepper, frozen_models: Mapping[str, FrozenModel] | None = None
+        self,
+        config: TrainerConfig,
+        stepper: Stepper[Predictions],
+        frozen_models: Mapping[str, FrozenModel] | None = None,
     ) -> None:
         self.config = config
         self.stepper = stepper
@@ -152,7 +155,7 @@ def _whitened(part: PackedBatch, sums: Tensor) -> PackedBatch:
     return with_streams(part, {"advantages": whiten(torch.from_numpy(part.streams["advantages"]), sums)})
 
 
-def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
+def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss[Predictions]:
     """The objective over the tokens of one micro-batch, with the critic's where there is one."""
 
     def compute(part: PackedBatch, predictions: Predictions) -> LossOutput:

@@ -17,6 +17,7 @@ from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.models.reward_model import new_scorer
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
+from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
 from tandem.trainer.losses.unpaired import mismatched_kl
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.trainer.offline.preferences import AlignBatch, AlignRow, scored
@@ -308,16 +309,9 @@ def test_reward_model(tiny_model: Path, trl_options, tokenizer, disturb) -> None
         for chosen, rejected, margin in zip(samples[0::2], samples[1::2], margins, strict=True)
     ]
     packed = AlignBatch.of(pairs).packed
-    *_, values = ScoringModel(scorer)(Inputs.of(packed, torch.device("cpu")), temperature=1.0)
-    streams = AlignStreams(
-        values,
-        None,
-        torch.from_numpy(packed.sequences),
-        packed.num_sequences,
-        margins=torch.from_numpy(packed.streams["margins"]),
-    )
-    output = make_align_loss(AlignLossConfig(type="reward", centering=0.1))(streams, StepFacts())
-    loss = output.loss / len(PAIRS)
+    (scores,) = ScoringModel(scorer)(Inputs.of(packed, torch.device("cpu")), temperature=1.0)
+    given, sequences = torch.from_numpy(packed.streams["margins"]), torch.from_numpy(packed.sequences)
+    loss = reward_model_loss(score_streams(scores, given, sequences), centering=0.1).loss / len(PAIRS)
     parameters = dict(scorer.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()))
     ours = scorer.named_tensors(dict(zip(parameters, found, strict=True)))

@@ -12,6 +12,8 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
+from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
+from tandem.trainer.model.step import Scores
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, mismatches, scored
 from tandem.trainer.offline.reference import no_reference, precompute, stream_reference
@@ -108,6 +110,13 @@ def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: Alig
         assert len(mismatched) == 12 and stats["mismatched_kl"] == pytest.approx(kl, abs=1e-4)
 
 
+def test_a_reward_model_gives_scores_and_nothing_else(start) -> None:
+    aligner, rows, _ = start(AlignLossConfig(type="reward"), 1000)
+    predictions = aligner.stepper.predict(AlignBatch.of(rows).packed)
+    assert isinstance(predictions, Scores) and predictions.scores.requires_grad
+    assert "entropy" not in aligner.evaluate(AlignBatch.of(rows), [])
+
+
 @pytest.mark.parametrize("loss_type", ["cpo", "orpo"])
 def test_imitation_is_a_mean_over_the_chosen_tokens_of_the_step(start, loss_type: AlignLossType) -> None:
     aligner, rows, _ = start(AlignLossConfig(type=loss_type), 40)
@@ -146,14 +155,17 @@ def test_the_shift_of_bco_follows_the_rewards_of_earlier_steps(start) -> None:
 
 
 def test_a_rank_without_data_takes_part_without_a_trace() -> None:
-    """An idle micro-batch has no sequences; every objective gives zero, with a gradient of nothing."""
+    """A dummy micro-batch has no sequences; every objective gives zero, with a gradient of nothing."""
     for loss_type in TYPES:
         config = AlignLossConfig(type=loss_type)
-        nothing = torch.zeros(0, requires_grad=True)
+        nothing, sequences = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
         empty = torch.zeros(0)
         reference = empty if config.reference_source != "none" else None
-        streams = AlignStreams(nothing, reference, torch.zeros(0, dtype=torch.int64), 0, empty, empty)
-        output = make_align_loss(config)(streams, StepFacts())
+        if loss_type == "reward":
+            output = reward_model_loss(score_streams(nothing, empty, sequences), centering=0.1)
+        else:
+            streams = AlignStreams(nothing, reference, sequences, 0, empty)
+            output = make_align_loss(config)(streams, StepFacts())
         output.loss.backward()
         assert output.loss.item() == 0.0
         assert all(metric.value.item() == 0.0 for metric in output.metrics.values())
