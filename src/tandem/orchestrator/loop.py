@@ -156,8 +156,9 @@ class Orchestrator:
 
     def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config
-        advantages = self.advantages(shape_rewards(groups, config.sampling.max_tokens, config.overlong))
-        batch = make_batch(groups, advantages, step, config.sampling.temperature)
+        rewards = shape_rewards(groups, config.sampling.max_tokens, config.overlong)
+        advantages = self.advantages(rewards)
+        batch = make_batch(groups, rewards, advantages, step, config.sampling.temperature)
         self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)
 

@@ -106,7 +106,7 @@ class Learner:
         return with_streams(part, streams)
 
     def _with_values(self, updates: list[Update]) -> list[Update]:
-        """Advantages and returns from the critic's values; so far, the advantages were rewards."""
+        """Advantages and returns from the rewards and the critic's values."""
         config = self.config.loss
         estimated = [
             replace(update, micro_batches=[estimate_advantages(part, config) for part in update.micro_batches])
@@ -145,7 +145,7 @@ def estimate_advantages(part: PackedBatch, config: LossConfig) -> PackedBatch:
     streams = {name: torch.from_numpy(stream) for name, stream in part.streams.items()}
     sequences = torch.from_numpy(part.sequences)
     rewards = token_rewards(
-        streams["advantages"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
+        streams["rewards"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
     )
     advantages, returns = gae(rewards, streams["old_values"], sequences, config.ppo.gamma, config.ppo.lam)
     return with_streams(part, {"advantages": advantages, "returns": returns})
