@@ -1,4 +1,4 @@
-"""A model that is asked and not trained: the reference that a policy is kept near, or the teacher it learns from."""
+"""A model that is asked and not trained: the reference model that a policy is kept near, or its teacher model."""
 
 import torch
 from torch import Tensor
