@@ -93,7 +93,7 @@ def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLos
 def token_advantages(streams: PolicyStreams, config: LossConfig) -> Tensor:
     """A_t − penalty-to-go, where the KL is in the reward, + teacher.coef · (log-prob of the teacher model − own).
 
-    The penalty-to-go is kl.coef · Σ_(i ≥ t) k_i. With a critic, the rewards that advantages were estimated from have it.
+    The penalty-to-go is kl.coef · Σ_(i ≥ t) k_i. With a critic, it is in the rewards that advantages come from.
     """
     advantages, logprobs = streams.advantages, streams.logprobs.detach()
     if config.kl.coef > 0 and config.kl.place == "reward" and config.type != "ppo":
