@@ -91,15 +91,16 @@ def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLos
 
 
 def token_advantages(streams: PolicyStreams, config: LossConfig) -> Tensor:
-    """A_t − kl.coef · Σ_(i ≥ t) k_i, where the KL is in the reward, + teacher.coef · (log-prob of the teacher − own).
+    """A_t − penalty-to-go, where the KL is in the reward, + teacher.coef · (log-prob of the teacher model − own).
 
-    With a critic the KL has been in the rewards that the advantages were estimated from.
+    The penalty-to-go is kl.coef · Σ_(i ≥ t) k_i. With a critic, it is in the rewards that advantages come from.
     """
     advantages, logprobs = streams.advantages, streams.logprobs.detach()
     if config.kl.coef > 0 and config.kl.place == "reward" and config.type != "ppo":
         assert streams.reference_logprobs is not None
-        rewards = kl_rewards(logprobs, streams.reference_logprobs, config.kl.estimator, config.kl.coef)
-        advantages = advantages + discounted_sums(rewards, streams.sequences, 1.0)
+        penalties = kl_rewards(logprobs, streams.reference_logprobs, config.kl.estimator, config.kl.coef)
+        penalty_to_go = discounted_sums(penalties, streams.sequences, 1.0)
+        advantages = advantages + penalty_to_go
     if config.teacher.coef > 0:
         assert streams.teacher_logprobs is not None
         advantages = advantages + config.teacher.coef * (streams.teacher_logprobs - logprobs)

@@ -1,7 +1,7 @@
 """PPO's critic: advantages from values, the loss of values. Pure functions of per-token streams.
 
 rewards  0 0 0 R  (− coef · k of each token, where the KL is in the reward)
-values   v₁ v₂ v₃ v₄     v_t is what the critic expects from token t on, before it is sampled
+values   v₁ v₂ v₃ v₄     v_t is the critic's estimate of the reward-to-go of token t, before it is sampled
 """
 
 import torch
@@ -46,7 +46,7 @@ def moment_sums(values: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, sums: Tensor) -> Tensor:
-    """(v − mean) / (std + ε), mean and std of all that `sums` counts."""
+    """(v − mean) / (std + ε), with the mean and the population standard deviation of all that `sums` counts."""
     count, total, squares = sums.double().unbind()
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()

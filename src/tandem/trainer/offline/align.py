@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
 from tandem.config.align import AlignConfig
 from tandem.config.shared import lr_factor
@@ -16,7 +17,7 @@ from tandem.trainer.losses.unpaired import RewardShift
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.model.optimizer import set_lr
-from tandem.trainer.model.step import Predictions, Scores, Stepper
+from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import AlignBatch, AlignRow, mismatches
 from tandem.trainer.offline.reference import ReferenceOf, References, no_reference, precompute, stream_reference
@@ -88,13 +89,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
 class Batches:
     """The rows of each step, and the mismatched ones beside them, with their reference where that is precomputed."""
 
-    def __init__(
-        self,
-        config: AlignConfig,
-        data: Dataset[AlignRow],
-        stepper: Stepper[Predictions] | Stepper[Scores],
-        tokens: int,
-    ) -> None:
+    def __init__(self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper[Any], tokens: int) -> None:
         self.config = config
         self.data = data
         self.references: References | None = None
