@@ -4,7 +4,7 @@ Requests that fail on their way are sent again, once the server is well; what th
 reason. Every answer says who gave it (types/identity): one of another process than the run's weights were given to is
 never used, and neither is one that another run's weights had a part in.
 
-    answer ─► another instance            InstanceChanged: policy.py loads the weights again
+    answer ─► another instance            InstanceChanged: weight_sync.py loads the weights again
           └─► weights of another run      ServerLost: the run ends
 """
 

@@ -21,13 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.inference.api.errors import BadRequest
+from tandem.inference.api.errors import REFUSALS, BadRequest, answer_refusal
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.control.updates import ControlPlane
-from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UpdateMode, WeightUpdateRefused
+from tandem.inference.engine import AdapterRefused, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
 from tandem.inference.responses import Answer, error_answer
 from tandem.inference.roots import WeightRoots
@@ -152,14 +152,10 @@ class Routes:
             return explain_invalid(error)
         except BadRequest as error:
             return error_answer(400, str(error), param=error.param)
-        except WeightUpdateRefused as error:
-            return error_answer(400, str(error), param="path", code="weights_refused")
         except NoSuchAdapter as error:
             return error_answer(404, str(error), param="lora_name")
-        except AdapterRefused as error:
-            return error_answer(400, str(error), param="lora_path", code="adapter_refused")
-        except EngineBusy as error:
-            return error_answer(409, str(error), code="engine_busy")
+        except tuple(REFUSALS) as error:
+            return answer_refusal(error)
         except (EngineError, TimeoutError) as error:
             return error_answer(503, str(error) or "vLLM's engine did not answer in time", code="engine_failed")
 
