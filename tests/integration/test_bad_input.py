@@ -33,6 +33,7 @@ def refused(starter, rl_arguments, tmp_path):
         (["--orchestrator.env.id", "reverse-txt"], ["env.id = 'reverse-txt'", "did you mean 'reverse-text'"]),
         (["--orchestrator.env.args", '{"lenght": 3}'], ["env.args.lenght", "3", "min_length"]),
         (["--trainer.loss.type", "grp"], ["trainer.loss.type", "'grp'", "grpo"]),
+        (["--trainer.loss.type", "no.such:loss"], ["trainer.loss.type = 'no.such:loss'", "No module named 'no'"]),
         (["--trainer.max-steps", "7", "--max-steps", "8"], ["max_steps = ", "trainer.max_steps = ", "contradict"]),
         (["--resume"], ["resume", "holds no complete checkpoint"]),
         (["--inference.server.api-key-var", "NOT_SET_ANYWHERE"], ["api_key_var = 'NOT_SET_ANYWHERE'", "export it"]),

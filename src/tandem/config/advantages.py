@@ -1,10 +1,11 @@
 """Options of rewards before they reach the trainer: advantages and the length penalty."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tandem.config.base import Config
+from tandem.config.names import OrImportPath
 
 AdvantageType = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward", "none"]
 
@@ -15,11 +16,12 @@ GROUP_RELATIVE: tuple[AdvantageType, ...] = ("grpo", "dr_grpo", "rloo", "reinfor
 class AdvantageConfig(Config):
     """How rewards become advantages."""
 
-    type: AdvantageType = "grpo"
+    type: Annotated[AdvantageType | str, OrImportPath(AdvantageType)] = "grpo"
     """grpo: reward minus the group's mean, divided by the group's standard deviation. dr_grpo: the same, not divided.
     rloo: reward minus the mean of the others in the group. reinforce_pp: reward minus the batch's mean, divided by the
     batch's standard deviation. reinforce_pp_baseline: the group's mean, the batch's deviation. reward: the reward
-    itself (for ppo). none: zero (for a teacher model alone)."""
+    itself (for ppo). none: zero (for a teacher model alone). Or a function of your own, "package.module:function" or
+    "./file.py:function": docs/algorithms.md."""
 
     @property
     def is_group_relative(self) -> bool:

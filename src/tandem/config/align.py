@@ -1,12 +1,15 @@
 """Options of alignment on preferences: DPO and its family, and reward models."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.losses import refuse_stray_options
+from tandem.config.names import OrImportPath
 from tandem.config.offline import OfflineConfig
+from tandem.utils.imports import is_import_path
 
 AlignLossType = Literal["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
 ReferenceSource = Literal["precomputed", "model", "none"]
@@ -16,7 +19,7 @@ SIMPO_BETA = 2.0
 # Objectives on single completions labelled good or bad, not on pairs.
 UNPAIRED = ("kto", "bco")
 # Where each objective may take its reference log-probs from; the first is the default.
-REFERENCES: dict[AlignLossType, tuple[ReferenceSource, ...]] = {
+REFERENCES: dict[str, tuple[ReferenceSource, ...]] = {
     "dpo": ("precomputed", "model", "none"),
     "ipo": ("precomputed", "model", "none"),
     "hinge": ("precomputed", "model", "none"),
@@ -27,6 +30,7 @@ REFERENCES: dict[AlignLossType, tuple[ReferenceSource, ...]] = {
     "simpo": ("none",),
     "reward": ("none",),
 }
+OWN_REFERENCES: tuple[ReferenceSource, ...] = ("precomputed", "model", "none")
 # Options that only some objectives know.
 KNOWN_TO: dict[str, tuple[AlignLossType, ...]] = {
     "beta": ("dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo"),
@@ -42,9 +46,13 @@ KNOWN_TO: dict[str, tuple[AlignLossType, ...]] = {
 class AlignLossConfig(Config):
     """The objective. docs/alignment.md has the formulas."""
 
-    type: AlignLossType = "dpo"
+    type: Annotated[AlignLossType | str, OrImportPath(AlignLossType)] = "dpo"
     """dpo, ipo, hinge: pairs, with a reference model. kto, bco: single completions, good or bad, with a reference
-    model. orpo, cpo, simpo: pairs, without one. reward: pairs, trains a reward model."""
+    model. orpo, cpo, simpo: pairs, without one. reward: pairs, trains a reward model. Or a function of your own over
+    pairs, "package.module:function" or "./file.py:function": docs/alignment.md."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss function of your own."""
 
     beta: float | None = Field(default=None, gt=0)
     """Scale of the implicit rewards (orpo: weight of the odds ratio). None: 0.1; simpo 2."""
@@ -93,7 +101,16 @@ class AlignLossConfig(Config):
 
     @property
     def reference_source(self) -> ReferenceSource:
-        return self.reference or REFERENCES[self.type][0]
+        return self.reference or self._references[0]
+
+    @property
+    def _references(self) -> tuple[ReferenceSource, ...]:
+        return REFERENCES.get(self.type, OWN_REFERENCES)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the type is a function that the user brings."""
+        return is_import_path(self.type)
 
     @property
     def is_paired(self) -> bool:
@@ -101,6 +118,7 @@ class AlignLossConfig(Config):
 
     @model_validator(mode="after")
     def _options_fit_the_type(self) -> "AlignLossConfig":
+        refuse_stray_options(self.type, self.options)
         for name, types in KNOWN_TO.items():
             value = getattr(self, name)
             if value is not None and self.type not in types:
@@ -108,10 +126,10 @@ class AlignLossConfig(Config):
                     f"{name} = {value} has no effect with type = {self.type!r}; leave it out (it belongs to "
                     f"{', '.join(types)})"
                 )
-        if self.reference is not None and self.reference not in REFERENCES[self.type]:
+        if self.reference is not None and self.reference not in self._references:
             raise ValueError(
                 f"reference = {self.reference!r} does not go with type = {self.type!r}; "
-                f"valid: {', '.join(REFERENCES[self.type])}"
+                f"valid: {', '.join(self._references)}"
             )
         return self
 

@@ -5,11 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from tandem.config.base import Config
-from tandem.config.shared import LogLevel
+from tandem.config.shared import LogOptions
 
 
-class ExportConfig(Config):
+class ExportConfig(LogOptions):
     """Write a checkpoint of a run as a model directory."""
 
     run_dir: Path
@@ -23,6 +22,3 @@ class ExportConfig(Config):
 
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of the written weights. None: the run's model.dtype."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""

@@ -2,15 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.names import OrImportPath
 from tandem.config.sglang import SGLangConfig
-from tandem.config.shared import Device, LogLevel, ModelConfig
+from tandem.config.shared import ComputeOptions, LogOptions, ModelOptions, SeedOptions
 from tandem.config.vllm import VllmConfig
 from tandem.utils.errors import UserError
+
+EngineName = Literal["native", "vllm", "sglang"]
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # A running SGLang server was given its own values of these when it was started.
@@ -93,12 +96,12 @@ def resolve_api_key(key: str | None, variable: str | None, option: str) -> str |
     return value
 
 
-class InferenceConfig(Config):
+class InferenceConfig(LogOptions, ComputeOptions, SeedOptions, ModelOptions):
     """The inference server: it samples the rollouts."""
 
-    model: ModelConfig
-    engine: Literal["native", "vllm", "sglang"] = "native"
-    """What runs the model. native: our own engine. vllm: vLLM's server. sglang: a running SGLang server."""
+    engine: Annotated[EngineName | str, OrImportPath(EngineName)] = "native"
+    """What runs the model. native: our own engine. vllm: vLLM's server. sglang: a running SGLang server. Or an engine
+    of your own, by the function that builds it, "package.module:build" or "./file.py:build"."""
 
     vllm: VllmConfig = VllmConfig()
 
@@ -108,9 +111,6 @@ class InferenceConfig(Config):
 
     generation_config: Literal["auto", "vllm"] = "auto"
     """Default sampling options of requests. auto: those of the model's generation_config.json. vllm: neutral ones."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest prompt + completion, in tokens."""
 
     max_sequences: int = Field(default=256, ge=1)
     """Most sequences in one decode step. Others wait in the queue."""
@@ -134,29 +134,14 @@ class InferenceConfig(Config):
     prefix_caching: bool = True
     """Reuse the KV cache of prompts that begin alike, from earlier requests too. Always off with deterministic."""
 
-    device: Device = "auto"
-    """Where to compute. auto: a GPU if there is one."""
-
     cuda_graphs: bool = True
     """Decode with CUDA graphs, on a GPU. Always off with deterministic."""
-
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads. None: all cores (under `rl`, its share of them)."""
-
-    seed: int = 0
-    """Seed of requests that do not bring one."""
-
-    deterministic: bool = False
-    """Make tokens and log-probs of a request independent of what else is running. Slower."""
 
     check_invariants: bool = False
     """Check the native engine's invariants whenever it is idle. For tests."""
 
     drain_timeout_s: float = Field(default=5.0, ge=0)
     """How long running requests may take to finish after SIGTERM."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
 
     @model_validator(mode="after")
     def _engine_honours_options(self) -> "InferenceConfig":

@@ -1,16 +1,18 @@
 """Options of the policy-gradient loss: its type, normalization, off-policy correction and regularization."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.names import OrImportPath
+from tandem.utils.imports import is_import_path
 
 LossType = Literal["grpo", "gspo", "rloo", "cispo", "reinforce", "ppo"]
 
 # clip_low and clip_high where they are not given; None: the objective has no such bound.
-DEFAULT_CLIPS: dict[LossType, tuple[float | None, float | None]] = {
+DEFAULT_CLIPS: dict[str, tuple[float | None, float | None]] = {
     "grpo": (0.2, 0.2),
     "gspo": (3e-4, 4e-4),
     "rloo": (0.2, 0.2),
@@ -18,6 +20,14 @@ DEFAULT_CLIPS: dict[LossType, tuple[float | None, float | None]] = {
     "reinforce": (None, None),
     "ppo": (0.2, 0.2),
 }
+
+
+def refuse_stray_options(loss_type: str, options: dict[str, Any]) -> None:
+    if options and not is_import_path(loss_type):
+        raise ValueError(
+            f"options = {options!r} has no meaning with type = {loss_type!r}; leave it out (it is for a loss function "
+            "of your own)"
+        )
 
 
 class CorrectionConfig(Config):
@@ -105,9 +115,13 @@ class PpoConfig(Config):
 class LossConfig(Config):
     """The policy-gradient loss. docs/algorithms.md has the formulas."""
 
-    type: LossType = "grpo"
+    type: Annotated[LossType | str, OrImportPath(LossType)] = "grpo"
     """grpo: clipped ratio of each token. gspo: clipped geometric mean of a sequence's ratios. rloo: clipped product of
-    them. cispo: log-prob weighted by the clipped ratio. reinforce: log-prob, no ratio. ppo: grpo with a critic."""
+    them. cispo: log-prob weighted by the clipped ratio. reinforce: log-prob, no ratio. ppo: grpo with a critic.
+    Or a function of your own, "package.module:function" or "./file.py:function": docs/algorithms.md."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss function of your own."""
 
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """Clip the ratio below at 1 - clip_low. None: 0.2; gspo 0.0003."""
@@ -138,14 +152,28 @@ class LossConfig(Config):
     """Weight of the entropy bonus."""
 
     @property
+    def is_own(self) -> bool:
+        """Whether the type is a function that the user brings."""
+        return is_import_path(self.type)
+
+    @property
     def clips(self) -> tuple[float | None, float | None]:
         """clip_low and clip_high, as given or as usual for the type."""
-        low, high = DEFAULT_CLIPS[self.type]
+        low, high = self._default_clips
         return self.clip_low or low, self.clip_high or high
+
+    @property
+    def _default_clips(self) -> tuple[float | None, float | None]:
+        return DEFAULT_CLIPS.get(self.type, (None, None))
+
+    @model_validator(mode="after")
+    def _options_fit_the_type(self) -> "LossConfig":
+        refuse_stray_options(self.type, self.options)
+        return self
 
     @model_validator(mode="after")
     def _clips_fit_the_type(self) -> "LossConfig":
-        low, high = DEFAULT_CLIPS[self.type]
+        low, high = self._default_clips
         for name, given, usual in (("clip_low", self.clip_low, low), ("clip_high", self.clip_high, high)):
             if given is not None and usual is None:
                 raise ValueError(f"{name} = {given} has no effect with type = {self.type!r}; leave it out")

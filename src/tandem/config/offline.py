@@ -1,88 +1,37 @@
 """What `sft` and `align` have in common: training on a dataset."""
 
 import math
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from tandem.config.base import Config
 from tandem.config.data import DataConfig, OfflineEvalConfig, require_held_out
-from tandem.config.lora import LoRAConfig, check_lora
-from tandem.config.parallel import ParallelConfig
+from tandem.config.lora import check_lora
 from tandem.config.shared import (
-    CheckpointConfig,
-    Device,
-    LogLevel,
+    ComputeOptions,
+    LogOptions,
     MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SchedulerConfig,
+    ModelOptions,
+    RunOptions,
+    SeedOptions,
+    StartOptions,
 )
 from tandem.config.sources import Tree
+from tandem.config.training import TrainingOptions
 
 
-class OfflineConfig(Config):
+class OfflineConfig(LogOptions, ComputeOptions, StartOptions, SeedOptions, TrainingOptions, RunOptions, ModelOptions):
     """Training on a dataset."""
 
-    model: ModelConfig
     data: DataConfig
-    output_dir: Path
-    """Run directory. The model is written to weights/latest."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Optimizer steps. Or give epochs."""
-
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the rows, or a fraction of one, instead of max_steps."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest row, in tokens (of a pair: the prompt with one completion)."""
 
     batch_size: int = Field(default=32, ge=1)
     """Rows per step. A pair is one row."""
 
-    tokens_per_microbatch: int = Field(default=0, ge=0)
-    """Most tokens in one micro-batch. It changes memory, not the update. A pair is never split. 0: 8192, or on a GPU as
-    many as its memory holds, and always room for one sequence or pair."""
-
     eval: OfflineEvalConfig = OfflineEvalConfig()
-    lora: LoRAConfig | None = None
-    """Train a LoRA adapter. Left out: train the whole model."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    parallel: ParallelConfig = ParallelConfig()
     metrics: MetricsConfig = MetricsConfig()
-
-    device: Device = "auto"
-    """Where to compute. auto: a GPU if there is one."""
-
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads. None: all cores."""
-
-    seed: int = 0
-    """Seed of the data order and of all other randomness."""
-
-    deterministic: bool = False
-    """Make the run repeat bit for bit."""
-
-    resume: bool = False
-    """Continue the run in output_dir from its newest complete checkpoint. --resume DIR: continue the run in DIR
-    with the configuration it was started with; other flags win over that."""
-
-    allow_changes: bool = False
-    """Resume even if options changed that affect what is learned."""
-
-    clean: bool = False
-    """Delete the run in output_dir first."""
-
-    dry_run: bool = False
-    """Check everything, write the resolved configuration, start nothing."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
 
     @classmethod
     def combine(cls, files: Tree, flags: Tree) -> Tree:

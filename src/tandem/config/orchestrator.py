@@ -1,6 +1,5 @@
 """Options of the orchestrator."""
 
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -9,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from tandem.config.advantages import AdvantageConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.inference import resolve_api_key
-from tandem.config.shared import CheckpointConfig, LogLevel, MetricsConfig, ModelConfig, root_url
+from tandem.config.shared import LogOptions, MetricsConfig, ModelOptions, RunOptions, SeedOptions, root_url
 
 
 class ClientConfig(Config):
@@ -71,6 +70,10 @@ class EnvConfig(Config):
 
     args: dict[str, Any] = {}
     """Arguments of the environment."""
+
+    reward: str | None = None
+    """Reward function instead of the environment's own: exact_match, positional_match, or one of your own,
+    "package.module:function" or "./file.py:function", which gets the completion and the task's answer."""
 
     system_prompt: str | None = None
     """System message in front of every task."""
@@ -147,18 +150,8 @@ class EvalConfig(TruncationConfig):
         return self
 
 
-class OrchestratorConfig(Config):
+class OrchestratorConfig(LogOptions, SeedOptions, RunOptions, ModelOptions):
     """The orchestrator: tasks, rewards, advantages, staleness, batches."""
-
-    model: ModelConfig
-    output_dir: Path = Path("outputs/rl")
-    """Run directory, shared with the trainer."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Training steps of the run."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest prompt + completion, in tokens."""
 
     client: ClientConfig = ClientConfig()
     env: EnvConfig = EnvConfig()
@@ -168,7 +161,6 @@ class OrchestratorConfig(Config):
     """Penalize long completions. Left out: no penalty."""
 
     eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     prompts_per_step: int = Field(default=16, ge=1)
@@ -189,22 +181,6 @@ class OrchestratorConfig(Config):
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """End the run when more than this share of the rollouts of 64 groups failed. 0: at the first failure. 1: never."""
-
-    seed: int = 0
-    """Seed of the task order and of sampling."""
-
-    deterministic: bool = False
-    """Make the run repeat bit for bit. Needs max_staleness = 0."""
-
-    resume: bool = False
-    """Continue from the newest complete checkpoint in output_dir."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
-
-    @property
-    def rollouts_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
 
     @model_validator(mode="after")
     def _consistent(self) -> "OrchestratorConfig":

@@ -5,16 +5,15 @@ places, it must be the same. Flags win over files, whichever place each of them 
 """
 
 from functools import reduce
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from tandem.config.base import FILES, Config
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.shared import CheckpointConfig, LogLevel, ModelConfig
+from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -23,63 +22,21 @@ SECTIONS: dict[str, type[Config]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
 }
-SHARED_KEYS = (
-    "model",
-    "output_dir",
-    "max_steps",
-    "seq_len",
-    "seed",
-    "deterministic",
-    "checkpoint",
-    "resume",
-    "log_level",
+SHARED_KEYS = tuple(
+    name for options in (ModelOptions, RunOptions, SeedOptions, LogOptions) for name in options.model_fields
 )
 
 
-class RLConfig(Config):
+class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
-
-    model: ModelConfig
-    output_dir: Path = Path("outputs/rl")
-    """Run directory of all processes."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Training steps of the run."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest prompt + completion, in tokens."""
-
-    seed: int = 0
-    """Seed of the task order, of sampling and of training."""
-
-    deterministic: bool = False
-    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0."""
-
-    checkpoint: CheckpointConfig = CheckpointConfig()
 
     trainer: TrainerConfig
     orchestrator: OrchestratorConfig
     inference: InferenceConfig | None = None
     """Left out: start no server and use the one at orchestrator.client.base-url."""
 
-    resume: bool = False
-    """Continue the run in output_dir from its newest complete checkpoint. --resume DIR: continue the run in DIR
-    with the configuration it was started with; other flags win over that."""
-
-    allow_changes: bool = False
-    """Resume even if options changed that affect what is learned."""
-
-    clean: bool = False
-    """Delete the run in output_dir first."""
-
-    dry_run: bool = False
-    """Check everything, write the resolved configuration and the process plan, start nothing."""
-
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,7 @@
-"""Options that more than one process takes. Each is defined here once and included where it is needed."""
+"""Options that more than one process takes. Each is defined here once and included where it is needed.
+
+Classes called …Options are bases of the config classes that take them; `--help` shows those of the last base first.
+"""
 
 import math
 from pathlib import Path
@@ -9,6 +12,8 @@ from pydantic import Field, model_validator
 from tandem.config.base import Config
 
 Impl = Literal["native", "hf"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 class ModelConfig(Config):
@@ -23,6 +28,43 @@ class ModelConfig(Config):
     impl: Impl = "native"
     """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
     architecture it has. inference.engine chooses what serves the model."""
+
+
+class ModelOptions(Config):
+    """Which model, and how long its sequences are."""
+
+    model: ModelConfig
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Longest sequence, prompt and completion together, in tokens."""
+
+
+class SeedOptions(Config):
+    """What may depend on chance."""
+
+    seed: int = 0
+    """Seed of all randomness: the order of tasks or rows, sampling, training."""
+
+    deterministic: bool = False
+    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0. Tokens and log-probs
+    of a request are then independent of what else is running. Slower."""
+
+
+class ComputeOptions(Config):
+    """What a process computes on."""
+
+    device: Device = "auto"
+    """Where to compute. auto: a GPU if there is one."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads. None: all cores (under `rl`, its share of them)."""
+
+
+class LogOptions(Config):
+    """What a process says of itself."""
+
+    log_level: LogLevel = "info"
+    """Least severe log lines to show."""
 
 
 class CheckpointConfig(Config):
@@ -56,6 +98,35 @@ class CheckpointConfig(Config):
 
     def is_due(self, step: int, last_step: int | None = None) -> bool:
         return self.every is not None and (step % self.every == 0 or step == last_step)
+
+
+class RunOptions(Config):
+    """The run: where it is, how long it is, how it goes on."""
+
+    output_dir: Path = Path("outputs/rl")
+    """Run directory, shared by all processes of the run. The model is written to weights/latest."""
+
+    max_steps: int = Field(default=100, ge=1)
+    """Training steps of the run."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    resume: bool = False
+    """Continue the run in output_dir from its newest complete checkpoint. --resume DIR: continue the run in DIR
+    with the configuration it was started with; other flags win over that."""
+
+
+class StartOptions(Config):
+    """What a command that starts a run does with one that is there, and whether it starts anything."""
+
+    allow_changes: bool = False
+    """Resume even if options changed that affect what is learned."""
+
+    clean: bool = False
+    """Delete the run in output_dir first."""
+
+    dry_run: bool = False
+    """Check everything, write the resolved configuration and, of `rl`, the process plan; start nothing."""
 
 
 class MetricsConfig(Config):
@@ -120,7 +191,3 @@ def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
 def root_url(url: str) -> str:
     """A server's address, given with or without the /v1 that OpenAI's clients want."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-Device = Literal["auto", "cpu", "cuda"]

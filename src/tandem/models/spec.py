@@ -82,7 +82,6 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]  # one entry a layer
-    max_positions: int
 
     @property
     def q_size(self) -> int:
@@ -151,7 +150,6 @@ class ModelSpec:
             mlp_bias=family == "llama" and config.get("mlp_bias", False),
             qk_norm=family == "qwen3",
             sliding_windows=_sliding_windows(config, family),
-            max_positions=config["max_position_embeddings"],
         )
 
 

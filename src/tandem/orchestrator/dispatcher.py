@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from tandem.envs.failures import failure_of
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.failures import FailureLedger, TaskFailed
+from tandem.orchestrator.protocols import ServedVersion
 from tandem.orchestrator.tasks import TaskOrder
-from tandem.orchestrator.weight_sync import Policy
 from tandem.types.rollout import Group
 from tandem.utils.metrics import RunLog
 from tandem.utils.waiting import Deadline
@@ -33,7 +33,7 @@ class Dispatcher:
         self,
         make_group: MakeGroup,
         buffer: GroupBuffer,
-        policy: Policy,
+        policy: ServedVersion,
         tasks: TaskOrder,
         ledger: FailureLedger,
         run_log: RunLog,

@@ -9,7 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.protocols import PolicyServer
 from tandem.transport.weights.manifest import is_adapter, newest_version
 from tandem.types.rollout import ALL_TOKENS, Completion, SamplingOptions
 from tandem.utils.metrics import RunLog
@@ -28,7 +29,7 @@ class Policy:
     A version is a whole model, or a LoRA adapter of `model_dir`, which then has to be served below it."""
 
     def __init__(
-        self, client: InferenceClient, model_dir: Path, weights_folder: Path, version: int, run_log: RunLog
+        self, client: PolicyServer, model_dir: Path, weights_folder: Path, version: int, run_log: RunLog
     ) -> None:
         self.client = client
         self.model_dir = model_dir

@@ -38,10 +38,24 @@ def test_clips_have_usual_values_by_type() -> None:
         ("--loss.teacher.model m", "model = 'm' is not used with coef = 0"),
         ("--loss.kl.estimator k4", "loss.kl.estimator = 'k4' is not valid; did you mean"),
         ("--loss.kl.coef -1", "loss.kl.coef = '-1' is not valid"),
+        ("--loss.type grop", "loss.type = 'grop' is not valid; did you mean 'grpo'?"),
+        (
+            "--loss.type my.losses:mine --loss.clip-low 0.1",
+            "clip_low = 0.1 has no meaning with type = 'my.losses:mine'",
+        ),
+        ('--loss.options {"clip":0.1}', "options = {'clip': 0.1} has no meaning with type = 'grpo'"),
     ],
 )
 def test_losses_that_are_refused(refusal, flags: str, message: str) -> None:
     assert message in refusal(*MODEL, *flags.split(), cls=TrainerConfig)
+
+
+def test_a_loss_of_the_users_own() -> None:
+    flags = ["--loss.type", "./mine.py:loss", "--loss.options", '{"clip": 0.1}', "--loss.kl.coef", "0.1"]
+    loss = load_config(TrainerConfig, [*MODEL, *flags]).loss
+    assert loss.is_own and loss.options == {"clip": 0.1} and loss.clips == (None, None)
+    assert LossConfig.model_validate(loss.model_dump(mode="json")) == loss
+    assert not LossConfig().is_own
 
 
 @pytest.mark.parametrize(
@@ -71,7 +85,7 @@ def test_advantages_that_do_not_fit_the_loss(refusal, rl_toml: str, flags: str, 
 @pytest.mark.parametrize("type", ["reinforce_pp", "reward", "none"])
 def test_groups_of_one_where_nothing_is_relative_to_the_group(type: str) -> None:
     config = OrchestratorConfig.model_validate({"model": {"name": "m"}, "group_size": 1, "advantage": {"type": type}})
-    assert config.rollouts_per_step == config.prompts_per_step
+    assert config.group_size == 1
 
 
 def test_a_resolved_configuration_is_accepted_again() -> None:
@@ -79,6 +93,10 @@ def test_a_resolved_configuration_is_accepted_again() -> None:
     for type in ("grpo", "cispo", "reinforce", "ppo"):
         config = LossConfig.model_validate({"type": type})
         assert LossConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def num_rollouts(config: RLConfig) -> int:
+    return config.orchestrator.prompts_per_step * config.orchestrator.group_size
 
 
 @pytest.mark.parametrize(
@@ -91,7 +109,7 @@ def test_every_shipped_algorithm_parses_on_top_of_its_base(name: str) -> None:
     plain = load_config(RLConfig, [*base, *run])
     sections = (config.trainer, config.orchestrator)
     assert sections != (plain.trainer, plain.orchestrator), "a layer that changes nothing"
-    assert config.orchestrator.rollouts_per_step == plain.orchestrator.rollouts_per_step
+    assert num_rollouts(config) == num_rollouts(plain)
     assert config.trainer.loss.type == (name if name in ("cispo", "gspo", "ppo", "rloo") else "grpo")
 
 

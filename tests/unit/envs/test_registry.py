@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tandem.config.orchestrator import EnvConfig
+from tandem.envs.process import open_environment
 from tandem.envs.registry import make_environment
 from tandem.envs.reverse_text import ReverseText
 from tandem.envs.system_prompt import SystemPrompted
+from tandem.envs.trial import try_environment
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
@@ -78,10 +80,7 @@ def test_a_module_in_the_current_directory(own_file: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("env_id", "message"),
     [
-        (
-            "./folder/env_of_a_test.py",
-            r"names a file; name the class in it too, as in '\./.*\.py:MyEnv'",
-        ),
+        ("./folder/env_of_a_test.py", r"names a file; name the object in it too, as in '\./.*\.py:name'"),
         ("./folder/none.py:Mine", r"cannot be imported: there is no file '.*/folder/none\.py'"),
         ("./folder/env_of_a_test.py:Mien", r"has no 'Mien'; did you mean 'Mine'\?"),
         ("./broken.py:Mine", r"cannot be imported: ZeroDivisionError: division by zero"),
@@ -141,3 +140,59 @@ def test_a_module_that_is_not_there() -> None:
 def test_arguments_that_do_not_suit(args: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_environment(EnvConfig(args=args))
+
+
+REWARDS = """\
+def length(completion, answer):
+    return len(completion) / len(answer)
+
+async def waits(completion, answer):
+    return length(completion, answer) / 2
+
+def nothing(completion, answer):
+    return None
+"""
+
+
+@pytest.fixture
+def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "rewards_of_a_test.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("rewards_of_a_test", None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [("exact_match", 0.0), ("rewards_of_a_test:length", 0.5), ("./rewards_of_a_test.py:waits", 0.25)],
+)
+def test_another_reward_function(own_rewards: None, reward: str, expected: float) -> None:
+    """In the environment's own process, as in a run; its own gives 0 for text without a letter."""
+
+    async def score() -> list[float]:
+        config = EnvConfig(args={"num_train": 4, "num_eval": 2}, reward=reward, system_prompt="Be brief.")
+        async with open_environment(config) as environment:
+            await try_environment(environment, config)
+            task = environment.train_tasks[0]
+            return [await environment.score(task, text) for text in ("#" * 4, task.answer)]
+
+    half, full = asyncio.run(score())
+    assert (half, full) == (expected, 2 * expected or 1.0)
+
+
+def test_a_score_that_is_no_reward_names_the_function(own_rewards: None) -> None:
+    async def score() -> None:
+        config = EnvConfig(args={"num_train": 4, "num_eval": 2}, reward="./rewards_of_a_test.py:nothing")
+        async with open_environment(config) as environment:
+            await try_environment(environment, config)
+
+    with pytest.raises(UserError, match=r"the reward is None, not a number \(rewards_of_a_test\.py:7 in nothing\)"):
+        asyncio.run(score())
+
+
+def test_a_reward_function_that_is_not_known(own_rewards: None) -> None:
+    with pytest.raises(UserError, match=r"env\.reward = 'exact' is not known; did you mean 'exact_match'\?"):
+        make_environment(EnvConfig(reward="exact"))
+    with pytest.raises(UserError, match=r"env\.reward = 'rewards_of_a_test:lenght' cannot be imported: .*'length'"):
+        make_environment(EnvConfig(reward="rewards_of_a_test:lenght"))

@@ -5,9 +5,11 @@ begin ─► _serve ─┬─ _sample: wait while sending is paused ─► the s
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -154,6 +156,15 @@ class Requests:
         """Send no more, and return when what was sent has ended."""
         self.sending.clear()
         await self._idle.wait()
+
+    @contextlib.asynccontextmanager
+    async def drained(self) -> AsyncIterator[None]:
+        """After all samples have ended, and before any other is sent."""
+        try:
+            await self.drain()
+            yield
+        finally:
+            self.sending.set()
 
     def note_version(self, version: int) -> None:
         """From now on tokens may be of this version."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
 from tandem.models.files import check_model_dir
-from tandem.models.trainable import Trainable, load_trainable, merged_tensors
+from tandem.models.trainable import Trainable, load_trainable, merged_tensors, whole_tensors
 from tandem.trainer.checkpoints.checkpointer import MODEL
 from tandem.trainer.checkpoints.shards import read_whole
 from tandem.transport.checkpoints import TRAINER
@@ -36,7 +36,7 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
     take_weights(decoder, read_whole(folder, MODEL + DECODER), folder)
     staging = staging_directory(output)
     hf_config = read_json(model.name / "config.json") | {"dtype": dtype or model.dtype}
-    write_model(staging, merged_tensors(decoder), hf_config)
+    write_model(staging, merged_tensors(decoder) if lora else whole_tensors(decoder), hf_config)
     copy_side_files(model.name, staging)
     write_manifest(staging, step)
     publish_directory(staging, output)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.config.losses import LossConfig, PpoConfig
 from tandem.trainer.losses.kl import kl_rewards
+from tandem.trainer.losses.metrics import loss_part, mean_of
 from tandem.trainer.losses.sequences import discounted_sums, is_last_token
 from tandem.trainer.losses.types import LossOutput
 
@@ -66,12 +67,11 @@ def critic_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Te
     """Weighted sum over tokens, to be added to the policy's and divided like it."""
     losses, is_clipped = value_losses(values, old_values, returns, config.value_clip)
     loss = config.value_coef * (losses * weights).sum()
-    with torch.no_grad():
-        metrics = {
-            "loss/value": loss.detach(),
-            "value": values.sum(),
-            "value_error": (values - returns).square().sum(),
-            "value_clip_fraction": is_clipped.float().sum(),
-            "return": returns.sum(),
-        }
+    metrics = {
+        "loss/value": loss_part(loss),
+        "value": mean_of(values),
+        "value_error": mean_of((values.detach() - returns).square()),
+        "value_clip_fraction": mean_of(is_clipped.float()),
+        "return": mean_of(returns),
+    }
     return LossOutput(loss, metrics)

@@ -24,7 +24,8 @@ from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewar
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.memory import tokens_per_microbatch
-from tandem.trainer.model.step import MAXIMUM, MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.totals import over_updates
 from tandem.types.rollout import PackedBatch, TrainBatch
 
 
@@ -40,7 +41,10 @@ class Learner:
     """`frozen_models` by the stream they fill: reference_logprobs, teacher_logprobs."""
 
     def __init__(
-        self, config: TrainerConfig, stepper: Stepper, frozen_models: Mapping[str, FrozenModel] | None = None
+        self,
+        config: TrainerConfig,
+        stepper: Stepper[Predictions],
+        frozen_models: Mapping[str, FrozenModel] | None = None,
     ) -> None:
         self.config = config
         self.stepper = stepper
@@ -56,7 +60,7 @@ class Learner:
             for _ in range(self.config.epochs_per_batch)
             for update in updates
         ]
-        return {name: _over_updates(name, [entry[name] for entry in stats]) for name in stats[0]}
+        return over_updates(stats)
 
     @functools.cached_property
     def tokens_per_microbatch(self) -> int:
@@ -102,7 +106,7 @@ class Learner:
         return with_streams(part, streams)
 
     def _with_values(self, updates: list[Update]) -> list[Update]:
-        """Advantages and returns from the critic's values; so far, the advantages were rewards."""
+        """Advantages and returns from the rewards and the critic's values."""
         config = self.config.loss
         estimated = [
             replace(update, micro_batches=[estimate_advantages(part, config) for part in update.micro_batches])
@@ -118,10 +122,6 @@ class Learner:
             replace(update, micro_batches=[_whitened(part, sums) for part in update.micro_batches])
             for update in estimated
         ]
-
-
-def _over_updates(name: str, values: list[float]) -> float:
-    return max(values) if name.startswith(MAXIMUM) else sum(values) / len(values)
 
 
 def with_signal(batch: PackedBatch) -> PackedBatch:
@@ -145,7 +145,7 @@ def estimate_advantages(part: PackedBatch, config: LossConfig) -> PackedBatch:
     streams = {name: torch.from_numpy(stream) for name, stream in part.streams.items()}
     sequences = torch.from_numpy(part.sequences)
     rewards = token_rewards(
-        streams["advantages"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
+        streams["rewards"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
     )
     advantages, returns = gae(rewards, streams["old_values"], sequences, config.ppo.gamma, config.ppo.lam)
     return with_streams(part, {"advantages": advantages, "returns": returns})
@@ -155,7 +155,7 @@ def _whitened(part: PackedBatch, sums: Tensor) -> PackedBatch:
     return with_streams(part, {"advantages": whiten(torch.from_numpy(part.streams["advantages"]), sums)})
 
 
-def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
+def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss[Predictions]:
     """The objective over the tokens of one micro-batch, with the critic's where there is one."""
 
     def compute(part: PackedBatch, predictions: Predictions) -> LossOutput:
