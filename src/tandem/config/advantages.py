@@ -20,8 +20,8 @@ class AdvantageConfig(Config):
     """grpo: reward minus the group's mean, divided by the group's standard deviation. dr_grpo: the same, not divided.
     rloo: reward minus the mean of the others in the group. reinforce_pp: reward minus the batch's mean, divided by the
     batch's standard deviation. reinforce_pp_baseline: the group's mean, the batch's deviation. reward: the reward
-    itself (for ppo). none: zero (for a teacher model alone).
-    Or a function of your own, "package.module:function" or "./file.py:function": docs/algorithms.md."""
+    itself (for ppo). none: zero (for a teacher model alone). Or a function of your own, "package.module:function" or
+    "./file.py:function": docs/algorithms.md."""
 
     @property
     def is_group_relative(self) -> bool:

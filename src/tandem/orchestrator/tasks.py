@@ -76,8 +76,8 @@ def _encode(name: str, tasks: Sequence[Task], tokenizer: Tokenizer, config: Orch
         if needed > config.seq_len:
             raise UserError(
                 f"seq_len = {config.seq_len} is too short: the prompt of {name} task {task.index} has "
-                f"{len(prompt)} tokens, and sampling.max_tokens = {config.sampling.max_tokens} more are allowed; "
-                f"the smallest seq_len that fits it is {needed}"
+                f"{len(prompt)} tokens, plus sampling.max_tokens = {config.sampling.max_tokens}; "
+                f"the smallest seq_len that fits is {needed}"
             )
         prompts.append(array("I", prompt))  # four bytes a token: there may be many tasks
     return prompts
