@@ -2,7 +2,7 @@
 
 schedule ─► forward (masks of grammars beside it) ─► fork groups ─► draw ─► tell who listens ─► finish
 
-On a GPU a step is only launched, and the one before it is read meanwhile (`flights.py`).
+On a GPU a step is only launched, and the one before it is read meanwhile (`inflight.py`).
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from tandem.inference.engine import (
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import Key
 from tandem.inference.native.constraints import Constraints
-from tandem.inference.native.flights import Flight, Launcher
+from tandem.inference.native.inflight import InflightStep, Launcher
 from tandem.inference.native.logit_processors import adjust
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import Drawn, sample, sampling_rows
@@ -61,7 +61,7 @@ class EngineCore:
         self.decoder, self.adapters, self.cache = parts.decoder, parts.adapters, parts.cache
         self.state, self.scheduler, self.runner = parts.state, parts.scheduler, parts.runner
         self._launcher = parts.launcher
-        self._flights: deque[Flight] = deque()  # steps that were launched and not read, oldest first
+        self._inflight: deque[InflightStep] = deque()  # steps that were launched and not read, oldest first
         self.version = 0
         self._new_text = parts.new_text
         self._eos_token_ids = [token for token in eos_token_ids if token < parts.decoder.spec.vocab_size]
@@ -113,7 +113,7 @@ class EngineCore:
 
     def step(self) -> None:
         self.scheduler.prepare_step()
-        num_read = len(self._flights)
+        num_read = len(self._inflight)
         for rows, chunk in self.scheduler.batches():
             if self._launcher is None:
                 self._compute(rows, chunk)
@@ -123,12 +123,12 @@ class EngineCore:
             else:
                 self._launch(self._launcher, rows, chunk)
         for _ in range(num_read):
-            self._read_flight()
+            self._read_oldest()
 
-    def read_flights(self) -> None:
+    def read_inflight(self) -> None:
         """Wait for all steps that were launched."""
-        while self._flights:
-            self._read_flight()
+        while self._inflight:
+            self._read_oldest()
 
     def abort_begun(self) -> None:
         """End every request that has begun with what it has."""
@@ -193,7 +193,7 @@ class EngineCore:
             fork = self._fork(part_rows, part_chunk, finishing)
             if len(fork.drawing):
                 read = launcher.draw(fork.drawing, launched, fork.logits_index)
-                self._flights.append(Flight.of(state, fork.drawing, self._versions(fork.drawing), read))
+                self._inflight.append(InflightStep.of(state, fork.drawing, self._versions(fork.drawing), read))
                 state.reserve(fork.drawing)
 
     def _fork(self, rows: Rows, chunk: NDArray[np.int64], finishing: NDArray[np.int64]) -> Fork:
@@ -204,19 +204,19 @@ class EngineCore:
         return fork
 
     def _read_before(self, rows: Rows, chunk: NDArray[np.int64]) -> tuple[Rows, NDArray[np.int64]]:
-        """Read every flight, since the logits of some row depend on what was drawn; returns the rows that go on."""
+        """Read every step in flight: the logits of some row depend on what was drawn. Returns the rows that go on."""
         order = self.state.order[rows]
-        self.read_flights()
+        self.read_inflight()
         goes_on = self.state.order[rows] == order
         return rows[goes_on], chunk[goes_on]
 
-    def _read_flight(self) -> None:
-        """Take what the oldest flight drew, for the rows that are still those it was drawn for."""
-        flight = self._flights.popleft()
-        drawn, mine = flight.read(), flight.still_flying(self.state)
-        rows, positions = flight.rows[mine], flight.positions[mine]
+    def _read_oldest(self) -> None:
+        """Take what the oldest step drew, for the rows that are still those it was drawn for."""
+        step = self._inflight.popleft()
+        drawn, mine = step.read(), step.is_current(self.state)
+        rows, positions = step.rows[mine], step.positions[mine]
         drawn = drawn.of(mine)
-        versions = flight.versions if isinstance(flight.versions, int) else flight.versions[mine]
+        versions = step.versions if isinstance(step.versions, int) else step.versions[mine]
         self.state.fill(rows, positions, drawn.tokens, drawn.logprobs, versions)
         self._conclude(rows, positions, drawn)
 

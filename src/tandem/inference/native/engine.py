@@ -162,7 +162,11 @@ class NativeEngine:
             done.set_result(None)
 
         def begin() -> None:
-            self.core.read_flights()
+            try:
+                self.core.read_inflight()
+            except Exception as error:
+                done.set_exception(error)
+                raise
             if mode == "wait" and self.paused:
                 done.set_exception(EngineBusy("the engine is paused: running requests cannot end; resume it first"))
             elif mode == "wait":
@@ -205,7 +209,7 @@ class NativeEngine:
                 return False
             if scheduler.has_work and not self.paused:
                 return True
-            self.core.read_flights()
+            self.core.read_inflight()
             if self._check_when_idle:
                 scheduler.check_invariants()
             with self._wake:

@@ -38,7 +38,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Flight:
+class InflightStep:
     """Tokens that are being drawn, one for each row."""
 
     rows: Rows
@@ -48,9 +48,9 @@ class Flight:
     read: Read
 
     @classmethod
-    def of(cls, state: SlotState, rows: Rows, versions: int | NDArray[np.int64], read: Read) -> "Flight":
+    def of(cls, state: SlotState, rows: Rows, versions: int | NDArray[np.int64], read: Read) -> "InflightStep":
         return cls(rows, state.order[rows], state.length[rows], versions, read)
 
-    def still_flying(self, state: SlotState) -> NDArray[np.bool_]:
+    def is_current(self, state: SlotState) -> NDArray[np.bool_]:
         """Which rows still belong to the samples the tokens are for."""
         return state.order[self.rows] == self.order

@@ -66,7 +66,7 @@ class SlowDevice:
 
 
 @pytest.fixture
-def fly() -> Iterator[Callable[[NativeEngine], SlowDevice]]:
+def launch_ahead() -> Iterator[Callable[[NativeEngine], SlowDevice]]:
     """Have an engine launch its steps."""
 
     def install(engine: NativeEngine) -> SlowDevice:
@@ -119,7 +119,7 @@ def test_answers_do_not_depend_on_when_tokens_are_read(
     kv_cache_tokens: int,
     make_engine: Callable[..., NativeEngine],
     generate: Generate,
-    fly: Callable[[NativeEngine], SlowDevice],
+    launch_ahead: Callable[[NativeEngine], SlowDevice],
 ) -> None:
     asked = [
         GenerationRequest(
@@ -130,7 +130,7 @@ def test_answers_do_not_depend_on_when_tokens_are_read(
     size = {"tokens_per_step": tokens_per_step, "max_sequences": max_sequences, "kv_cache_tokens": kv_cache_tokens}
     expected = generate(make_engine(**size), asked)
     engine = make_engine(**size)
-    fly(engine)
+    launch_ahead(engine)
     found = generate(engine, asked)
     engine.inspect(engine.core.scheduler.check_invariants)
     for here, there in zip(found, expected, strict=True):
@@ -143,10 +143,10 @@ def test_answers_do_not_depend_on_when_tokens_are_read(
 
 
 def test_a_step_is_launched_before_the_last_one_is_read_and_an_ended_row_wastes_one(
-    make_engine: Callable[..., NativeEngine], generate: Generate, fly: Callable[[NativeEngine], SlowDevice]
+    make_engine: Callable[..., NativeEngine], generate: Generate, launch_ahead: Callable[[NativeEngine], SlowDevice]
 ) -> None:
     engine = make_engine()
-    device = fly(engine)
+    device = launch_ahead(engine)
     launched: list[int] = []
     launch = device.launch
     device.launch = lambda rows, chunk, wanted: (launched.append(len(rows)), launch(rows, chunk, wanted))[1]
@@ -164,10 +164,10 @@ def test_a_step_is_launched_before_the_last_one_is_read_and_an_ended_row_wastes_
 
 
 def test_streams_get_every_token_once_and_in_order(
-    make_engine: Callable[..., NativeEngine], fly: Callable[[NativeEngine], SlowDevice]
+    make_engine: Callable[..., NativeEngine], launch_ahead: Callable[[NativeEngine], SlowDevice]
 ) -> None:
     engine = make_engine()
-    fly(engine)
+    launch_ahead(engine)
     parts: list[GeneratedSample] = []
     done: Future[Any] = Future()
     engine.submit(
@@ -183,12 +183,12 @@ def test_streams_get_every_token_once_and_in_order(
 def test_cancelled_and_updated_requests_leave_no_wrong_prefix_behind(
     make_engine: Callable[..., NativeEngine],
     generate: Generate,
-    fly: Callable[[NativeEngine], SlowDevice],
+    launch_ahead: Callable[[NativeEngine], SlowDevice],
     make_model: Callable[..., Path],
 ) -> None:
-    """A cancelled row has a token in flight whose value nobody knows: no block may be cached under it."""
+    """A cancelled row has a token in step whose value nobody knows: no block may be cached under it."""
     engine = make_engine(max_sequences=4)
-    device = fly(engine)
+    device = launch_ahead(engine)
     request = GenerationRequest(prompt_of(6), Sampling(40, seed=5, ignore_eos=True))
     [[expected]] = generate(engine, [request])
     launch = device.launch
@@ -214,10 +214,10 @@ def test_cancelled_and_updated_requests_leave_no_wrong_prefix_behind(
 
 
 def test_new_weights_in_the_middle_mark_the_tokens_they_made(
-    make_engine: Callable[..., NativeEngine], fly: Callable[[NativeEngine], SlowDevice]
+    make_engine: Callable[..., NativeEngine], launch_ahead: Callable[[NativeEngine], SlowDevice]
 ) -> None:
     engine = make_engine()
-    fly(engine)
+    launch_ahead(engine)
     tensors = {name: tensor.clone() for name, tensor in named_tensors(engine.core.decoder).items()}
     done: Future[Any] = Future()
     swapped = [False]
