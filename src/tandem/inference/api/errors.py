@@ -73,19 +73,6 @@ def answer_refusal(error: Exception) -> Response:
     return error_answer(status, str(error), param=param, code=code)
 
 
-# What an engine refuses to change: the status, the field that is wrong, and the code.
-REFUSALS: dict[type[Exception], tuple[int, str | None, str]] = {
-    WeightUpdateRefused: (400, "path", "weights_refused"),
-    AdapterRefused: (400, "lora_path", "adapter_refused"),
-    EngineBusy: (409, None, "engine_busy"),
-}
-
-
-def answer_refusal(error: Exception) -> Response:
-    status, param, code = next(known for kind, known in REFUSALS.items() if isinstance(error, kind))
-    return error_answer(status, str(error), param=param, code=code)
-
-
 def engine_status(error: Exception) -> tuple[int, str]:
     """Status and code for what the engine could not do."""
     if isinstance(error, StructureRefused):

@@ -32,6 +32,7 @@ class FusedDecoder:
         """x (tokens, hidden), which is overwritten -> hidden states after the last norm."""
         layers: list[DecoderLayer] = list(self.decoder.layers)  # type: ignore[arg-type]
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.decoder.norm]
+        num_heads = self.decoder.spec.num_heads
         h = kernels.add_norm(x, None, layers[0].input_layernorm.weight, layers[0].input_layernorm.eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             attention, norm = layer.self_attn, layer.post_attention_layernorm
@@ -40,7 +41,7 @@ class FusedDecoder:
             if attention.q_norm is not None and attention.k_norm is not None:
                 head_norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
             q = kernels.norm_rotate_write(
-                attention.qkv_proj(h), head_norms, self.rotary, positions, cells, keys, values, attention.num_heads
+                attention.qkv_proj(h), head_norms, self.rotary, positions, cells, keys, values, num_heads
             )
             h = kernels.add_norm(
                 x, attention.o_proj(attend(q, keys, values, attention.window).flatten(1)), norm.weight, norm.eps
