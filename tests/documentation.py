@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 OWN = ("rl", "sft", "align", "trainer", "orchestrator", "inference", "reward-server", "export-model")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,19 @@ def stray_commands(page: Path) -> list[str]:
     text = FENCE.sub(lambda block: "" if block[1] in ("bash", "toml", "python") else block[2], page.read_text())
     lines = [line.strip() for line in text.splitlines()]
     return [line for line in lines if line.startswith(tuple(f"{name} {sign}" for name in OWN for sign in ("@", "--")))]
+
+
+def dead_links(page: Path) -> list[str]:
+    """Links to files that do not exist, or to headings that a page does not have."""
+    dead = []
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text())):
+        path = page.parent / target if target else page
+        if "://" not in target and not (path.exists() and (not anchor or anchor in anchors_of(path))):
+            dead.append(f"{target}#{anchor}")
+    return dead
+
+
+def anchors_of(page: Path) -> list[str]:
+    """As GitHub makes them of headings."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text()))
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]

@@ -1,4 +1,4 @@
-"""Reverse-text with a model for a judge: completions are scored by a reward server instead of being compared.
+"""Reverse-text with a reward model: a reward server scores completions, instead of a comparison with the answer.
 
 rl @ examples/reverse_text/rl.toml --orchestrator.env.id examples/preference/judged.py:Judged \
     --orchestrator.env.args '{"reward_url": "http://127.0.0.1:8001"}'

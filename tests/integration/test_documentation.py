@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.documentation import PAGES, ROOT, Command, all_commands, commands_of, stray_commands
+from tests.documentation import PAGES, ROOT, Command, all_commands, commands_of, dead_links, stray_commands
 from tests.integration.processes import ENVIRONMENT, Starter, children_of, command, is_alive, wait_until
 from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
@@ -142,6 +142,11 @@ def test_there_are_commands_and_all_of_them_are_in_bash_blocks() -> None:
     assert {shown.program for shown in all_commands()} == CHECKS.keys()
     for page in PAGES:
         assert stray_commands(page) == [], f"{page}: put it in a bash block"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_pages_and_headings(page: Path) -> None:
+    assert dead_links(page) == []
 
 
 SHOWN = [shown for shown in all_commands() if "--help" not in shown.words and "--resume" not in shown.words]

@@ -162,8 +162,8 @@ def change_config(**values: Any) -> Any:
         (change_config(hidden_size="128"), [], "hidden_size = '128' must be a whole number"),
         (change_config(num_hidden_layers=10**9), [], "num_hidden_layers = 1000000000 must be"),
         (lambda model: (model / "config.json").write_text("[]"), [], "config.json must hold a JSON object"),
-        (lambda model: (model / "tokenizer.json").write_text("[]"), [], "tokenizer.json is no tokenizer"),
-        (lambda model: None, ["--seq-len", "513"], "seq_len = 513 is more than the model has positions"),
+        (lambda model: (model / "tokenizer.json").write_text("[]"), [], "tokenizer.json cannot be read as a tokenizer"),
+        (lambda model: None, ["--seq-len", "513"], "seq_len = 513 is above max_position_embeddings"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_2(

@@ -178,9 +178,9 @@ def interrupt(process: subprocess.Popen[str]) -> list[str]:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60 * PATIENCE)
     assert process.returncode == 128 + signal.SIGINT, output
-    (line,) = [line for line in output.splitlines() if "go on with: " in line]
+    (line,) = [line for line in output.splitlines() if "continue with: " in line]
     assert "the newest checkpoint is " in line
-    return shlex.split(line.partition("go on with: ")[2])
+    return shlex.split(line.partition("continue with: ")[2])
 
 
 def go_on(words: list[str]) -> str:

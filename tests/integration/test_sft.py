@@ -160,7 +160,7 @@ def test_bad_input_is_refused_before_anything_starts(refused: Callable[..., str]
     path = write(tmp_path / "rows.jsonl", [LONG])
     assert "do not fit seq_len = 64; give at least 91, or data.on_bad_row" in refused("--data.path", path)
     assert refused("--data.path", path, "--eval.every", "2") == (
-        "sft: eval.every = 2 needs rows: give data.eval_size or data.eval_path"
+        "sft: eval.every = 2 needs held-out rows; set data.eval_size or data.eval_path"
     )
 
 

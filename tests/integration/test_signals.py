@@ -188,7 +188,7 @@ def test_a_stopped_supervisor_is_noticed_and_a_killed_one_takes_all_with_it(
     process.send_signal(signal.SIGSTOP)
     reached = max(line["step"] for line in read_metrics(run_dir))
     wait_until(lambda: max(line["step"] for line in read_metrics(run_dir)) > reached + 2, PATIENCE_S, "more steps")
-    wait_until(lambda: "is stopped: the run goes on" in run_dir.log("trainer").read_text(), PATIENCE_S, "a warning")
+    wait_until(lambda: "is stopped: the run continues" in run_dir.log("trainer").read_text(), PATIENCE_S, "a warning")
     held = json.loads((run_dir.root / "trainer.lock").read_bytes())["beat"]
     wait_until(
         lambda: json.loads((run_dir.root / "trainer.lock").read_bytes())["beat"] != held, PATIENCE_S, "a fresh lock"

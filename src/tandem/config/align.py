@@ -1,22 +1,25 @@
 """Options of alignment on preferences: DPO and its family, and reward models."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.losses import refuse_stray_options
+from tandem.config.names import OrImportPath
 from tandem.config.offline import OfflineConfig
+from tandem.utils.imports import is_import_path
 
 AlignLossType = Literal["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
 ReferenceSource = Literal["precomputed", "model", "none"]
 
 DEFAULT_BETA = 0.1
 SIMPO_BETA = 2.0
-# Which objectives look at single completions that are good or bad, rather than at pairs.
+# Objectives on single completions labelled good or bad, not on pairs.
 UNPAIRED = ("kto", "bco")
-# How the objectives may be held near the model that training starts from; the first is the default.
-REFERENCES: dict[AlignLossType, tuple[ReferenceSource, ...]] = {
+# Where each objective may take its reference log-probs from; the first is the default.
+REFERENCES: dict[str, tuple[ReferenceSource, ...]] = {
     "dpo": ("precomputed", "model", "none"),
     "ipo": ("precomputed", "model", "none"),
     "hinge": ("precomputed", "model", "none"),
@@ -27,6 +30,7 @@ REFERENCES: dict[AlignLossType, tuple[ReferenceSource, ...]] = {
     "simpo": ("none",),
     "reward": ("none",),
 }
+OWN_REFERENCES: tuple[ReferenceSource, ...] = ("precomputed", "model", "none")
 # Options that only some objectives know.
 KNOWN_TO: dict[str, tuple[AlignLossType, ...]] = {
     "beta": ("dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo"),
@@ -42,21 +46,25 @@ KNOWN_TO: dict[str, tuple[AlignLossType, ...]] = {
 class AlignLossConfig(Config):
     """The objective. docs/alignment.md has the formulas."""
 
-    type: AlignLossType = "dpo"
-    """dpo, ipo, hinge: pairs, near a reference. kto, bco: single completions, good or bad, near a reference.
-    orpo, cpo, simpo: pairs, no reference. reward: pairs, trains a reward model."""
+    type: Annotated[AlignLossType | str, OrImportPath(AlignLossType)] = "dpo"
+    """dpo, ipo, hinge: pairs, with a reference model. kto, bco: single completions, good or bad, with a reference
+    model. orpo, cpo, simpo: pairs, without one. reward: pairs, trains a reward model. Or a function of your own over
+    pairs, "package.module:function" or "./file.py:function": docs/alignment.md."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss function of your own."""
 
     beta: float | None = Field(default=None, gt=0)
     """Scale of the implicit rewards (orpo: weight of the odds ratio). None: 0.1; simpo 2."""
 
     label_smoothing: float | None = Field(default=None, ge=0, lt=0.5)
-    """Share of labels taken to be wrong; dpo, cpo, simpo. None: 0."""
+    """Share of labels assumed to be wrong; dpo, cpo, simpo. None: 0."""
 
     gamma: float | None = Field(default=None, ge=0)
     """Margin by which the chosen completion should win; simpo. None: 0.5."""
 
     sft_weight: float | None = Field(default=None, ge=0)
-    """Weight of imitating the chosen completions; cpo. None: 1."""
+    """Weight of the SFT loss on chosen completions; cpo. None: 1."""
 
     desirable_weight: float | None = Field(default=None, ge=0)
     """Weight of good completions; kto. None: 1."""
@@ -65,11 +73,12 @@ class AlignLossConfig(Config):
     """Weight of bad completions; kto. None: 1."""
 
     centering: float | None = Field(default=None, ge=0)
-    """Weight of pulling scores towards zero; reward. None: 0."""
+    """Weight of the penalty that centres scores at zero; reward. None: 0."""
 
     reference: ReferenceSource | None = None
-    """Log-probs of the model that training starts from. precomputed: once, before the first step. model: at every step,
-    by a frozen copy in memory. none: without. None: precomputed where the objective has a reference."""
+    """When the reference model (the model that training starts from) computes its log-probs. precomputed: once, before
+    the first step. model: at every step, from a frozen copy in memory. none: never, no reference model.
+    None: precomputed, if the objective has a reference model."""
 
     @property
     def scale(self) -> float:
@@ -92,7 +101,16 @@ class AlignLossConfig(Config):
 
     @property
     def reference_source(self) -> ReferenceSource:
-        return self.reference or REFERENCES[self.type][0]
+        return self.reference or self._references[0]
+
+    @property
+    def _references(self) -> tuple[ReferenceSource, ...]:
+        return REFERENCES.get(self.type, OWN_REFERENCES)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the type is a function that the user brings."""
+        return is_import_path(self.type)
 
     @property
     def is_paired(self) -> bool:
@@ -100,17 +118,18 @@ class AlignLossConfig(Config):
 
     @model_validator(mode="after")
     def _options_fit_the_type(self) -> "AlignLossConfig":
+        refuse_stray_options(self.type, self.options)
         for name, types in KNOWN_TO.items():
             value = getattr(self, name)
             if value is not None and self.type not in types:
                 raise ValueError(
-                    f"{name} = {value} has no meaning with type = {self.type!r}; leave it out (it belongs to "
+                    f"{name} = {value} has no effect with type = {self.type!r}; leave it out (it belongs to "
                     f"{', '.join(types)})"
                 )
-        if self.reference is not None and self.reference not in REFERENCES[self.type]:
+        if self.reference is not None and self.reference not in self._references:
             raise ValueError(
                 f"reference = {self.reference!r} does not go with type = {self.type!r}; "
-                f"valid: {', '.join(REFERENCES[self.type])}"
+                f"valid: {', '.join(self._references)}"
             )
         return self
 
@@ -120,7 +139,7 @@ class AlignConfig(OfflineConfig):
 
     loss: AlignLossConfig = AlignLossConfig()
     output_dir: Path = Path("outputs/align")
-    """Run directory; the model ends up in weights/latest."""
+    """Run directory. The model is written to weights/latest."""
 
     @property
     def pair_tokens(self) -> int:
@@ -130,7 +149,7 @@ class AlignConfig(OfflineConfig):
     @model_validator(mode="after")
     def _consistent(self) -> "AlignConfig":
         if self.loss.type == "reward" and (self.lora is not None or self.model.impl == "hf"):
-            raise ValueError("loss.type = 'reward' trains all of our own decoder: leave out lora and model.impl")
+            raise ValueError("loss.type = 'reward' trains the whole native decoder; leave out lora and model.impl")
         room = self.pair_tokens
         if 0 < self.tokens_per_microbatch < room:
             raise ValueError(
@@ -139,7 +158,7 @@ class AlignConfig(OfflineConfig):
             )
         if self.loss.type == "kto" and self.batch_size == 1:
             raise ValueError(
-                "batch_size = 1 with loss.type = 'kto': its estimate of the divergence needs completions of other "
-                "prompts in the same step; the smallest valid value is 2"
+                "batch_size = 1 with loss.type = 'kto': its KL estimate needs completions of other prompts in "
+                "the same step; the smallest valid value is 2"
             )
         return self

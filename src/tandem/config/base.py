@@ -4,9 +4,6 @@
 message and exit code 2. Nothing heavy is imported here: `--help` has to answer at once.
 """
 
-import ast
-import functools
-import inspect
 import json
 import os
 import sys
@@ -18,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from tandem.config.explain import explain_validation_error, models_in
+from tandem.config.help import render_help
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
 from tandem.config.sources import Tree, extract_files, merge
 from tandem.utils.errors import UserError
@@ -52,7 +50,8 @@ def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = No
     """Parse `argv` (default: the command line); on bad input print one message, then `hint`, and exit with code 2."""
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
-        _remember_sources()
+        print(render_help(cls, prog, description), end="")
+        raise SystemExit(0)
     try:
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
         if run is None:
@@ -72,7 +71,7 @@ def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description
     config = load_config(cls, [*arguments, *flags], prog, description, stored_config(shown, prog))
     if not stays:
         assert start is not None
-        print(f"{prog}: going on in {start}, where the run was started", file=sys.stderr)
+        print(f"{prog}: continuing in {start}, where the run was started", file=sys.stderr)
         os.chdir(start)
         sys.argv[1:] = [FLAG, str(run), *arguments]  # ranks are started with this command line
     return config
@@ -95,7 +94,7 @@ def load_config(
                 raise UserError(explain_validation_error(cls, error.__cause__)) from error
             stray = str(error).removeprefix("Unrecognized arguments: ")
             if stray != str(error):
-                raise UserError(f"{stray!r} is no option; give files as: @ FILE, options as: --name VALUE") from error
+                raise UserError(f"{stray!r} is not an option; give files as @ FILE, options as --name VALUE") from error
             raise UserError(str(error)) from error
         except json.JSONDecodeError as error:
             raise UserError(f"{error.doc!r} on the command line is not valid JSON: {error}") from error
@@ -121,10 +120,3 @@ def find_sections(cls: type[BaseModel], prefix: str = "") -> set[str]:
         for inner in models_in(field.annotation):
             sections |= {f"--{path}"} | find_sections(inner, path + ".")
     return sections
-
-
-def _remember_sources() -> None:
-    """Let --help answer at once: the parser finds descriptions in the source of each class, and without a
-    memory it reads and parses that of pydantic's base class again for every group of options."""
-    inspect.getsource = functools.cache(inspect.getsource)
-    ast.parse = functools.cache(ast.parse)

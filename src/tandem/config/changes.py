@@ -62,10 +62,10 @@ def review_changes(config: Config, stored: Path, step: int, *, allowed: bool) ->
         told = ", ".join(str(change) for change in serious) + _rate_jump(old, new, step + 1)
         if not allowed:
             raise UserError(
-                f"resume: this would be another run than the one that was started ({stored}): {told}; give the old "
-                "values, or go on all the same with --allow-changes"
+                f"resume: these options change what the run learns ({stored}): {told}; give the old values, or "
+                "continue anyway with --allow-changes"
             )
-        logger.warning("resume: goes on as another run: %s", told)
+        logger.warning("resume: continues with options that change what is learned: %s", told)
     return {change.key: [change.old, change.new] for change in changes if "api_key" not in change.key}
 
 
@@ -132,5 +132,5 @@ def _read(stored: Path, cls: type[Config]) -> Tree | None:
         return cls.model_validate(read_json(stored)).model_dump(mode="json")
     except (OSError, ValueError, RecursionError) as error:
         reason = f"{len(error.errors())} keys do not fit" if isinstance(error, ValidationError) else str(error)
-        logger.warning("resume: what the run was started with is not known: %s cannot be read (%s)", stored, reason)
+        logger.warning("resume: options are not compared with those of the run: %s cannot be read (%s)", stored, reason)
         return None

@@ -22,7 +22,7 @@ class SourceConfig(Config):
     """Split of a dataset that has several; None: train."""
 
     weight: float = Field(default=1.0, gt=0)
-    """Its share of the rows, relative to the other sources."""
+    """Share of its rows in the mix, relative to the other sources."""
 
 
 class DataConfig(Config):
@@ -38,32 +38,32 @@ class DataConfig(Config):
     """Split of a dataset that has several; None: train."""
 
     sources: list[SourceConfig] = []
-    """Several datasets, mixed by weight; instead of path."""
+    """Several datasets, mixed by weight. Instead of path."""
 
     fields: dict[str, str] = {}
-    """Names of fields in the rows where they differ from ours: {messages = "conversation"}."""
+    """Field names of the rows where they differ from ours: {messages = "conversation"}."""
 
     shuffle: bool = True
-    """Draw the rows in a new order each epoch."""
+    """Shuffle the rows in each epoch."""
 
     streaming: bool = False
-    """Read rows when they are needed instead of all at the start; bad rows are then found on the way."""
+    """Read rows when they are needed, not all at the start. Bad rows are then found during training."""
 
     shuffle_buffer: int = Field(default=1000, ge=2)
-    """With streaming: a row is drawn from so many at a time."""
+    """With streaming and shuffle: each row is drawn from a buffer of this many."""
 
     eval_path: str | None = None
-    """Rows to evaluate on, as in path."""
+    """Dataset to evaluate on; same formats as path."""
 
     eval_split: str | None = None
     """Split of eval_path, or of path where there is no eval_path."""
 
     eval_size: float | None = Field(default=None, gt=0)
-    """Rows to hold out of the others for evaluation: a number of rows, or a fraction below 1."""
+    """Rows of the training data to hold out for evaluation: a number, or a fraction below 1."""
 
     on_bad_row: Literal["error", "skip", "truncate"] = "error"
-    """What becomes of a row that lacks a field, has nothing to learn or does not fit. error: the run ends; skip: it is
-    left out; truncate: one that is too long is cut at its end, and left out where nothing to learn remains."""
+    """What to do with a row that lacks a field, has nothing to learn or is too long. error: end the run. skip: drop the
+    row. truncate: cut a row that is too long at its end, and drop it if nothing to learn remains."""
 
     @property
     def all_sources(self) -> list[SourceConfig]:
@@ -86,34 +86,34 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _one_origin(self) -> "DataConfig":
         if self.path is None and not self.sources:
-            raise ValueError("path is required and was not given, nor were sources; set it with --data.path")
+            raise ValueError("path is required: neither path nor sources was given; set it with --data.path")
         if self.path is not None and self.sources:
-            raise ValueError(f"path = {self.path!r} and sources contradict each other; put it among the sources")
+            raise ValueError(f"path = {self.path!r} and sources contradict each other; add it to the sources")
         for option in ("name", "split"):
             if self.sources and getattr(self, option) is not None:
-                raise ValueError(f"{option} = {getattr(self, option)!r} goes with path; give it to each of the sources")
+                raise ValueError(f"{option} = {getattr(self, option)!r} belongs to path; set it in each of the sources")
         unknown = [name for name in self.fields if name not in FIELD_NAMES]
         if unknown:
             raise ValueError(f"fields.{unknown[0]} is not a field; known: {', '.join(FIELD_NAMES)}")
         usual = type(self).model_fields["shuffle_buffer"].default
         if self.shuffle_buffer != usual and not (self.streaming and self.shuffle):
-            raise ValueError(f"shuffle_buffer = {self.shuffle_buffer} has no use without streaming and shuffle")
+            raise ValueError(f"shuffle_buffer = {self.shuffle_buffer} has no effect without streaming and shuffle")
         return self
 
     @model_validator(mode="after")
     def _one_evaluation(self) -> "DataConfig":
         if self.eval_split is not None and self.eval_path is None and self.path is None:
-            raise ValueError(f"eval_split = {self.eval_split!r} goes with path or eval_path, not with sources")
+            raise ValueError(f"eval_split = {self.eval_split!r} needs path or eval_path, not sources")
         if self.eval_size is None:
             return self
         if self.eval_source is not None:
             other = "eval_path" if self.eval_path else "eval_split"
             raise ValueError(f"eval_size = {self.eval_size:g} and {other} contradict each other; give one of them")
         if self.eval_size >= 1 and self.eval_size != int(self.eval_size):
-            raise ValueError(f"eval_size = {self.eval_size:g} is neither a number of rows nor a fraction below 1")
+            raise ValueError(f"eval_size = {self.eval_size:g} is neither a whole number of rows nor a fraction below 1")
         if self.streaming and self.eval_size < 1:
             raise ValueError(
-                f"eval_size = {self.eval_size:g} is a fraction of rows that streaming does not count; give a number"
+                f"eval_size = {self.eval_size:g} is a fraction, and streaming does not count rows; give a number"
             )
         if self.streaming and self.sources:
             raise ValueError(f"eval_size = {self.eval_size:g} with streaming needs path; with sources, give eval_path")
@@ -124,19 +124,19 @@ class SFTDataConfig(DataConfig):
     """Rows with `messages`, with `prompt` and `completion`, or with `text`."""
 
     learn_roles: list[str] = Field(default=["assistant"], min_length=1)
-    """Messages of these roles are learned, the others are context."""
+    """Learn the messages of these roles; the others are context."""
 
 
 class OfflineEvalConfig(Config):
-    """Evaluation on held-out rows; always after the last step."""
+    """Evaluation on held-out rows. It always runs after the last step."""
 
     every: float | None = Field(default=None, gt=0)
-    """Also after every so many steps; below 1, after every such fraction of training."""
+    """Also evaluate every so many steps; below 1, every such fraction of training."""
 
     @model_validator(mode="after")
     def _whole(self) -> "OfflineEvalConfig":
         if self.every is not None and self.every >= 1 and self.every != int(self.every):
-            raise ValueError(f"every = {self.every:g} is neither a number of steps nor a fraction of training below 1")
+            raise ValueError(f"every = {self.every:g} is neither a whole number of steps nor a fraction below 1")
         return self
 
     def is_due(self, step: int, max_steps: int) -> bool:
@@ -147,6 +147,6 @@ class OfflineEvalConfig(Config):
 
 
 def require_held_out(evaluation: OfflineEvalConfig, data: DataConfig) -> None:
-    """Nothing can be evaluated on no rows."""
+    """Refuse an evaluation without rows."""
     if evaluation.every is not None and not data.has_eval:
-        raise ValueError(f"eval.every = {evaluation.every:g} needs rows: give data.eval_size or data.eval_path")
+        raise ValueError(f"eval.every = {evaluation.every:g} needs held-out rows; set data.eval_size or data.eval_path")

@@ -5,24 +5,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from tandem.config.base import Config
-from tandem.config.shared import LogLevel
+from tandem.config.shared import LogOptions
 
 
-class ExportConfig(Config):
-    """A checkpoint of a run as a model directory."""
+class ExportConfig(LogOptions):
+    """Write a checkpoint of a run as a model directory."""
 
     run_dir: Path
     """Directory of the run (its output_dir)."""
 
     step: int | None = Field(default=None, ge=1)
-    """The checkpoint to take; None: the newest complete one."""
+    """Step of the checkpoint. None: the newest complete one."""
 
     output_dir: Path | None = None
-    """The directory to make; None: export/step_… in the run directory."""
+    """Directory to write. None: export/step_… in the run directory."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the written weights; None: the run's model.dtype."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
+    """Precision of the written weights. None: the run's model.dtype."""

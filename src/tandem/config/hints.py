@@ -71,7 +71,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "reference_free": ("loss.reference",),
     "ref_model": ("loss.kl.model", "loss.reference"),
     "entropy_coeff": ("loss.entropy_coef",),
-    "reward_funcs": ("env.id",),
+    "reward_funcs": ("env.reward",),
     "env_id": ("env.id",),
     "env": ("orchestrator.env",),
     # model and data

@@ -2,18 +2,21 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.names import OrImportPath
 from tandem.config.sglang import SGLangConfig
-from tandem.config.shared import Device, LogLevel, ModelConfig
+from tandem.config.shared import ComputeOptions, LogOptions, ModelOptions, SeedOptions
 from tandem.config.vllm import VllmConfig
 from tandem.utils.errors import UserError
 
+EngineName = Literal["native", "vllm", "sglang"]
+
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-# What a running SGLang server was told when it was started.
+# A running SGLang server was given its own values of these when it was started.
 NATIVE_ONLY = (
     "max_sequences",
     "tokens_per_step",
@@ -28,16 +31,16 @@ NATIVE_ONLY = (
 
 
 class ServerConfig(Config):
-    """Address and access."""
+    """Address and access of a server."""
 
     host: str = "127.0.0.1"
-    """Address to bind (short: --host). Anything but loopback needs an API key or allow_unauthenticated."""
+    """Address to bind (short: --host). Other addresses than loopback need an API key or allow_unauthenticated."""
 
     port: int = Field(default=8000, ge=1, le=65535)
     """Port to bind (short: --port)."""
 
     api_key: str | None = Field(default=None, min_length=1)
-    """Key required on every route but /health (short: --api-key). Prefer api_key_var: others can see flags."""
+    """API key, required on every route but /health (short: --api-key). Prefer api_key_var: others can see flags."""
 
     api_key_var: str | None = Field(default=None, min_length=1)
     """Environment variable that holds the API key (short: --api-key-var)."""
@@ -46,13 +49,13 @@ class ServerConfig(Config):
     """Serve on a non-loopback address without a key (short: --allow-unauthenticated)."""
 
     max_body_mb: int = Field(default=64, ge=1)
-    """Largest body of a request, in MiB."""
+    """Largest request body, in MiB."""
 
     receive_timeout_s: float = Field(default=60.0, gt=0)
-    """How long a client may take to send the headers of a request, and then its body."""
+    """How long a client may take to send the headers of a request, and again for its body."""
 
     allowed_hosts: list[str] = []
-    """Names clients may reach a server without a key by, besides IP addresses, loopback names and its own name."""
+    """Host names that clients may use for a server without a key, besides IP addresses, loopback and its own name."""
 
     @model_validator(mode="after")
     def _has_a_key_when_reachable(self) -> "ServerConfig":
@@ -79,8 +82,8 @@ class InferenceServerConfig(ServerConfig):
     """Address, access, and where weights may come from."""
 
     weight_roots: list[Path] = []
-    """Directories below which weights and adapters may be loaded, besides the model's own parent, ./outputs, and
-    under `rl` its output_dir."""
+    """More directories below which weights and adapters may be loaded. Always allowed: the parent of model.name,
+    ./outputs and, under `rl`, output_dir."""
 
 
 def resolve_api_key(key: str | None, variable: str | None, option: str) -> str | None:
@@ -93,12 +96,12 @@ def resolve_api_key(key: str | None, variable: str | None, option: str) -> str |
     return value
 
 
-class InferenceConfig(Config):
-    """The server that writes the rollouts."""
+class InferenceConfig(LogOptions, ComputeOptions, SeedOptions, ModelOptions):
+    """The inference server: it samples the rollouts."""
 
-    model: ModelConfig
-    engine: Literal["native", "vllm", "sglang"] = "native"
-    """What runs the model. native: our own engine. vllm: vLLM's server. sglang: a SGLang server that runs already."""
+    engine: Annotated[EngineName | str, OrImportPath(EngineName)] = "native"
+    """What runs the model. native: our own engine. vllm: vLLM's server. sglang: a running SGLang server. Or an engine
+    of your own, by the function that builds it, "package.module:build" or "./file.py:build"."""
 
     vllm: VllmConfig = VllmConfig()
 
@@ -107,56 +110,38 @@ class InferenceConfig(Config):
     server: InferenceServerConfig = InferenceServerConfig()
 
     generation_config: Literal["auto", "vllm"] = "auto"
-    """Sampling of requests that do not say how. auto: as the model's generation_config.json advises. vllm: plain."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest prompt + completion, in tokens."""
+    """Default sampling options of requests. auto: those of the model's generation_config.json. vllm: neutral ones."""
 
     max_sequences: int = Field(default=256, ge=1)
-    """Sequences decoded side by side; more wait in the queue."""
+    """Most sequences in one decode step. Others wait in the queue."""
 
     max_waiting: int = Field(default=16384, ge=1)
-    """Samples that may wait in the queue; requests beyond get status 429."""
+    """Most samples in the queue. Requests beyond that get status 429."""
 
     tokens_per_step: int = Field(default=8192, ge=1)
-    """Most prompt tokens computed in one forward pass; longer prompts are computed in chunks."""
+    """Most prompt tokens in one forward pass. Longer prompts are prefilled in chunks."""
 
     block_size: int = Field(default=16, ge=1)
-    """Tokens in one block of the KV cache."""
+    """Tokens per block of the KV cache."""
 
     kv_cache_tokens: int | None = Field(default=None, ge=1)
-    """Size of the KV cache in tokens; None: room for max_sequences of seq_len, at most a quarter of free memory."""
+    """Size of the KV cache in tokens. None: room for max_sequences of seq_len, at most a quarter of free memory."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of the GPU's memory for weights, KV cache and all else; None: native: a quarter of what is free for the
-    cache, vllm: its own default."""
+    """Share of the GPU's memory for weights, KV cache and everything else. None: native gives the KV cache a quarter of
+    the free memory, vllm uses its own default."""
 
     prefix_caching: bool = True
-    """Share the cache of prompts that begin alike, with earlier requests too. Never on with deterministic."""
-
-    device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Reuse the KV cache of prompts that begin alike, from earlier requests too. Always off with deterministic."""
 
     cuda_graphs: bool = True
-    """On a GPU, decode by CUDA graphs instead of launching every kernel. Never on with deterministic."""
-
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads; None: all cores (under `rl`, its share of them)."""
-
-    seed: int = 0
-    """Seeds requests that bring no seed of their own."""
-
-    deterministic: bool = False
-    """A request's tokens and log-probs do not depend on what else is running. Slower."""
+    """Decode with CUDA graphs, on a GPU. Always off with deterministic."""
 
     check_invariants: bool = False
-    """Hold the native engine's books against each other whenever it is idle; for tests."""
+    """Check the native engine's invariants whenever it is idle. For tests."""
 
     drain_timeout_s: float = Field(default=5.0, ge=0)
-    """On SIGTERM, how long running requests may still finish."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
+    """How long running requests may take to finish after SIGTERM."""
 
     @model_validator(mode="after")
     def _engine_honours_options(self) -> "InferenceConfig":
@@ -168,22 +153,22 @@ class InferenceConfig(Config):
         for option in ("deterministic", "check_invariants"):
             if getattr(self, option):
                 raise ValueError(
-                    f"{option} = true is an option of the native engine; engine = 'vllm' cannot promise it"
+                    f"{option} = true does not work with engine = 'vllm'; leave it out or set engine = 'native'"
                 )
         if self.max_waiting != type(self).model_fields["max_waiting"].default:
-            raise ValueError(f"max_waiting = {self.max_waiting} is an option of the native engine; vLLM has none")
+            raise ValueError(f"max_waiting = {self.max_waiting} has no effect with engine = 'vllm'; leave it out")
         return self
 
     @model_validator(mode="after")
     def _sglang_honours_options(self) -> "InferenceConfig":
         if self.engine != "sglang":
             if self.sglang != SGLangConfig():
-                raise ValueError(f"options of sglang are given and engine = {self.engine!r}; set engine = 'sglang'")
+                raise ValueError(f"sglang options are given and engine = {self.engine!r}; set engine = 'sglang'")
             return self
         for option in NATIVE_ONLY:
             value = getattr(self, option)
             if value != type(self).model_fields[option].default:
-                raise ValueError(f"{option} = {value!r} is an option of the native engine; SGLang has its own flags")
+                raise ValueError(f"{option} = {value!r} has no effect with engine = 'sglang'; give SGLang its own flag")
         return self
 
     @model_validator(mode="after")

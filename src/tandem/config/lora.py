@@ -1,4 +1,4 @@
-"""Options of low-rank adapters."""
+"""Options of LoRA adapters."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,22 +14,22 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class LoRAConfig(Config):
-    """Train a low-rank change of the projections and leave the model as it is."""
+    """Train a low-rank adapter of the projections; the model itself is frozen."""
 
     rank: int = Field(default=16, ge=1)
-    """Rank of the change to each projection."""
+    """Rank of the adapter of each projection."""
 
     alpha: float = Field(default=32.0, gt=0)
-    """The change is scaled by alpha / rank, or by alpha / sqrt(rank) with rslora."""
+    """The adapter is scaled by alpha / rank, or by alpha / sqrt(rank) with rslora."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on what the adapter reads. Above 0, trainer and server compute different log-probs."""
+    """Dropout on the input of the adapter. Above 0, trainer and engine give different log-probs."""
 
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Projections to change, by their Hugging Face names (q_proj, v_proj, …); all-linear: all but the output matrix."""
+    """Projections with an adapter, by Hugging Face names (q_proj, v_proj, …). all-linear: all but the output matrix."""
 
     rslora: bool = False
-    """Rank-stabilized scaling."""
+    """Rank-stabilized scaling: alpha / sqrt(rank)."""
 
     @field_validator("targets")
     @classmethod

@@ -1,88 +1,37 @@
 """What `sft` and `align` have in common: training on a dataset."""
 
 import math
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from tandem.config.base import Config
 from tandem.config.data import DataConfig, OfflineEvalConfig, require_held_out
-from tandem.config.lora import LoRAConfig, check_lora
-from tandem.config.parallel import ParallelConfig
+from tandem.config.lora import check_lora
 from tandem.config.shared import (
-    CheckpointConfig,
-    Device,
-    LogLevel,
+    ComputeOptions,
+    LogOptions,
     MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SchedulerConfig,
+    ModelOptions,
+    RunOptions,
+    SeedOptions,
+    StartOptions,
 )
 from tandem.config.sources import Tree
+from tandem.config.training import TrainingOptions
 
 
-class OfflineConfig(Config):
+class OfflineConfig(LogOptions, ComputeOptions, StartOptions, SeedOptions, TrainingOptions, RunOptions, ModelOptions):
     """Training on a dataset."""
 
-    model: ModelConfig
     data: DataConfig
-    output_dir: Path
-    """Run directory; the model ends up in weights/latest."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Optimizer steps; or give epochs."""
-
     epochs: float | None = Field(default=None, gt=0)
-    """Train for so many passes over the rows, or a part of one, instead of max_steps."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest row (of a pair: the prompt with one completion), in tokens."""
+    """Passes over the rows, or a fraction of one, instead of max_steps."""
 
     batch_size: int = Field(default=32, ge=1)
-    """Rows per step; a pair is one."""
-
-    tokens_per_microbatch: int = Field(default=0, ge=0)
-    """Most tokens packed into one forward and backward pass; a pair is not divided. 0: 8192, or on a GPU as many as its
-    memory holds, and always room for one sequence or pair."""
+    """Rows per step. A pair is one row."""
 
     eval: OfflineEvalConfig = OfflineEvalConfig()
-    lora: LoRAConfig | None = None
-    """Train a LoRA adapter; left out: the whole model."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    parallel: ParallelConfig = ParallelConfig()
     metrics: MetricsConfig = MetricsConfig()
-
-    device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
-
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads; None: all cores."""
-
-    seed: int = 0
-    """Seeds the order of the data, and whatever is drawn at random."""
-
-    deterministic: bool = False
-    """Repeat bit for bit."""
-
-    resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint. --resume DIR: with that in DIR, as it
-    was started; flags given besides win."""
-
-    allow_changes: bool = False
-    """Resume although options differ that make it another run."""
-
-    clean: bool = False
-    """Delete a run that output_dir holds."""
-
-    dry_run: bool = False
-    """Check everything, write the resolved configuration, start nothing."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
 
     @classmethod
     def combine(cls, files: Tree, flags: Tree) -> Tree:
@@ -107,7 +56,7 @@ class OfflineConfig(Config):
             )
         if self.data.streaming:
             raise ValueError(
-                f"epochs = {self.epochs:g} counts rows, which data.streaming does not; give max_steps instead"
+                f"epochs = {self.epochs:g} counts rows, and data.streaming does not; give max_steps instead"
             )
         return self
 

@@ -1,6 +1,5 @@
 """Options of the orchestrator."""
 
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -9,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from tandem.config.advantages import AdvantageConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.inference import resolve_api_key
-from tandem.config.shared import CheckpointConfig, LogLevel, MetricsConfig, ModelConfig, root_url
+from tandem.config.shared import LogOptions, MetricsConfig, ModelOptions, RunOptions, SeedOptions, root_url
 
 
 class ClientConfig(Config):
@@ -25,21 +24,21 @@ class ClientConfig(Config):
     """Environment variable that holds the API key."""
 
     startup_timeout_s: float = Field(default=600.0, gt=0)
-    """How long the server may take to answer /health at the start."""
+    """How long to wait for /health at the start."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait for one request."""
 
     update_mode: Literal["keep", "wait"] = "keep"
-    """What running requests do when weights change. keep: go on under the new ones, their cache computed again.
-    wait: end first, while nothing new begins; better for short completions."""
+    """What happens to running requests at a weight sync. keep: they continue under the new weights, with their KV cache
+    recomputed. wait: they finish first and no new ones start; better for short completions."""
 
     retries: int = Field(default=3, ge=0)
-    """How often a request that failed on its way is sent again to a server that is well."""
+    """How often to resend a request that failed although the server is healthy."""
 
     outage_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a server that went away may take to come back. Meanwhile nothing is lost: it is given its weights again,
-    and requests that were under way are sent again."""
+    """How long to wait for a server that is gone. When it is back, it gets its weights again and open requests are
+    resent: nothing is lost."""
 
     @model_validator(mode="after")
     def _has_one_key(self) -> "ClientConfig":
@@ -64,41 +63,45 @@ class ClientConfig(Config):
 
 
 class EnvConfig(Config):
-    """The task to learn."""
+    """The environment: tasks and reward function."""
 
     id: str = "reverse-text"
-    """Name of a registered environment, or one of your own: "package.module:Class" or "./file.py:Class"."""
+    """A registered environment, or your own: "package.module:Class" or "./file.py:Class"."""
 
     args: dict[str, Any] = {}
     """Arguments of the environment."""
 
+    reward: str | None = None
+    """Reward function instead of the environment's own: exact_match, positional_match, or one of your own,
+    "package.module:function" or "./file.py:function", which gets the completion and the task's answer."""
+
     system_prompt: str | None = None
-    """A system message to put before every task."""
+    """System message in front of every task."""
 
     check: bool = True
-    """Before anything starts, score an empty completion and the answer of one training and one held-out task."""
+    """Before the run starts, score an empty completion and the answer of one training and one held-out task."""
 
     startup_timeout_s: float = Field(default=600.0, gt=0)
-    """How long making the environment may take, its data included."""
+    """How long creating the environment may take, its data included."""
 
     score_timeout_s: float = Field(default=60.0, gt=0)
-    """How long scoring one completion may take; over it, the rollout counts as failed."""
+    """How long the reward function may take for one completion. Past that, the rollout has failed."""
 
     tries: int = Field(default=3, ge=1)
-    """How often rollouts of a task are made, where some fail, before the task is set aside."""
+    """Attempts at a task whose rollouts fail, before the task is set aside."""
 
 
 class TruncationConfig(Config):
-    """Drawing from the likelier tokens only."""
+    """Truncated sampling: only likely tokens are drawn."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw from the likeliest tokens that together have this probability; 1: from all."""
+    """Sample from the likeliest tokens that together have this probability. 1: from all."""
 
     top_k: int = Field(default=0, ge=0)
-    """Draw from so many of the likeliest tokens; 0: from all."""
+    """Sample from this many of the likeliest tokens. 0: from all."""
 
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Draw from tokens at least so likely, relative to the likeliest; 0: from all."""
+    """Sample from tokens with at least this probability, relative to the likeliest. 0: from all."""
 
     @property
     def truncation(self) -> dict[str, float]:
@@ -108,16 +111,16 @@ class TruncationConfig(Config):
 
 
 class SamplingConfig(TruncationConfig):
-    """How completions are sampled for training. With top_p, top_k or min_p they are off-policy: docs/algorithms.md."""
+    """Sampling of rollouts. With top_p, top_k or min_p, rollouts are off-policy: see docs/algorithms.md."""
 
     temperature: float = Field(default=1.0, ge=1e-5)
-    """Softmax temperature; the trainer uses the same. Servers take anything below 1e-5 for greedy."""
+    """Softmax temperature, in the engine and in the trainer. Servers treat anything below 1e-5 as greedy."""
 
     max_tokens: int = Field(default=128, ge=1)
     """Longest completion, in tokens."""
 
     stop: list[str] = Field(default=[], max_length=64)
-    """Texts that end a completion, also in evaluation; they are learned, and left out of what is scored."""
+    """Texts that end a completion, also in evaluation. They are learned; the reward function does not see them."""
 
     @field_validator("stop")
     @classmethod
@@ -131,87 +134,60 @@ class EvalConfig(TruncationConfig):
     """Evaluation on held-out prompts; always before the first step and after the last."""
 
     every: int | None = Field(default=None, ge=1)
-    """Also after every so many steps."""
+    """Also evaluate every so many steps."""
 
     num_prompts: int = Field(default=64, ge=1)
     """Held-out prompts per evaluation."""
 
     temperature: float = Field(default=0.0, ge=0)
-    """0: greedy."""
+    """Softmax temperature of evaluation. 0: greedy."""
 
     @model_validator(mode="after")
     def _draws_at_random(self) -> "EvalConfig":
         if self.truncation and self.temperature == 0:
             (name, value), *_ = self.truncation.items()
-            raise ValueError(f"{name} = {value:g} has no meaning with temperature = 0 (greedy); give a temperature")
+            raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
         return self
 
 
-class OrchestratorConfig(Config):
-    """Tasks, rewards, advantages, staleness, batches."""
-
-    model: ModelConfig
-    output_dir: Path = Path("outputs/rl")
-    """Run directory, shared with the trainer."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Training steps of the run."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest prompt + completion, in tokens."""
+class OrchestratorConfig(LogOptions, SeedOptions, RunOptions, ModelOptions):
+    """The orchestrator: tasks, rewards, advantages, staleness, batches."""
 
     client: ClientConfig = ClientConfig()
     env: EnvConfig = EnvConfig()
     sampling: SamplingConfig = SamplingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     overlong: OverlongConfig | None = None
-    """Left out: no penalty on length."""
+    """Penalize long completions. Left out: no penalty."""
 
     eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts in a training batch."""
+    """Prompts (groups) in a training batch."""
 
     group_size: int = Field(default=8, ge=1)
-    """Completions of each prompt; prompts_per_step x group_size = rollouts_per_step."""
+    """Rollouts of each prompt. prompts_per_step x group_size = rollouts per step."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """How many versions the oldest token of a batch may lag behind the policy being trained.
-    0: strictly on-policy. 1: generation and training overlap. More: fully asynchronous."""
+    """How many versions the oldest token of a batch may lag behind the policy. 0: strictly on-policy. 1: generation and
+    training overlap. More: fully asynchronous."""
 
     keep_rollouts: int = Field(default=4, ge=1)
-    """How many training batches to keep on disk after they were trained on."""
+    """Number of batches to keep on disk after they were trained on."""
 
     weights_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for new weights from the trainer, or for the rollouts of a step."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """The run ends when more than this share of the rollouts of 64 groups failed; 0: at the first, 1: never."""
-
-    seed: int = 0
-    """Seeds the order of tasks and the sampling."""
-
-    deterministic: bool = False
-    """Repeat bit for bit; needs max_staleness = 0."""
-
-    resume: bool = False
-    """Go on from the newest complete checkpoint in output_dir."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
-
-    @property
-    def rollouts_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
+    """End the run when more than this share of the rollouts of 64 groups failed. 0: at the first failure. 1: never."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "OrchestratorConfig":
         if self.group_size < 2 and self.advantage.is_group_relative:
             raise ValueError(
-                f"group_size = {self.group_size} with advantage.type = {self.advantage.type!r}: an advantage "
-                "relative to the group is always zero in a group of one; the nearest valid group_size is 2"
+                f"group_size = {self.group_size} with advantage.type = {self.advantage.type!r}: advantages "
+                "relative to the group are always zero in a group of one; set group_size to 2 or more"
             )
         if self.overlong is not None and self.overlong.buffer_tokens > self.sampling.max_tokens:
             raise ValueError(
@@ -220,8 +196,8 @@ class OrchestratorConfig(Config):
             )
         if self.deterministic and self.max_staleness > 0:
             raise ValueError(
-                f"deterministic = true needs max_staleness = 0, not {self.max_staleness}: with overlap, "
-                "which weights a rollout meets depends on timing"
+                f"deterministic = true needs max_staleness = 0, not {self.max_staleness}: if generation "
+                "and training overlap, the version that samples a token depends on timing"
             )
         if self.sampling.max_tokens >= self.seq_len:
             raise ValueError(

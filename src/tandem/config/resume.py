@@ -56,5 +56,5 @@ def _require_run(run: Path, command: str) -> Path:
         return run
     others = [name for name in ("rl", "sft", "align") if (folder / f"{name}.json").exists()]
     if others:
-        raise UserError(f"{FLAG} {run}: that is a run of `{others[0]}`; go on with: {others[0]} {FLAG} {run}")
-    raise UserError(f"{FLAG} {run}: it holds no run of `{command}`: there is no config/{command}.json in it")
+        raise UserError(f"{FLAG} {run}: that is a run of `{others[0]}`; continue it with: {others[0]} {FLAG} {run}")
+    raise UserError(f"{FLAG} {run}: there is no run of `{command}` in it (no config/{command}.json)")

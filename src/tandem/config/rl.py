@@ -1,20 +1,19 @@
 """Options of `rl`: the three processes and what they share.
 
-A shared value may be given once, at the top or in any section, and reaches every section that has it; given
-twice, it has to be the same. Flags win over files wherever either gives the value.
+A shared value may be given once, at the top or in any section, and reaches every section that has it. Given in two
+places, it must be the same. Flags win over files, whichever place each of them names.
 """
 
 from functools import reduce
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from tandem.config.base import FILES, Config
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.shared import CheckpointConfig, LogLevel, ModelConfig
+from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -23,63 +22,21 @@ SECTIONS: dict[str, type[Config]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
 }
-SHARED_KEYS = (
-    "model",
-    "output_dir",
-    "max_steps",
-    "seq_len",
-    "seed",
-    "deterministic",
-    "checkpoint",
-    "resume",
-    "log_level",
+SHARED_KEYS = tuple(
+    name for options in (ModelOptions, RunOptions, SeedOptions, LogOptions) for name in options.model_fields
 )
 
 
-class RLConfig(Config):
-    """Inference server, orchestrator and trainer in one command."""
-
-    model: ModelConfig
-    output_dir: Path = Path("outputs/rl")
-    """Run directory of all processes."""
-
-    max_steps: int = Field(default=100, ge=1)
-    """Training steps of the run."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest prompt + completion, in tokens."""
-
-    seed: int = 0
-    """Seeds the order of tasks and the sampling."""
-
-    deterministic: bool = False
-    """Repeat bit for bit on the same machine; needs orchestrator.max_staleness = 0."""
-
-    checkpoint: CheckpointConfig = CheckpointConfig()
+class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
+    """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig
     orchestrator: OrchestratorConfig
     inference: InferenceConfig | None = None
-    """Left out: no server is started, and the one at orchestrator.client.base-url is used."""
-
-    resume: bool = False
-    """Go on with the run in output_dir from its newest complete checkpoint. --resume DIR: with that in DIR, as it
-    was started; flags given besides win."""
-
-    allow_changes: bool = False
-    """Resume although options differ that make it another run."""
-
-    clean: bool = False
-    """Delete the run that output_dir holds."""
-
-    dry_run: bool = False
-    """Check everything, write the resolved configuration and the process plan, start nothing."""
+    """Left out: start no server and use the one at orchestrator.client.base-url."""
 
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""
-
-    log_level: LogLevel = "info"
-    """Least severe log lines to show."""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,13 +64,13 @@ class RLConfig(Config):
         loss, advantage = self.trainer.loss, self.orchestrator.advantage.type
         if loss.type == "ppo" and advantage != "reward":
             raise ValueError(
-                f'orchestrator.advantage.type = {advantage!r} with trainer.loss.type = "ppo": the critic itself makes '
-                'advantages of rewards; set orchestrator.advantage.type = "reward"'
+                f'orchestrator.advantage.type = {advantage!r} with trainer.loss.type = "ppo": the critic turns '
+                'rewards into advantages; set orchestrator.advantage.type = "reward"'
             )
         if advantage == "none" and loss.teacher.coef == 0:
             raise ValueError(
-                'orchestrator.advantage.type = "none" leaves nothing to learn from without a teacher; '
-                "give trainer.loss.teacher.model and trainer.loss.teacher.coef"
+                'orchestrator.advantage.type = "none" without a teacher model leaves nothing to learn from; '
+                "set trainer.loss.teacher.model and trainer.loss.teacher.coef"
             )
         return self
 
@@ -127,8 +84,8 @@ class RLConfig(Config):
         if loss.type != "reinforce" and loss.old_logprobs == "sampled":
             (name, value), *_ = truncation.items()
             raise ValueError(
-                f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': its log-probs are those "
-                "after the cut, so that ratios to them would be below 1 before any update; set "
+                f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': vLLM gives log-probs "
+                "after truncation, so ratios would be below 1 before any update; set "
                 'trainer.loss.old_logprobs = "recomputed"'
             )
         return self
@@ -141,14 +98,14 @@ class RLConfig(Config):
         if client_port != self.inference.server.port:
             raise ValueError(
                 f"orchestrator.client.base_url = {self.orchestrator.client.base_url!r} does not lead to the server "
-                f"that would be started (inference.server.port = {self.inference.server.port}); leave it out, "
-                "or leave out the inference section to use a server that runs already"
+                f"that `rl` starts (inference.server.port = {self.inference.server.port}); leave it out, "
+                "or leave out the inference section to use a running server"
             )
         server_key, client_key = self.inference.server.api_key, self.orchestrator.client.api_key
         if server_key is not None and client_key is not None and server_key != client_key:
             raise ValueError(
-                "inference.server.api_key and orchestrator.client.api_key differ, so the server would refuse its "
-                "client; give the key once, at inference.server"
+                "inference.server.api_key and orchestrator.client.api_key differ, so the server would refuse the "
+                "orchestrator; give the key only at inference.server"
             )
         return self
 

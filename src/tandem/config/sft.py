@@ -12,9 +12,9 @@ from tandem.config.parallel import require_room
 class SFTConfig(OfflineConfig):
     """Supervised fine-tuning on conversations, completions or plain text."""
 
-    data: SFTDataConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen: nobody can put another in
+    data: SFTDataConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen, so it cannot be replaced
     output_dir: Path = Path("outputs/sft")
-    """Run directory; the model ends up in weights/latest."""
+    """Run directory. The model is written to weights/latest."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "SFTConfig":

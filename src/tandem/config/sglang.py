@@ -1,4 +1,4 @@
-"""Options of the SGLang engine: a client of a server that somebody else started."""
+"""Options of the SGLang engine: a client of a running SGLang server."""
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,7 +13,7 @@ class SGLangConfig(Config):
     """Where the SGLang server listens, with or without /v1."""
 
     api_key: str | None = None
-    """SGLang's --api-key. Prefer api_key_var: a flag is visible to other users."""
+    """SGLang's --api-key. Prefer api_key_var: other users can see flags."""
 
     api_key_var: str | None = None
     """Environment variable that holds SGLang's API key."""
@@ -22,13 +22,13 @@ class SGLangConfig(Config):
     """Longest wait for one completion, and for SGLang to load new weights."""
 
     startup_timeout_s: float = Field(default=600.0, gt=0)
-    """How long to wait for the SGLang server to answer."""
+    """How long to wait for the SGLang server at the start."""
 
     allow_unseeded: bool = False
-    """Serve requests with a seed although SGLang draws at random without --enable-deterministic-inference."""
+    """Accept seeds although SGLang ignores them without --enable-deterministic-inference."""
 
     allow_adjusted_logprobs: bool = False
-    """Serve penalties, logit_bias and min_tokens although SGLang's log-probs then are those of the adjusted logits."""
+    """Accept penalties, logit_bias and min_tokens although SGLang then gives log-probs of the adjusted logits."""
 
     @field_validator("base_url")
     @classmethod

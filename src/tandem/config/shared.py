@@ -1,4 +1,7 @@
-"""Options that more than one process takes. Each is defined here once and included where it is needed."""
+"""Options that more than one process takes. Each is defined here once and included where it is needed.
+
+Classes called …Options are bases of the config classes that take them; `--help` shows those of the last base first.
+"""
 
 import math
 from pathlib import Path
@@ -9,6 +12,8 @@ from pydantic import Field, model_validator
 from tandem.config.base import Config
 
 Impl = Literal["native", "hf"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 class ModelConfig(Config):
@@ -18,28 +23,65 @@ class ModelConfig(Config):
     """Directory with config.json, *.safetensors and tokenizer.json."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of computing. The trainer keeps its master weights in float32 either way."""
+    """Compute precision. The trainer keeps its master weights in float32 either way."""
 
     impl: Impl = "native"
-    """What the trainer computes with. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
-    architecture it has. What serves is the choice of inference.engine."""
+    """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
+    architecture it has. inference.engine chooses what serves the model."""
+
+
+class ModelOptions(Config):
+    """Which model, and how long its sequences are."""
+
+    model: ModelConfig
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Longest sequence, prompt and completion together, in tokens."""
+
+
+class SeedOptions(Config):
+    """What may depend on chance."""
+
+    seed: int = 0
+    """Seed of all randomness: the order of tasks or rows, sampling, training."""
+
+    deterministic: bool = False
+    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0. Tokens and log-probs
+    of a request are then independent of what else is running. Slower."""
+
+
+class ComputeOptions(Config):
+    """What a process computes on."""
+
+    device: Device = "auto"
+    """Where to compute. auto: a GPU if there is one."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads. None: all cores (under `rl`, its share of them)."""
+
+
+class LogOptions(Config):
+    """What a process says of itself."""
+
+    log_level: LogLevel = "info"
+    """Least severe log lines to show."""
 
 
 class CheckpointConfig(Config):
-    """When to save everything needed to go on."""
+    """When to save checkpoints, and how many to keep."""
 
     every: int | None = Field(default=25, ge=1)
-    """Save after every so many steps, and after the last; None: only when a signal ends the run."""
+    """Save every so many steps, and after the last step. None: only when a signal ends the run."""
 
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest complete checkpoints to keep."""
+    """Number of newest complete checkpoints to keep."""
 
     keep_every: int | None = Field(default=None, ge=1)
-    """Keep those of every so many steps for good, besides; None: no others."""
+    """Also keep the checkpoints of every so many steps for good. None: keep no others."""
 
     on_signal_timeout_s: float = Field(default=25.0, ge=0)
-    """Asked to end (Ctrl-C, SIGTERM), the trainer finishes its step and saves a checkpoint, for at most so long; a
-    second signal ends at once. SLURM kills 30 s after SIGTERM. 0: end at once, save nothing."""
+    """On Ctrl-C or SIGTERM the trainer finishes its step and saves a checkpoint, within this time. A second signal
+    ends it at once. SLURM kills 30 s after SIGTERM. 0: end at once and save nothing."""
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> "CheckpointConfig":
@@ -58,11 +100,40 @@ class CheckpointConfig(Config):
         return self.every is not None and (step % self.every == 0 or step == last_step)
 
 
+class RunOptions(Config):
+    """The run: where it is, how long it is, how it goes on."""
+
+    output_dir: Path = Path("outputs/rl")
+    """Run directory, shared by all processes of the run. The model is written to weights/latest."""
+
+    max_steps: int = Field(default=100, ge=1)
+    """Training steps of the run."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    resume: bool = False
+    """Continue the run in output_dir from its newest complete checkpoint. --resume DIR: continue the run in DIR
+    with the configuration it was started with; other flags win over that."""
+
+
+class StartOptions(Config):
+    """What a command that starts a run does with one that is there, and whether it starts anything."""
+
+    allow_changes: bool = False
+    """Resume even if options changed that affect what is learned."""
+
+    clean: bool = False
+    """Delete the run in output_dir first."""
+
+    dry_run: bool = False
+    """Check everything, write the resolved configuration and, of `rl`, the process plan; start nothing."""
+
+
 class MetricsConfig(Config):
     """Where metrics go besides metrics.jsonl."""
 
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Trackers to forward to; each needs its extra installed."""
+    """Trackers to send metrics to. Each needs its extra installed."""
 
     project: str = "tandem"
     """Project name in W&B and trackio."""
@@ -71,7 +142,7 @@ class MetricsConfig(Config):
     """Run name in W&B and trackio; None: the name of the output directory."""
 
     wandb_mode: Literal["online", "offline"] = "online"
-    """W&B mode; offline writes under the run directory and uploads nothing."""
+    """W&B mode. offline: write to the run directory, upload nothing."""
 
 
 class OptimizerConfig(Config):
@@ -81,20 +152,20 @@ class OptimizerConfig(Config):
     """Peak learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the moment estimates."""
+    """Decay rates of the first and second moment."""
 
     eps: float = Field(default=1e-8, gt=0)
-    """Term that keeps the denominator away from zero."""
+    """Added to the denominator, so that it is never zero."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay; applied to matrices only."""
+    """Decoupled weight decay, for matrices only."""
 
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The global gradient norm is clipped to this."""
+    """Clip the global gradient norm to this."""
 
 
 class SchedulerConfig(Config):
-    """Learning rate over the steps."""
+    """Learning-rate schedule."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
@@ -103,7 +174,7 @@ class SchedulerConfig(Config):
     """Steps of linear warm-up from zero."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The last learning rate, as a fraction of the peak; for linear and cosine."""
+    """Final learning rate as a fraction of the peak, for linear and cosine."""
 
 
 def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
@@ -120,7 +191,3 @@ def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
 def root_url(url: str) -> str:
     """A server's address, given with or without the /v1 that OpenAI's clients want."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-Device = Literal["auto", "cpu", "cuda"]

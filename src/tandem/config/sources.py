@@ -131,7 +131,7 @@ def _other_format(path: Path, text: str) -> str:
         except NOT_PARSED:
             continue
         if isinstance(found, dict) and suffix != path.suffix:
-            return f"; what it holds is {FORMATS[suffix]}: rename it to {path.with_suffix(suffix).name!r}"
+            return f"; it holds {FORMATS[suffix]}: rename it to {path.with_suffix(suffix).name!r}"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Options of the vLLM engine, and vLLM's own flags on our command line.
 
-What we have an option for is said with our option, so that every process of a run knows it; vLLM's name for it
-is understood on the command line. Everything else is vLLM's and passes through unchanged.
+Where we have an option of our own, that is the one to use, so that every process of a run knows its value; vLLM's name
+for it works on the command line too. All other flags pass through to vLLM unchanged.
 """
 
 import json
@@ -34,7 +34,7 @@ ALIASES = {
     "api-key": "server.api_key",
     "shutdown-timeout": "drain_timeout_s",
 }
-# What exact token versions and log-probs rest on.
+# Exact token versions and log-probs depend on these.
 FIXED = {
     "served-model-name": "the model is served under model.name and its last part, as by every engine",
     "worker-extension-cls": "it is how weights are checked before they are loaded",
@@ -47,7 +47,7 @@ FIXED = {
 }
 
 
-# The largest ranks of adapters that vLLM can be told.
+# Valid values of vLLM's --max-lora-rank.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -55,10 +55,10 @@ class VllmConfig(Config):
     """vLLM's own server (engine = "vllm")."""
 
     python: Path | None = None
-    """Python of the environment vLLM is installed in; None: the one that runs this."""
+    """Python of the environment that vLLM is installed in. None: this one."""
 
     flags: dict[str, Any] = {}
-    """Flags of vLLM, as in flags.tensor-parallel-size = 2; true is a flag without a value, false its --no- form."""
+    """Flags of vLLM, as in flags.tensor-parallel-size = 2. true: a flag without a value. false: its --no- form."""
 
     @field_validator("flags")
     @classmethod
@@ -68,9 +68,9 @@ class VllmConfig(Config):
             positive = name.removeprefix("no-")
             if positive in ALIASES:
                 option = ALIASES[positive]
-                raise ValueError(f"flag {name!r} of vLLM is the option {option} of inference; give it there")
+                raise ValueError(f"flag {name!r} of vLLM is our option {option}; use that")
             if positive in FIXED:
-                raise ValueError(f"flag {name!r} of vLLM cannot be chosen: {FIXED[positive]}")
+                raise ValueError(f"flag {name!r} of vLLM is fixed: {FIXED[positive]}")
         return flags
 
 

@@ -1,11 +1,11 @@
-"""Dividing work: among ranks so that each has about as much, and into bins of bounded size."""
+"""Balancing work over ranks, and filling bins of bounded size."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Numbers of the items each rank gets: the dearest first, always to the rank that has least so far."""
+    """Indices of the items each rank gets: the most expensive first, always to the rank with the least load."""
     loads = [(0.0, rank) for rank in range(num_ranks)]
     members: list[list[int]] = [[] for _ in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):

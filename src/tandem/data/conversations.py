@@ -1,14 +1,14 @@
-"""Rows to conversations, and rows of supervised fine-tuning to samples.
+"""Rows to conversations, and rows of supervised fine-tuning to training sequences.
 
 A row holds `messages`; or `prompt` and `completion`, each as text or as messages; or `text`. Messages may call
 tools (`tool_calls`) and carry their results (role `tool`); `tools` of the row are shown by the chat template.
 """
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tandem.data.masks import Conversation, require_characters, tokenize_conversation, tokenize_spans
+from tandem.data.messages import parse_json, read_messages, shown
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import Message, TrainingSequence
 
@@ -75,7 +75,7 @@ def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Toke
         [*opening, *joined.token_ids, *closing], [0] * len(opening) + joined.loss_mask + [1] * len(closing)
     )
     if 1 not in sample.loss_mask:
-        raise ValueError(f"there is nothing to learn in {name!r}: no token begins in it but the first of the text")
+        raise ValueError(f"there is nothing to learn in {name!r}: only the first token of the text begins in it")
     return sample
 
 
@@ -93,69 +93,18 @@ def read_answer(completion: Any, name: str) -> list[Message]:
     return read_messages(completion, name)
 
 
-def read_messages(messages: Any, name: str) -> list[Message]:
-    """Messages as templates take them: content as text, arguments of tool calls as tables, nothing that is null."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{name!r} must be a list of messages, each a table with 'role' and 'content'")
-    if not messages:
-        raise ValueError(f"{name!r} is empty: it needs at least one message")
-    return [_message(message, f"message {index} of {name!r}") for index, message in enumerate(messages)]
-
-
 def read_tools(row: Fields) -> list[dict[str, Any]] | None:
     tools = row.get("tools")
     if isinstance(tools, str):
-        tools = _parse(tools, "'tools'")
+        tools = parse_json(tools, "'tools'")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("'tools' must be a list of tables, or that as JSON text")
     return tools or None
 
 
-def _message(message: dict[str, Any], where: str) -> Message:
-    given = {key: value for key, value in message.items() if value is not None}
-    if not isinstance(given.get("role"), str):
-        raise ValueError(f"{where} needs 'role' as text; it has {given.get('role')!r}")
-    calls = given.get("tool_calls")
-    if not calls:
-        given.pop("tool_calls", None)
-    elif not isinstance(calls, list):
-        raise ValueError(f"{where}: 'tool_calls' must be a list")
-    else:
-        given["tool_calls"] = [_tool_call(call, where) for call in calls]
-    if "content" not in given and "tool_calls" not in given:
-        raise ValueError(f"{where} needs 'content' as text, or 'tool_calls'")
-    return given | {"content": _content(given.get("content", ""), where)}
-
-
-def _content(content: Any, where: str) -> str:
-    """Text, or parts of which each is text: one a line, as the inference server takes them."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "\n".join(map(str, texts))
-    raise ValueError(f"{where}: 'content' must be text, or a list of parts of type 'text'; it is {_short(content)}")
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: a tool call needs the 'name' and the 'arguments' of a function")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = _parse(arguments, f"{where}: the arguments of {function['name']!r}")
-    if not isinstance(arguments, dict):
-        raise ValueError(
-            f"{where}: the arguments of {function['name']!r} must be a table; they are {_short(arguments)}"
-        )
-    identity = {"id": call["id"]} if call.get("id") is not None else {}
-    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
 def _encode_plain(text: Any, name: str, tokenizer: Tokenizer) -> list[int]:
     if not isinstance(text, str) or not text:
-        raise ValueError(f"{name!r} must be text that is not empty; it is {_short(text)}")
+        raise ValueError(f"{name!r} must be text that is not empty; it is {shown(text)}")
     require_characters(text)
     token_ids = _opening_tokens(tokenizer) + tokenizer.encode(text)
     return token_ids + [token for token in tokenizer.eos_token_ids[:1] if token_ids[-1] != token]
@@ -171,15 +120,3 @@ def _with_something_to_learn(sample: TrainingSequence) -> TrainingSequence:
     if 1 not in sample.loss_mask:
         raise ValueError("there is nothing to learn: the chat template shows no message that is learned")
     return sample
-
-
-def _parse(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} are not JSON: {error}") from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

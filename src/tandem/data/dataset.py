@@ -95,7 +95,7 @@ class Reader(Generic[T]):
         if policy == "error" or (policy == "truncate" and not isinstance(error, NothingLeft)):
             raise UserError(f"{where}: {error}") from error
         self.counts.skipped += 1
-        logger.log(logging.WARNING if self.counts.skipped <= 3 else logging.DEBUG, "left out: %s: %s", where, error)
+        logger.log(logging.WARNING if self.counts.skipped <= 3 else logging.DEBUG, "skipped: %s: %s", where, error)
 
 
 class Fitting:
@@ -153,7 +153,7 @@ def _in_memory(reader: Reader[T], sources: list[RowSource], held_out: Sequence[T
     for source, part in zip(sources, parts, strict=True):
         if not part:
             message = f"data.eval_size = {reader.config.eval_size:g} leaves no row of {source.key} = {source.path!r}"
-            raise UserError(f"{message} to learn from; give a smaller one")
+            raise UserError(f"{message} to learn from; lower it")
     rows = [row for part in parts for row in part]
     offsets = accumulate(map(len, parts), initial=0)
     orders = [

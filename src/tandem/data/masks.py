@@ -126,7 +126,7 @@ def learned_spans(rendering: Rendering, roles: Collection[str]) -> list[Span]:
         num_skipped = len(tokenizer.generated(context, tools=conversation.tools)[1]) if context else 0
         text, spans = tokenizer.generated(conversation.messages, tools=conversation.tools)
         if text != rendering.text:
-            raise ValueError("the chat template cannot be followed: it changes what its generation blocks hold")
+            raise ValueError("no loss mask: the chat template changes the text of its generation blocks")
         return spans[num_skipped:]
     spans: list[Span] = []
     for index, message in enumerate(conversation.messages):

@@ -105,7 +105,7 @@ def split(batch: PackedBatch, num_parts: int, seed: int) -> list[PackedBatch]:
 def divide(
     batch: PackedBatch, rank: int, num_ranks: int, tokens_per_microbatch: int, groups: NDArray[np.int64] | None = None
 ) -> list[PackedBatch]:
-    """The micro-batches of one rank: as many for every rank, about the same cost for each.
+    """The micro-batches of one rank: the same number on every rank, at about the same cost; dummy ones fill up.
 
     Sequences with the same number in `groups` (one entry per sequence) stay in one micro-batch; without it, those
     that share a beginning do, as far as they fit.
@@ -133,7 +133,7 @@ def segment_costs(batch: PackedBatch) -> NDArray[np.float64]:
 
 
 def idle(batch: PackedBatch) -> PackedBatch:
-    """One token and no loss: for a rank without data, which has to take part all the same."""
+    """A dummy micro-batch: one token, no loss. Ranks with fewer micro-batches run it, so collectives match."""
     nothing = np.zeros(0, dtype=np.int64)
     return PackedBatch(
         token_ids=batch.token_ids[:1],

@@ -7,8 +7,9 @@ Only the answers are learned. A prompt and its answers are text, or messages; wi
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_messages, read_tools
+from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_tools
 from tandem.data.masks import Conversation
+from tandem.data.messages import read_messages
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import TrainingSequence
 

@@ -51,7 +51,7 @@ def open_source(source: SourceConfig, key: str, *, streaming: bool) -> RowSource
     datasets = _datasets(key, source.path)
     if path.is_dir() and any((path / name).exists() for name in SAVED_BY_DATASETS):
         if source.name is not None:
-            raise UserError(f"name = {source.name!r} goes with a dataset on the hub, not with {key} = {source.path!r}")
+            raise UserError(f"name = {source.name!r} is for datasets on the hub, but {key} = {source.path!r} is local")
         saved = _choose_split(_load(key, source.path, lambda: datasets.load_from_disk(str(path))), source, key)
         return RowSource(key, source.path, lambda: _dataset_rows(saved))
     split = source.split or "train"
@@ -64,7 +64,7 @@ def open_source(source: SourceConfig, key: str, *, streaming: bool) -> RowSource
 def _file_reader(source: SourceConfig, path: Path, key: str, streaming: bool) -> Callable[[], Iterator[Row]]:
     for option in ("name", "split"):
         if getattr(source, option) is not None:
-            message = f"{option} = {getattr(source, option)!r} does not go with {key} = {source.path!r}"
+            message = f"{option} = {getattr(source, option)!r} does not fit {key} = {source.path!r}"
             raise UserError(f"{message}: a file holds one dataset; leave it out")
     if path.suffix == ".jsonl":
         return lambda: _json_lines(path)
@@ -78,7 +78,7 @@ def _file_reader(source: SourceConfig, path: Path, key: str, streaming: bool) ->
     if path.suffix == ".parquet":
         _datasets(key, source.path)
         return lambda: _numbered(_parquet_rows(key, source.path, path))
-    raise UserError(f"{key} = {source.path!r} is of an unknown type; give {KINDS}")
+    raise UserError(f"{key} = {source.path!r} has an unknown type; give {KINDS}")
 
 
 def _numbered(values: Iterable[Any]) -> Iterator[Row]:
@@ -141,7 +141,7 @@ def _choose_split(dataset: Any, source: SourceConfig, key: str) -> Any:
     splits = list(dataset) if isinstance(dataset, dict) else None
     if splits is None:
         if source.split is not None:
-            raise UserError(f"split = {source.split!r} does not go with {key} = {source.path!r}: it has no splits")
+            raise UserError(f"split = {source.split!r} does not fit {key} = {source.path!r}, which has no splits")
         return dataset
     split = source.split or "train"
     if split not in splits:

@@ -1,6 +1,6 @@
 """Samples without end, by position: what a trainer takes at position n depends on n and the seed alone.
 
-A trainer that goes on after an interruption asks for the position it had reached, and gets what it would have got.
+A resumed trainer asks for the position it had reached, and gets the samples it would have got.
 """
 
 import random
@@ -84,7 +84,7 @@ class Streamed(Generic[T]):
                 is_empty = False
                 yield sample
             if is_empty:
-                raise UserError(f"data: no row is left to learn from, {self._num_held_out} are held out")
+                raise UserError(f"data: no row is left to learn from: {self._num_held_out} are held out for evaluation")
             epoch += 1
 
 

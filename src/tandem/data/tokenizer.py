@@ -29,7 +29,7 @@ class Tokenizer:
         try:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more special
-            raise UserError(f"{path} is no tokenizer that can be read: {error}") from error
+            raise UserError(f"{path} cannot be read as a tokenizer: {error}") from error
         # A tokenizer file may carry the length of what its author once encoded; nothing is cut silently here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -183,6 +183,6 @@ class Tokenizer:
                 if token_id is None:
                     continue
                 if type(token_id) is not int or token_id < 0:
-                    raise UserError(f"{path}: eos_token_id = {value!r} is no token id, nor a list of them")
+                    raise UserError(f"{path}: eos_token_id = {value!r} is neither a token id nor a list of them")
                 found[token_id] = None
         return list(found)

@@ -16,6 +16,10 @@ def align(config: AlignConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.entrypoints.offline import Train, run_offline
     from tandem.trainer.offline.preferences import encode_align_row
+    from tandem.utils.functions import load_function
+
+    if config.loss.is_own:
+        load_function(config.loss.type, config.loss.options, "loss")
 
     def load_train() -> Train[AlignConfig]:
         from tandem.trainer.offline.align import train_align

@@ -5,10 +5,10 @@ from tandem.config.export import ExportConfig
 from tandem.utils.processes import run_entrypoint
 
 DESCRIPTION = """\
-Makes a Hugging Face model directory from a checkpoint of a run, for transformers, vLLM or `inference`.
+Writes a checkpoint of a run as a Hugging Face model directory, for transformers, vLLM or `inference`.
 
   export-model --run-dir outputs/sft                               the newest complete checkpoint
-  export-model --run-dir outputs/rl --step 40 --output-dir model   a certain one, to a certain place
+  export-model --run-dir outputs/rl --step 40 --output-dir model   the one of step 40, to ./model
 A LoRA adapter is merged into the weights."""
 
 
@@ -28,7 +28,7 @@ def export(config: ExportConfig) -> None:
     step = choose_checkpoint(run_dir, config.step)
     output = config.output_dir or run_dir.root / "export" / step_name(step)
     if output.exists():
-        raise UserError(f"output_dir = {str(output)!r} is there already; remove it, or give another --output-dir")
+        raise UserError(f"output_dir = {str(output)!r} already exists; remove it, or give another --output-dir")
 
     from tandem.trainer.checkpoints.export import export_checkpoint
 

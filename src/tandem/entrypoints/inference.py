@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from tandem.config.base import parse
-from tandem.config.inference import InferenceConfig, resolve_api_key
+from tandem.config.inference import InferenceConfig
 from tandem.config.short_names import INFERENCE, spell_out
 from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir, within_positions
@@ -23,11 +23,8 @@ from tandem.utils.processes import run_entrypoint
 if TYPE_CHECKING:
     from tandem.data.tokenizer import Tokenizer
     from tandem.inference.grammars import Grammars
-    from tandem.inference.native.engine import NativeEngine
-    from tandem.inference.sglang.engine import SGLangEngine
 
 logger = logging.getLogger(__name__)
-OnFailure = Callable[[str], None]
 
 
 def main() -> None:
@@ -67,12 +64,15 @@ def serve_with_vllm(config: InferenceConfig) -> NoReturn:
 
 def serve(config: InferenceConfig) -> None:
     """Serve until told to stop; exits with 1 if the engine fails."""
+    from tandem.inference.builders import find_builder
+
     api_key = config.server.resolve_api_key()
     check_model_dir(config.model.name)
     refuse_missing_gpu(config.device, "device")
+    build_engine = find_builder(config.engine)
     spec = ModelSpec.load(config.model.name)
     config = within_positions(config, config.model.name)
-    # Before the model is loaded: a port that is taken is told about at once, and nobody else can take this one.
+    # Before the model is loaded: a taken port is reported at once, and no other process can take this one.
     socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
@@ -93,9 +93,8 @@ def serve(config: InferenceConfig) -> None:
     def end_server(reason: str) -> None:
         server.should_exit = True
 
-    make_engine = sglang_engine if config.engine == "sglang" else native_engine
     handle_signals(leave_at_once)
-    engine = make_engine(config, tokenizer, end_server)
+    engine = build_engine(config, tokenizer, end_server)
     handle_signals(leave)
     options = ApiOptions(
         vocab_size=spec.vocab_size,
@@ -130,25 +129,6 @@ def find_grammars(config: InferenceConfig, tokenizer: "Tokenizer", vocab_size: i
     from tandem.inference.grammars import Grammars
 
     return Grammars(tokenizer, vocab_size)
-
-
-def native_engine(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "NativeEngine":
-    from tandem.data.text_stream import TextStream
-    from tandem.inference.native.build import build_engine
-    from tandem.models.runtime import setup_torch
-
-    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
-    # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a
-    # step takes, even while the event loop is busy with JSON.
-    sys.setswitchinterval(0.0005)
-    return build_engine(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), on_failure)
-
-
-def sglang_engine(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "SGLangEngine":
-    from tandem.inference.sglang.engine import build_engine
-
-    key = resolve_api_key(config.sglang.api_key, config.sglang.api_key_var, "sglang.api_key_var")
-    return build_engine(config, key, tokenizer.eos_token_ids, on_failure)
 
 
 if __name__ == "__main__":

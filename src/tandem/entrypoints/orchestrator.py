@@ -28,11 +28,12 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.envs.process import open_environment
     from tandem.envs.trial import try_environment
+    from tandem.orchestrator.advantages import try_advantages
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
     from tandem.orchestrator.state import OrchestratorState
-    from tandem.orchestrator.tasks import check_prompts
+    from tandem.orchestrator.tasks import encode_prompts
     from tandem.transport.checkpoints import start_step
     from tandem.transport.rollouts.filesystem import MARKER
     from tandem.types.identity import new_run_name
@@ -42,10 +43,11 @@ def orchestrate(config: OrchestratorConfig) -> None:
     setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
     tokenizer = Tokenizer(config.model.name)
+    try_advantages(config.advantage, config.group_size)
 
     async def run() -> None:
         async with open_environment(config.env) as environment:
-            check_prompts(environment, tokenizer, config)
+            prompts = encode_prompts(environment, tokenizer, config)
             await try_environment(environment, config.env)
             refuse_missing_trackers(config.metrics.report_to)
             step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
@@ -55,7 +57,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
             forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), config=known, start_step=step)
             client = InferenceClient(config.client, new_run_name(run_dir.root))
             try:
-                await Orchestrator(config, environment, tokenizer, client, forwarder, resumed_from).run()
+                await Orchestrator(config, environment, prompts, tokenizer, client, forwarder, resumed_from).run()
             finally:
                 await client.close()
                 forwarder.close()

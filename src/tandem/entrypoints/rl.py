@@ -17,7 +17,7 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl @ rl.toml                                              one file
   rl --trainer @ t.toml --orchestrator @ o.toml --inference @ i.toml
   rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
-  rl --resume outputs/rl                                    go on with a run that was stopped
+  rl --resume outputs/rl                                    continue a run that was stopped
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
@@ -61,7 +61,7 @@ def write_plan(config: RLConfig) -> None:
     plans = make_plan(config, folder)
     with refuse_unwritable(config.output_dir):
         write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
-    print(f"dry run: everything fits; configuration and process plan are in {folder}")
+    print(f"dry run: all checks passed; configuration and process plan are in {folder}")
 
 
 def run(config: RLConfig, start_step: int) -> None:

@@ -13,11 +13,14 @@ def main() -> None:
 def train(config: TrainerConfig) -> None:
     from tandem.launch.ranks import spread_over_ranks
     from tandem.utils.devices import refuse_missing_gpu
+    from tandem.utils.functions import load_function
     from tandem.utils.log import setup_logging
     from tandem.utils.run_lock import hold_run
 
     setup_logging(config.log_level)
     refuse_missing_gpu(config.device, "device")
+    if config.loss.is_own:
+        load_function(config.loss.type, config.loss.options, "loss")
     with hold_run(config.output_dir, "trainer", ["trainer"]):
         spread_over_ranks("tandem.entrypoints.trainer", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
 

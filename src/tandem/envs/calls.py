@@ -110,7 +110,7 @@ def _suspended_at(steps: Coroutine[Any, Any, Any]) -> traceback.StackSummary:
 async def _settled(awaitable: Awaitable[Any]) -> Outcome:
     try:
         return Outcome(await awaitable)
-    except BaseException as error:  # SystemExit would end the event loop, CancelledError a call that nobody cancelled
+    except BaseException as error:  # SystemExit would end the event loop, CancelledError a call that was not cancelled
         return Outcome(failure=failure_of(error))
 
 

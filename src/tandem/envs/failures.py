@@ -27,7 +27,7 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 @dataclass(frozen=True)
 class Failure:
     reason: str  # "ValueError: no number in 'abc'", without line breaks
-    where: str = ""  # "my_env.py:12 in score"; empty where nobody knows
+    where: str = ""  # "my_env.py:12 in score"; empty if unknown
     traceback: str = ""
     hung: bool = False  # it did not end within its time
 

@@ -110,7 +110,7 @@ class Worker:
             raise UserError(f"{error}\n{await self._read_stacks()}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             how = _how_it_ended(await self._exit_code())
-            raise UserError(f"env.id = {self.config.id!r} cannot be made: its process ended with {how}") from None
+            raise UserError(f"env.id = {self.config.id!r} cannot be created: its process ended with {how}") from None
         finally:
             reading.cancel()
         if "refused" in answer:
@@ -120,7 +120,7 @@ class Worker:
     async def call(self, request: Payload) -> Any:
         assert self._writer is not None, "not started"
         number = next(self._numbers)
-        # It stays there until it is answered, also if nobody waits any more: its code may still hang.
+        # It stays there until it is answered, also if no caller waits any more: its code may still hang.
         call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
         self._writer.write(frame({"call": number} | request))
         return await call.answer
@@ -239,16 +239,16 @@ class EnvironmentProcess:
         try:
             await asyncio.shield(self._replacing)
         except UserError as error:
-            raise UserCodeError(Failure(f"the environment cannot be made again: {error}")) from None
+            raise UserCodeError(Failure(f"the environment cannot be created again: {error}")) from None
 
     async def _replace(self) -> None:
-        logger.warning("the environment's process is replaced")
+        logger.warning("restarting the environment's process")
         await self._worker.close()
         worker = Worker(self.config)
         try:
             ready = await worker.start(with_tasks=False)
             if ready["fingerprint"] != self._fingerprint:
-                raise UserError("its tasks are other ones now; they have to be the same each time")
+                raise UserError("its tasks changed; creating it twice must give the same tasks")
         except BaseException:
             await worker.close()
             raise

@@ -40,7 +40,7 @@ class ReverseText:
         possible = sum(len(LETTERS) ** n for n in range(self.args.min_length, self.args.max_length + 1))
         if possible < 2 * count:
             raise ValueError(
-                f"num_train + num_eval = {count} distinct rows are asked for, but lengths from "
+                f"num_train + num_eval = {count} distinct rows are needed, but lengths from "
                 f"{self.args.min_length} to {self.args.max_length} give only {possible}; raise max_length"
             )
         draw = random.Random(self.args.seed)

@@ -113,7 +113,7 @@ def make(request: Payload) -> tuple[UserEnvironment | None, Payload]:
         return None, {"refused": str(error)}
     except BaseException as error:
         failure = failure_of(error)
-        return None, {"refused": f"env.id = {config.id!r} cannot be made: {failure}\n{failure.frames}".rstrip()}
+        return None, {"refused": f"env.id = {config.id!r} cannot be created: {failure}\n{failure.frames}".rstrip()}
     return environment, {"ready": ready}
 
 

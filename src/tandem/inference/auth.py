@@ -10,7 +10,7 @@ OPEN_PATHS = ("/health",)
 
 
 class RequireApiKey:
-    """Middleware. Without a key set, everybody may pass."""
+    """Middleware. Without a key set, all requests pass."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self.app = app

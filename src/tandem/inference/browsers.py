@@ -24,7 +24,7 @@ def names_of(host: str, allowed: Iterable[str] = ()) -> frozenset[str]:
 
 
 class RefuseForeignPages:
-    """Middleware. With `names` None, everybody may pass."""
+    """Middleware. With `names` None, all requests pass."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
         self.app = app

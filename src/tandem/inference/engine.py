@@ -158,6 +158,10 @@ class Engine(Protocol):
         """Loaded LoRA adapters: name and where it came from."""
         ...
 
+    def start(self) -> None:
+        """Begin to work; called once, when the server is about to listen."""
+        ...
+
     def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
         """Queue a request and return its id. `on_done` is called exactly once unless it is cancelled.
         Raises ValueError for what can never be served."""

@@ -53,7 +53,7 @@ class Grammars:
     def compile(self, structure: Structure) -> "Grammar":
         """Raises StructureRefused."""
         if not self._source.eos_token_ids:
-            raise StructureRefused("the model has no token to end with")
+            raise StructureRefused("the model has no end-of-sequence token")
         try:
             text = grammar_text(structure)
             with self._lock:

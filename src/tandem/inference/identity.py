@@ -49,14 +49,14 @@ class Identity:
         return ServerIdentity(self.instance, self.model, self._version(), tuple(dict.fromkeys(self._runs[start:])))
 
     async def settled(self) -> None:
-        """Returns while nobody's weights are taking the place of another's: it is known then whose tokens are drawn."""
+        """Waits while another run's weights are being loaded: after it, it is known whose weights draw the tokens."""
         await self._settled.wait()
 
     @asynccontextmanager
     async def change(self, run: str | None, adapter: str | None = None) -> AsyncIterator[None]:
         """Around a change of the weights, or of the adapter of that name. Raises EngineBusy for a displaced run."""
         async with self._one_change:
-            # An adapter that nobody has asked for so far changes nobody's tokens.
+            # An adapter under a new name changes no running request.
             keeps_owner = run is None and adapter is not None and adapter not in self._adapters
             owner = self._runs[-1] if keeps_owner else run or NO_RUN
             if owner != self._runs[-1]:

@@ -1,4 +1,4 @@
-"""Which directories weights and adapters may be loaded from. A path in a request is somebody else's word: without
+"""Which directories weights and adapters may be loaded from. A path in a request is not to be trusted: without
 roots it would be a way to ask about any file the server can read. Standard library only: vLLM's server uses it too."""
 
 import logging

@@ -24,7 +24,7 @@ def compare_vocabularies(tokenizer: Tokenizer, vocab_size: int, model_dir: Path)
     found = f"{len(beyond)} of its {tokenizer.vocab_size} tokens lie beyond the model's embedding of {vocab_size}"
     if len(beyond) > tokenizer.vocab_size // 2:
         raise UserError(f"model.name = {str(model_dir)!r} holds the tokenizer of another model: {found}")
-    logger.warning("the tokenizer does not fit the model: %s: %s%s; text that holds one is refused", found, named, rest)
+    logger.warning("the tokenizer does not fit the model: %s: %s%s; text with one is refused", found, named, rest)
 
 
 def token_beyond(token_ids: Sequence[int], vocab_size: int) -> int | None:

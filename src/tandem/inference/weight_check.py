@@ -1,8 +1,8 @@
-"""Whether a checkpoint can take the place of the one that serves. No torch: only headers are read.
+"""Whether new weights can replace those that serve. No torch: only headers are read.
 
-vLLM loads half of a bad checkpoint before it notices, and keeps old tensors in silence where new ones are missing;
-how far SGLang comes with one is not known either. The server loaded the first checkpoint, so one with the same tensor
-names and shapes loads too.
+vLLM loads half of a bad model directory before it notices, and silently keeps old tensors where new ones are missing;
+how far SGLang gets with one is not known. The server has loaded its first weights, so others with the same tensor names
+and shapes load too.
 
 Used before every weight update: by control/updates.py for vLLM and SGLang, and by native/weights.py, which reads the
 tensors as well. Because it also runs inside vLLM's environment, it may import only the standard library and modules of
@@ -18,7 +18,7 @@ from tandem.transport.weights.manifest import ADAPTER_CONFIG, MANIFEST, DamagedW
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
 
-# Keys of config.json that may differ between two checkpoints of one model.
+# Keys of config.json that may differ between two sets of weights of one model.
 INCIDENTAL = (
     "_name_or_path",
     "dtype",

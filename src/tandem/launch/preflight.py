@@ -14,13 +14,17 @@ from tandem.envs.process import open_environment
 from tandem.envs.trial import try_environment
 from tandem.inference.vllm.serve import check_vllm
 from tandem.models.files import check_model_dir, check_positions
-from tandem.orchestrator.tasks import check_prompts
+from tandem.orchestrator.advantages import try_advantages
+from tandem.orchestrator.tasks import encode_prompts
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
+from tandem.utils.functions import load_function
+from tandem.utils.imports import is_import_path
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
+from tandem.utils.registry import load_callable
 from tandem.utils.run_dir import RunDir
 
 HEALTH_TIMEOUT_S = 5
@@ -37,9 +41,13 @@ def check(config: RLConfig) -> int:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model_dir(config.model.name, config.model.impl)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
+    try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)
     _check_devices(config)
+    loss = config.trainer.loss
+    if loss.is_own:
+        load_function(loss.type, loss.options, "trainer.loss")
     return start
 
 
@@ -49,7 +57,7 @@ def is_finished(config: RLConfig) -> bool:
 
 async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
     async with open_environment(config.env) as environment:
-        check_prompts(environment, tokenizer, config)
+        encode_prompts(environment, tokenizer, config)
         await try_environment(environment, config.env)
 
 
@@ -67,8 +75,8 @@ def _starting_step(config: RLConfig, run_dir: RunDir) -> int:
     step = require_checkpoint(run_dir)
     if step > config.max_steps:
         raise UserError(
-            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step} and max_steps = "
-            f"{config.max_steps}; give a larger max_steps to go on"
+            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step}, but max_steps = "
+            f"{config.max_steps}; raise max_steps to continue"
         )
     return step
 
@@ -82,6 +90,8 @@ def _check_server(config: RLConfig) -> None:
         if config.inference.engine == "vllm":
             check_vllm(config.inference)
         else:
+            if is_import_path(config.inference.engine):
+                load_callable(config.inference.engine, "inference.engine")
             check_model_dir(config.model.name)
         return
     _check_address(config.orchestrator.client.base_url)
@@ -98,12 +108,12 @@ def _check_address(url: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
-            "`inference @ …`, or give `rl` an inference section so that it starts its own"
+            "`inference @ …`, or give `rl` an inference section so that it starts one"
         ) from error
     if not isinstance(health, dict) or "instance" not in health:
         raise UserError(
-            f"orchestrator.client.base_url = {url!r}: what answers there does not say which server it is; give the "
-            "address of an inference server of ours, started with `inference @ …`"
+            f"orchestrator.client.base_url = {url!r}: that is not one of our inference servers; start one with "
+            "`inference @ …` and give its address"
         )
 
 

@@ -96,7 +96,7 @@ class Supervisor:
             raise Interrupted(number)
 
     def _let_trainer_save(self, on_tick: Callable[[], None]) -> None:
-        """It has been told to end, and needs nobody else for its checkpoint (trainer/checkpoints/stopping.py)."""
+        """It has been told to end, and needs no other process for its checkpoint (trainer/checkpoints/stopping.py)."""
         trainer = self.processes.get("trainer")
         if trainer is None or self.save_timeout_s == 0:
             return
@@ -105,7 +105,7 @@ class Supervisor:
             on_tick()
             time.sleep(POLL_S)
         if trainer.poll() is None:
-            logger.error("the trainer had no time to save a checkpoint; see %s", self.plans["trainer"].log)
+            logger.error("the trainer did not save a checkpoint in time; see %s", self.plans["trainer"].log)
 
     def _start(self, plan: ProcessPlan) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)

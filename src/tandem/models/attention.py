@@ -72,7 +72,7 @@ class PackedAttention:
 
     def __init__(self, lengths: Tensor, parents: Tensor | None = None, padding: int = 0) -> None:
         """lengths and parents (segments,); the parent of a root is -1, and without parents all are roots. `padding`
-        tokens follow the last segment: what they get is of no use, and nobody sees them."""
+        tokens follow the last segment: what they get is of no use, and no token attends to them."""
         self.lengths = lengths
         self.parents = torch.full_like(lengths, -1) if parents is None else parents
         self.padding = padding

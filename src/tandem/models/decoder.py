@@ -55,8 +55,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
-        q, k, v = ops.heads(self.qkv_proj(x), self.shape, *weights, self.norm_eps, cos, sin)
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        q, k, v = ops.heads(self.qkv_proj(x), self.shape, q_weight, k_weight, self.norm_eps, cos, sin)
         out = context.attend(self.layer, q, k, v, self.window)  # (tokens, heads, head_dim)
         return self.o_proj(out.flatten(-2))
 

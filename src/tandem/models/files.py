@@ -49,7 +49,7 @@ def check_positions(model_dir: Path, seq_len: int) -> None:
     limit = position_limit(read_table(model_dir / "config.json"))
     if limit is not None and seq_len > limit:
         raise UserError(
-            f"seq_len = {seq_len} is more than the model has positions: max_position_embeddings = {limit} in its "
+            f"seq_len = {seq_len} is above max_position_embeddings = {limit} in the model's "
             f"config.json; give at most {limit}"
         )
 

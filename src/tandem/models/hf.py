@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
+from tandem.models.runtime import whole
 from tandem.models.shards import OUTPUT, TensorHeaders, compare_tensors, weight_files
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
@@ -59,6 +60,11 @@ def named_tensors(decoder: Decoder, parameters: Mapping[str, Tensor] | None = No
     """
     given = dict(decoder.named_parameters()) if parameters is None else parameters
     return dict(_hf_views(decoder.spec, given))
+
+
+def whole_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """The same where they may be divided among ranks. All of them have to ask."""
+    return named_tensors(decoder, {name: whole(parameter) for name, parameter in decoder.named_parameters()})
 
 
 def copy_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:

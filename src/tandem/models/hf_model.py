@@ -83,20 +83,28 @@ class HFDecoder(nn.Module):
             for side in ("A", "B")
         }
 
+    def whole_tensors(self) -> dict[str, Tensor]:
+        """The weights under the names in the model's files. Under sharding, all ranks have to ask."""
+        return self._as_in_files(self._own_tensors())
+
     def merged_tensors(self) -> dict[str, Tensor]:
-        """The weights under the names in the model's files, with the adapter, if there is one, in them.
-
-        Under sharding, all ranks have to ask.
-        """
-        from transformers.core_model_loading import revert_weight_conversion
-
-        kept = self.model.state_dict().keys()
-        own = dict(self.model.named_parameters()) | {name: b for name, b in self.model.named_buffers() if name in kept}
-        tensors = {name.replace(".base_layer.", "."): whole(t) for name, t in own.items() if ".lora_" not in name}
+        """The same with the adapter in them."""
+        tensors = self._own_tensors()
         for name, module in self._adapted():
             down, up = whole(module.lora_A[ADAPTER].weight), whole(module.lora_B[ADAPTER].weight)
             change = module.scaling[ADAPTER] * (up @ down)
             tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + (change.T if module.fan_in_fan_out else change)
+        return self._as_in_files(tensors)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """All but an adapter's, under transformers' names."""
+        kept = self.model.state_dict().keys()
+        own = dict(self.model.named_parameters()) | {name: b for name, b in self.model.named_buffers() if name in kept}
+        return {name.replace(".base_layer.", "."): whole(t) for name, t in own.items() if ".lora_" not in name}
+
+    def _as_in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
         return dict(revert_weight_conversion(self.model, tensors))
 
     def attach_lora(self, config: LoRAConfig, seed: int) -> None:
@@ -186,16 +194,16 @@ def _why_not_linear(decoder: HFDecoder) -> str:
         return f"final_logit_softcapping = {text.final_logit_softcapping} caps the logits"
     if getattr(decoder.model.get_output_embeddings(), "bias", None) is not None:
         return "the output matrix has a bias"
-    return f"{type(decoder.model).__name__} does more to its logits than can be seen from outside"
+    return f"{type(decoder.model).__name__} computes its logits in a way we do not support"
 
 
 def refuse_other_names(decoder: HFDecoder, model_dir: Path) -> None:
     """What is published has to have the names that the model's own files have: engines know no others."""
-    unknown = sorted(decoder.merged_tensors().keys() - read_tensor_headers(model_dir).keys())
+    unknown = sorted(decoder.whole_tensors().keys() - read_tensor_headers(model_dir).keys())
     if unknown:
         raise UserError(
-            f"model.name = {str(model_dir)!r}: transformers calls {len(unknown)} tensors otherwise than the files do, "
-            f"first {unknown[0]!r}; save the model again with its save_pretrained"
+            f"model.name = {str(model_dir)!r}: {len(unknown)} tensors have other names in transformers than on disk, "
+            f"first {unknown[0]!r}; save the model again with save_pretrained"
         )
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tandem.config.lora import TARGETS, LoRAConfig, refuse_unknown_targets
 from tandem.models import ops
 from tandem.models.decoder import Decoder
-from tandem.models.hf import named_tensors, read_file
+from tandem.models.hf import read_file, whole_tensors
 from tandem.models.lora import CONFIG, FUSED, WEIGHTS, AdapterMismatch, rows_of
 from tandem.models.runtime import whole
 from tandem.utils.files import read_json
@@ -87,9 +87,9 @@ def adapter_tensors(decoder: Decoder) -> dict[str, Tensor]:
 def merged_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """The weights under their Hugging Face names, with the adapter in them: W + scale · B A.
 
-    Without an adapter, just the weights. Under sharding, all ranks have to ask.
+    Under sharding, all ranks have to ask.
     """
-    tensors = named_tensors(decoder, {name: whole(parameter) for name, parameter in decoder.named_parameters()})
+    tensors = whole_tensors(decoder)
     for name, part, linear in _adapted(decoder):
         change = whole(linear.lora_B[part]) @ whole(linear.lora_A[part])
         tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + linear.scale * change

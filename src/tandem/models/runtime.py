@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def choose_device(device: Device) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda', but no GPU is visible; the nearest valid choice is 'cpu' (or 'auto')")
+        raise UserError("device = 'cuda', but no GPU is visible; set it to 'cpu' or 'auto'")
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)

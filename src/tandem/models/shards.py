@@ -78,7 +78,7 @@ def _are_counts(value: Any, length: int | None = None) -> bool:
 
 def compare_tensors(expected: TensorHeaders, given: TensorHeaders, *, tied: bool) -> None:
     """Raise ValueError unless `given` has the names and shapes of `expected`."""
-    # Nobody loads the rotary frequencies that old Llama files carry, nor the output matrix of a tied model.
+    # Not loaded: the rotary frequencies that old Llama files carry, and the output matrix of a tied model.
     optional = {name for name in expected.keys() | given.keys() if name.endswith(ROTARY) or (tied and name == OUTPUT)}
     missing = sorted(set(expected) - set(given) - optional)
     if missing:

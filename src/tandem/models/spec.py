@@ -82,7 +82,6 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]  # one entry a layer
-    max_positions: int
 
     @property
     def q_size(self) -> int:
@@ -109,7 +108,7 @@ class ModelSpec:
         if architecture not in FAMILIES:
             raise UserError(
                 f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
-                "Others are trained with model.impl = 'hf' and served with engine = 'vllm'"
+                "Train others with model.impl = 'hf' and serve them with engine = 'vllm'"
             )
         family = FAMILIES[architecture]
         missing = [key for key in REQUIRED if config.get(key) is None]
@@ -151,7 +150,6 @@ class ModelSpec:
             mlp_bias=family == "llama" and config.get("mlp_bias", False),
             qk_norm=family == "qwen3",
             sliding_windows=_sliding_windows(config, family),
-            max_positions=config["max_position_embeddings"],
         )
 
 

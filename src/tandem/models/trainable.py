@@ -8,9 +8,8 @@ from torch import Tensor
 
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
-from tandem.models import lora_training
+from tandem.models import hf, lora_training
 from tandem.models.decoder import Decoder
-from tandem.models.hf import load_decoder
 from tandem.models.hf_model import HFDecoder, load_hf_model
 
 Trainable = Decoder | HFDecoder
@@ -38,14 +37,19 @@ def load_frozen(model: ModelConfig, device: torch.device) -> Trainable:
 
 def _load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Trainable:
     """With weights in `dtype`, computing in the model's own."""
-    load = load_hf_model if model.impl == "hf" else load_decoder
+    load = load_hf_model if model.impl == "hf" else hf.load_decoder
     decoder = load(model.name, dtype, device)
     decoder.compute_dtype = getattr(torch, model.dtype)
     return decoder
 
 
+def whole_tensors(decoder: Trainable) -> dict[str, Tensor]:
+    """The weights of a model without an adapter, under their Hugging Face names; all ranks have to ask."""
+    return decoder.whole_tensors() if isinstance(decoder, HFDecoder) else hf.whole_tensors(decoder)
+
+
 def merged_tensors(decoder: Trainable) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, an adapter, if there is one, in them; all ranks have to ask."""
+    """The weights under their Hugging Face names, with the adapter in them; all ranks have to ask."""
     return decoder.merged_tensors() if isinstance(decoder, HFDecoder) else lora_training.merged_tensors(decoder)
 
 

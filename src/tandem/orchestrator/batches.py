@@ -7,23 +7,29 @@ from tandem.data.packing import pack
 from tandem.orchestrator.buffer import staleness
 from tandem.types.rollout import Group, Rollout, TrainBatch, TrainingSequence
 
+# Of each rollout of each group.
+Numbers = Sequence[Sequence[float]]
 
-def make_batch(groups: Sequence[Group], advantages: Sequence[list[float]], step: int, temperature: float) -> TrainBatch:
+
+def make_batch(
+    groups: Sequence[Group], rewards: Numbers, advantages: Numbers, step: int, temperature: float
+) -> TrainBatch:
     samples = [
-        make_sample(rollout, advantage)
-        for group, group_advantages in zip(groups, advantages, strict=True)
-        for rollout, advantage in zip(group.rollouts, group_advantages, strict=True)
+        make_sample(*entry)
+        for group, *numbers in zip(groups, rewards, advantages, strict=True)
+        for entry in zip(group.rollouts, *numbers, strict=True)
     ]
     return TrainBatch(step, temperature, pack(samples))
 
 
-def make_sample(rollout: Rollout, advantage: float) -> TrainingSequence:
-    """Prompt and completion end to end; only the sampled tokens carry loss."""
+def make_sample(rollout: Rollout, reward: float, advantage: float) -> TrainingSequence:
+    """Prompt and completion end to end; only the sampled tokens carry loss. A critic learns from the reward."""
     num_prompt, num_sampled = len(rollout.prompt_ids), len(rollout.completion.token_ids)
     return TrainingSequence(
         token_ids=rollout.prompt_ids + rollout.completion.token_ids,
         loss_mask=[0] * num_prompt + [1] * num_sampled,
         streams={
+            "rewards": [0.0] * num_prompt + [reward] * num_sampled,
             "advantages": [0.0] * num_prompt + [advantage] * num_sampled,
             "logprobs": [0.0] * num_prompt + rollout.completion.logprobs,
         },

@@ -1,8 +1,8 @@
-"""Finished groups between generation and training. Owns staleness: who may start, who is too old.
+"""Finished groups between generation and training. Owns staleness: which groups may start, which are too old.
 
 With P prompts a step, version v and staleness s: steps up to v + 1 + s may train on rollouts started
-now, so (v + 1 + s) * P groups may have been started in all. Groups that are dropped give their place back, and
-whoever drops them makes them anew.
+now, so (v + 1 + s) * P groups may have been started in all. Dropped groups give their place back, and the caller
+samples them again.
 """
 
 from tandem.types.rollout import Group

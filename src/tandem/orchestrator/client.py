@@ -1,10 +1,10 @@
 """Client of the inference server: token ids in, tokens with log-probs and versions out.
 
-Requests that fail on their way are sent again, once the server is well; what the server refuses is raised with its
-reason. Every answer says who gave it (types/identity): one of another process than the run's weights were given to is
-never used, and neither is one that another run's weights had a part in.
+Failed requests are sent again once the server is healthy; what the server refuses is raised with its reason. Every
+answer says who gave it (types/identity). It is used only if it comes from the process that the run's weights were
+loaded into, and only from those weights.
 
-    answer ─► another instance            InstanceChanged: policy.py loads the weights again
+    answer ─► another instance            InstanceChanged: weight_sync.py loads the weights again
           └─► weights of another run      ServerLost: the run ends
 """
 
@@ -170,7 +170,7 @@ class InferenceClient:
         if others and self._owns:
             raise ServerLost(
                 f"the weights of this run ({self.run}) at {self.base_url} have been replaced by "
-                f"{describe_run(others[-1])}; give every run a server of its own (client.base_url), then go on with "
+                f"{describe_run(others[-1])}; give every run its own server (client.base_url), then resume with "
                 "--resume"
             )
 
@@ -183,12 +183,12 @@ class InferenceClient:
         unknown = {version for completion in completions for version in completion.versions} - self._versions
         if unknown:
             raise ServerLost(
-                f"{self.base_url} answers with tokens of version {min(unknown)}, which this run ({self.run}) has not "
-                "loaded there"
+                f"{self.base_url} returned tokens of version {min(unknown)}, which this run ({self.run}) has not "
+                "loaded into it"
             )
 
     def _nameless(self) -> ServerLost:
-        return ServerLost(f"what answers at {self.base_url} does not say which server it is: is it one of ours?")
+        return ServerLost(f"{self.base_url} does not say which server it is; is it one of our inference servers?")
 
     async def _until_well(self, problem: str) -> str:
         """The instance that is well now. Of many requests that have met a problem at once, one looks."""
@@ -196,7 +196,7 @@ class InferenceClient:
         deadline = Deadline(
             what=f"the inference server at {self.base_url}",
             timeout_s=self.config.outage_timeout_s,
-            hint=f"it was lost with: {problem}; start it again, then go on with --resume",
+            hint=f"it was lost with: {problem}; start it again, then use --resume",
         )
         async with self._looking:
             if self._seen[0] < since:

@@ -3,7 +3,7 @@
 version changes ──► start groups ──► in flight ──► buffer ──► next_batch(step)
                           ▲                │           │
                           ├── failed: again┤           │
-                          ├── too old: anew ───────────┘
+                          ├── stale: again ────────────┘
                           └── task failed: set aside, another in its place
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from tandem.envs.failures import failure_of
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.failures import FailureLedger, TaskFailed
+from tandem.orchestrator.protocols import ServedVersion
 from tandem.orchestrator.tasks import TaskOrder
-from tandem.orchestrator.weight_sync import Policy
 from tandem.types.rollout import Group
 from tandem.utils.metrics import RunLog
 from tandem.utils.waiting import Deadline
@@ -33,7 +33,7 @@ class Dispatcher:
         self,
         make_group: MakeGroup,
         buffer: GroupBuffer,
-        policy: Policy,
+        policy: ServedVersion,
         tasks: TaskOrder,
         ledger: FailureLedger,
         run_log: RunLog,
@@ -92,7 +92,7 @@ class Dispatcher:
         orders = self.buffer.drop_stale(step)
         if orders:
             self._retry = sorted([*orders, *self._retry])
-            logger.warning("step %d: groups %s are too old; they are made anew", step, orders)
+            logger.warning("step %d: groups %s are too stale; they are sampled again", step, orders)
             self.run_log.event("groups_stale", step=step, orders=orders)
 
     def _start_groups(self) -> None:
@@ -143,7 +143,7 @@ class Dispatcher:
             self._set_aside(order, str(failure))
             return
         self._retry.append(order)
-        logger.warning("group %d failed (%s); it is made again", order, failure)
+        logger.warning("group %d failed (%s); it is sampled again", order, failure)
 
     def _set_aside(self, order: int, reason: str) -> None:
         """Another task takes the place of this one, from here on."""

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 
 from tandem.config.orchestrator import EvalConfig
 from tandem.envs.failures import Failure, failure_of, top_reasons
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
-from tandem.orchestrator.rollouts import RolloutMaker
+from tandem.orchestrator.protocols import GroupMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import ALL_TOKENS, Group, SamplingOptions, Task
@@ -21,9 +22,10 @@ logger = logging.getLogger(__name__)
 class Evaluator:
     def __init__(
         self,
-        maker: RolloutMaker,
+        maker: GroupMaker,
         config: EvalConfig,
-        tasks: list[Task],
+        tasks: Sequence[Task],
+        prompts: Sequence[Sequence[int]],
         max_tokens: int,
         seed: int,
         run_log: RunLog,
@@ -31,7 +33,7 @@ class Evaluator:
     ) -> None:
         self.maker = maker
         self.config = config
-        self.tasks = tasks[: config.num_prompts]
+        self.tasks = list(zip(tasks, prompts, strict=True))[: config.num_prompts]
         self.max_tokens = max_tokens
         self.seed = seed
         self.run_log = run_log
@@ -46,7 +48,8 @@ class Evaluator:
         """Mean reward over the held-out tasks, one completion each; tasks that fail are counted, not averaged."""
         started = time.monotonic()
         outcomes = await asyncio.gather(
-            *(self._group(order, task) for order, task in enumerate(self.tasks)), return_exceptions=True
+            *(self._group(order, task, prompt) for order, (task, prompt) in enumerate(self.tasks)),
+            return_exceptions=True,
         )
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
         failures = [_failure(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -63,9 +66,10 @@ class Evaluator:
         logger.info("held-out reward of version %d: %.3f over %d prompts", version, reward, len(groups))
         return reward
 
-    async def _group(self, order: int, task: Task) -> Group:
+    async def _group(self, order: int, task: Task, prompt: Sequence[int]) -> Group:
         return await self.maker.make_group(
             task,
+            prompt,
             order,
             n=1,
             max_tokens=self.max_tokens,

@@ -1,6 +1,6 @@
 """The ledger of failures: rollouts without a reward are written to failures.jsonl, and too many of them end the run.
 
-The rollout maker tells of every attempt at a group; the dispatcher sets tasks aside and asks whether to go on.
+The rollout maker reports every attempt at a group; the dispatcher sets tasks aside and asks whether to continue.
 """
 
 import logging

@@ -21,15 +21,16 @@ from tandem.envs.protocol import Environment
 from tandem.orchestrator.advantages import make_advantage_function
 from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.buffer import GroupBuffer
-from tandem.orchestrator.client import InferenceClient, ServerLost
+from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
+from tandem.orchestrator.protocols import ServedVersion, Server
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.shaping import shape_rewards, shaping_metrics
 from tandem.orchestrator.state import OrchestratorState
-from tandem.orchestrator.tasks import TaskOrder, request_seed, sampling_options
+from tandem.orchestrator.tasks import Prompts, TaskOrder, request_seed, sampling_options
 from tandem.orchestrator.weight_sync import Policy
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
@@ -48,8 +49,9 @@ class Orchestrator:
         self,
         config: OrchestratorConfig,
         environment: Environment,
+        prompts: Prompts,
         tokenizer: Tokenizer,
-        client: InferenceClient,
+        client: Server,
         forwarder: MetricsForwarder,
         resumed_from: OrchestratorState | None,
     ) -> None:
@@ -57,6 +59,7 @@ class Orchestrator:
         self.run_dir = RunDir(config.output_dir)
         self.run_log = RunLog(self.run_dir, "orchestrator")
         self.client = client
+        self.prompts = prompts
         self.forwarder = forwarder
         self._evaluating = False
         self.start = resumed_from or OrchestratorState(step=0, next_order=0, unfinished=[])
@@ -70,7 +73,8 @@ class Orchestrator:
         self.evaluator = Evaluator(
             RolloutMaker(self.policy, environment, tokenizer, tries=1, record=self.ledger.evaluation_attempt),
             config.eval,
-            list(environment.eval_tasks),
+            environment.eval_tasks,
+            prompts.held_out,
             config.sampling.max_tokens,
             config.seed,
             self.run_log,
@@ -146,6 +150,7 @@ class Orchestrator:
         config = self.config
         return await self.maker.make_group(
             self.tasks[order],
+            self.prompts.train[self.tasks.place(order)],
             order,
             n=config.group_size,
             max_tokens=config.sampling.max_tokens,
@@ -156,8 +161,9 @@ class Orchestrator:
 
     def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config
-        advantages = self.advantages(shape_rewards(groups, config.sampling.max_tokens, config.overlong))
-        batch = make_batch(groups, advantages, step, config.sampling.temperature)
+        rewards = shape_rewards(groups, config.sampling.max_tokens, config.overlong)
+        advantages = self.advantages(rewards)
+        batch = make_batch(groups, rewards, advantages, step, config.sampling.temperature)
         self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)
 
@@ -190,8 +196,8 @@ class Orchestrator:
             await self.evaluator.run(version, self.run_dir)
             self._evaluating = False
 
-    async def _wait_for_last_version(self, policy: Policy, following: asyncio.Task[None]) -> None:
-        """The deadline is the trainer's: while an evaluation goes on, nobody waits for weights."""
+    async def _wait_for_last_version(self, policy: ServedVersion, following: asyncio.Task[None]) -> None:
+        """The deadline is for the trainer: an evaluation does not count against it."""
         last = self.config.max_steps
         deadline = self._weights_deadline(last)
         while not following.done():

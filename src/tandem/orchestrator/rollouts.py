@@ -1,7 +1,7 @@
 """One group: a task's prompt to the server, its completions to the reward function.
 
-A completion that cannot be scored costs its rollout: another is sampled in its place. A task for which that has
-happened as often as it may has failed.
+If the reward function fails on a completion, another one is sampled in its place. After `tries` attempts the task has
+failed.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
 from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
+from tandem.orchestrator.protocols import Generator
 from tandem.orchestrator.tasks import request_seed
-from tandem.orchestrator.weight_sync import Policy
 from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import ALL_TOKENS, Completion, Group, Rollout, SamplingOptions, Task
 
@@ -25,7 +25,7 @@ class RolloutMaker:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Generator,
         environment: Environment,
         tokenizer: Tokenizer,
         *,
@@ -43,6 +43,7 @@ class RolloutMaker:
     async def make_group(
         self,
         task: Task,
+        prompt: Sequence[int],
         order: int,
         *,
         n: int,
@@ -52,7 +53,7 @@ class RolloutMaker:
         options: SamplingOptions = ALL_TOKENS,
     ) -> Group:
         """`n` rollouts with rewards; TaskFailed where they do not come together."""
-        prompt_ids = self.tokenizer.encode_chat(task.messages, add_generation_prompt=True)
+        prompt_ids = list(prompt)
         rollouts: list[Rollout] = []
         failed: list[RolloutFailure] = []
         for attempt in range(self.tries):

@@ -1,4 +1,4 @@
-"""Rewards as they are learned from: the environment's, less a penalty on completions that run too long."""
+"""Shaped rewards: those of the environment minus a penalty on overlong completions."""
 
 import statistics
 from collections.abc import Sequence

@@ -28,4 +28,4 @@ class OrchestratorState:
         try:
             return cls(**read_json(path))
         except (FileNotFoundError, TypeError) as error:
-            raise UserError(f"resume: {path} does not say where the orchestrator was: {error}") from error
+            raise UserError(f"resume: {path} is not a valid orchestrator state: {error}") from error

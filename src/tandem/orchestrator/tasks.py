@@ -1,7 +1,9 @@
-"""What is asked of the server: which task comes when, seeds that depend on the task alone, prompts that fit."""
+"""The order of tasks, request seeds that depend on the task alone, and the check that prompts fit."""
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tandem.config.orchestrator import OrchestratorConfig, TruncationConfig
 from tandem.data.order import ShuffledOrder
@@ -45,24 +47,37 @@ def sampling_options(truncation: TruncationConfig, stop: list[str]) -> SamplingO
     return SamplingOptions(truncation.top_p, truncation.top_k, truncation.min_p, tuple(stop))
 
 
-def check_prompts(environment: Environment, tokenizer: Tokenizer, config: OrchestratorConfig) -> None:
-    """Refuse tasks that cannot fit, before anything starts."""
-    for name, tasks in (("training", environment.train_tasks), ("held-out", environment.eval_tasks)):
-        if not tasks:
-            raise UserError(f"env.id = {config.env.id!r} has no {name} tasks")
-        for task in tasks:
-            num_tokens = _prompt_length(tokenizer, task, name)
-            needed = num_tokens + config.sampling.max_tokens
-            if needed > config.seq_len:
-                raise UserError(
-                    f"seq_len = {config.seq_len} is too short: the prompt of {name} task {task.index} has "
-                    f"{num_tokens} tokens, and sampling.max_tokens = {config.sampling.max_tokens} more are allowed; "
-                    f"the smallest seq_len that fits it is {needed}"
-                )
+@dataclass(frozen=True)
+class Prompts:
+    """The token ids of every task's prompt, by the task's place: encoded once, before anything starts."""
+
+    train: list[Sequence[int]]
+    held_out: list[Sequence[int]]
 
 
-def _prompt_length(tokenizer: Tokenizer, task: Task, name: str) -> int:
-    try:
-        return len(tokenizer.encode_chat(task.messages, add_generation_prompt=True))
-    except UserError as error:
-        raise UserError(f"{name} task {task.index}: {error}") from error
+def encode_prompts(environment: Environment, tokenizer: Tokenizer, config: OrchestratorConfig) -> Prompts:
+    """Refuses tasks that cannot fit."""
+    return Prompts(
+        train=_encode("training", environment.train_tasks, tokenizer, config),
+        held_out=_encode("held-out", environment.eval_tasks, tokenizer, config),
+    )
+
+
+def _encode(name: str, tasks: Sequence[Task], tokenizer: Tokenizer, config: OrchestratorConfig) -> list[Sequence[int]]:
+    if not tasks:
+        raise UserError(f"env.id = {config.env.id!r} has no {name} tasks")
+    prompts: list[Sequence[int]] = []
+    for task in tasks:
+        try:
+            prompt = tokenizer.encode_chat(task.messages, add_generation_prompt=True)
+        except UserError as error:
+            raise UserError(f"{name} task {task.index}: {error}") from error
+        needed = len(prompt) + config.sampling.max_tokens
+        if needed > config.seq_len:
+            raise UserError(
+                f"seq_len = {config.seq_len} is too short: the prompt of {name} task {task.index} has "
+                f"{len(prompt)} tokens, plus sampling.max_tokens = {config.sampling.max_tokens}; "
+                f"the smallest seq_len that fits is {needed}"
+            )
+        prompts.append(array("I", prompt))  # four bytes a token: there may be many tasks
+    return prompts

@@ -1,7 +1,7 @@
 """The policy as the inference server serves it: follows the weights the trainer publishes, and samples from them.
 
-A server that was started again knows nothing of the run. Nobody asks it for a completion before it has been given the
-version it should serve; what was under way when it went is asked again.
+A restarted server knows nothing of the run. It is not asked for a completion before it has been given the
+version it should serve; requests that were open when it went away are sent again.
 """
 
 import asyncio
@@ -9,7 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.protocols import PolicyServer
 from tandem.transport.weights.manifest import is_adapter, newest_version
 from tandem.types.rollout import ALL_TOKENS, Completion, SamplingOptions
 from tandem.utils.metrics import RunLog
@@ -28,7 +29,7 @@ class Policy:
     A version is a whole model, or a LoRA adapter of `model_dir`, which then has to be served below it."""
 
     def __init__(
-        self, client: InferenceClient, model_dir: Path, weights_folder: Path, version: int, run_log: RunLog
+        self, client: PolicyServer, model_dir: Path, weights_folder: Path, version: int, run_log: RunLog
     ) -> None:
         self.client = client
         self.model_dir = model_dir
@@ -70,7 +71,7 @@ class Policy:
             return await asyncio.get_running_loop().create_future()
 
     async def watch(self) -> None:
-        """Raises ServerLost as soon as anybody who generates has met it. Somebody has to run this."""
+        """Raises ServerLost as soon as a call of `generate` has met it. Run this as a task."""
         await asyncio.shield(self._lost)
 
     async def load(self, path: Path, version: int) -> None:
@@ -84,12 +85,12 @@ class Policy:
         """After the server was started again: have it serve what it served before."""
         async with self._loading:
             if self.client.instance is not None:
-                return  # somebody else has done it
+                return  # another task has done it
             try:
                 await self._load(self._path, self.version)
             except InferenceError as error:
-                raise ServerLost(f"the server that was started again cannot serve this run: {error}") from error
-            logger.info("the server was started again; it serves version %d", self.version)
+                raise ServerLost(f"the restarted server cannot serve this run: {error}") from error
+            logger.info("the server was restarted; it serves version %d", self.version)
             self.run_log.event("server_restored", version=self.version, instance=self.client.instance)
 
     async def _load(self, path: Path, version: int) -> None:

@@ -58,11 +58,10 @@ class RewardClient:
         except (ValueError, KeyError, TypeError) as error:
             shown = content[:200].decode(errors="replace")
             raise RewardServerError(
-                f"{self.base_url}/score answered with something else than scores "
-                f"({type(error).__name__}: {error}): {shown}"
+                f"{self.base_url}/score did not answer with scores ({type(error).__name__}: {error}): {shown}"
             ) from error
         if len(scores) != num_expected:
-            raise RewardServerError(f"{self.base_url}/score gave {len(scores)} scores, asked for {num_expected}")
+            raise RewardServerError(f"{self.base_url}/score gave {len(scores)} scores instead of {num_expected}")
         return scores
 
     async def _post(self, body: dict[str, Any]) -> bytes:

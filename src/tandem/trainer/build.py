@@ -1,4 +1,4 @@
-"""From a configuration to everything that trains: ranks, the step to go on from, model, optimizer, stepper."""
+"""Builds what a trainer needs from its configuration: ranks, the start step, model, optimizer, stepper."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +17,17 @@ from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.models.cpu import library
 from tandem.models.runtime import setup_torch
-from tandem.models.trainable import Trainable, adapter_config, adapter_tensors, load_trainable, merged_tensors
+from tandem.models.trainable import (
+    Trainable,
+    adapter_config,
+    adapter_tensors,
+    load_trainable,
+    merged_tensors,
+    whole_tensors,
+)
 from tandem.trainer.model.language_model import LanguageModel
 from tandem.trainer.model.optimizer import make_optimizer
-from tandem.trainer.model.step import Stepper
+from tandem.trainer.model.step import P, Predictions, Stepper
 from tandem.trainer.model.throughput import Throughput
 from tandem.trainer.parallel.ranks import Ranks, joined
 from tandem.trainer.parallel.sharding import home_of, needs_group, prepare
@@ -42,7 +49,7 @@ def joined_ranks(config: TrainingConfig) -> Iterator[Ranks]:
 
 
 def agree_on_start(config: TrainingConfig, ranks: Ranks) -> int:
-    """The step to go on from, 0 for a new run. One rank reads and checks the checkpoint, the others take its word."""
+    """The step to continue after, 0 for a new run. The first rank reads and checks the checkpoint for all."""
     start = 0
     if ranks.is_first:
         run_dir = RunDir(config.output_dir)
@@ -68,12 +75,12 @@ class Trained:
     decoder: Trainable
     model: LanguageModel
     optimizer: torch.optim.Optimizer
-    stepper: Stepper
+    stepper: Stepper[Predictions]
 
     def publish(self, publish: Publish, version: int) -> None:
         """Every rank takes part in putting the weights together, an adapter merged into them; the first one
         publishes them."""
-        self._publish(merged_tensors, publish, version)
+        self._publish(whole_tensors if self.lora is None else merged_tensors, publish, version)
 
     def publish_adapter(self, publish: Publish, version: int) -> None:
         """The same for the adapter alone."""
@@ -123,6 +130,7 @@ def load_trained(
         optimizer_config,
         parallel,
         ranks,
+        Predictions,
         value_head_lr=critic.critic_lr if critic else None,
         entropy_gradient=entropy_gradient,
     )
@@ -136,11 +144,12 @@ def make_stepper(
     optimizer_config: OptimizerConfig,
     parallel: ParallelConfig,
     ranks: Ranks,
+    predictions: type[P],
     *,
     value_head_lr: float | None = None,
     entropy_gradient: bool = False,
-) -> Stepper:
-    """Spread a model over the ranks and give it an optimizer."""
+) -> Stepper[P]:
+    """Spread a model, whose outputs are `predictions`, over the ranks and give it an optimizer."""
     dtype = getattr(torch, model_config.dtype)
     prepare(model, layers, parallel, ranks, dtype)
     offload = parallel.optimizer_offload and ranks.device.type == "cuda"
@@ -149,13 +158,14 @@ def make_stepper(
         make_optimizer(model, optimizer_config, value_head_lr=value_head_lr, offload=offload),
         ranks,
         parallel,
+        predictions,
         max_grad_norm=optimizer_config.max_grad_norm,
         entropy_gradient=entropy_gradient,
     )
 
 
 def new_value_head(hidden_size: int, device: torch.device) -> nn.Linear:
-    """It expects nothing at first."""
+    """Initialized to zero: it predicts a return of 0 at first."""
     head = nn.Linear(hidden_size, 1, device=device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

@@ -1,6 +1,6 @@
 """Checkpoints on disk: which are complete, which is the newest, which may go, and what lies beyond. No torch.
 
-checkpoints/step_000012/trainer/            what the trainer needs to go on after that step
+checkpoints/step_000012/trainer/            what the trainer needs to continue after that step
 checkpoints/step_000012/orchestrator.json   what the orchestrator needs; it came with the batch of that step
 checkpoints/step_000012/manifest.json       written last, over all of it
 """
@@ -34,7 +34,7 @@ def newest_checkpoint(run_dir: RunDir) -> int | None:
         try:
             verify_manifest(folder, step)
         except DamagedWeights as error:
-            logger.warning("checkpoint %s is passed over: %s", folder, error)
+            logger.warning("checkpoint %s is skipped: %s", folder, error)
             continue
         return step
     return None
@@ -46,7 +46,7 @@ def how_to_go_on(run_dir: RunDir, command: str) -> str:
     if not complete:
         return "there is no checkpoint yet: start the run again with --clean"
     newest = run_dir.checkpoints / step_name(complete[-1])
-    return f"the newest checkpoint is {newest}; go on with: {command} --resume {shlex.quote(str(run_dir.root))}"
+    return f"the newest checkpoint is {newest}; continue with: {command} --resume {shlex.quote(str(run_dir.root))}"
 
 
 def require_checkpoint(run_dir: RunDir) -> int:
@@ -54,7 +54,7 @@ def require_checkpoint(run_dir: RunDir) -> int:
     step = newest_checkpoint(run_dir)
     if step is None:
         raise UserError(
-            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; start the run anew with --clean"
+            f"resume: output_dir = {str(run_dir.root)!r} holds no complete checkpoint; start again with --clean"
         )
     return step
 

@@ -19,7 +19,7 @@ MODEL_HEADER = "x-tandem-model"
 VERSION_HEADER = "x-tandem-version"
 RUN_HEADER = "x-tandem-run"
 
-NO_RUN = "-"  # in place of a run: the server's own weights, or those of somebody who named no run
+NO_RUN = "-"  # in place of a run: the server's own weights, or those of a client that named no run
 RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 RunName = Annotated[str, Field(pattern=RUN_PATTERN)]
 
@@ -41,7 +41,7 @@ class ServerIdentity:
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> "ServerIdentity | None":
-        """None where somebody else than an inference server of ours has answered."""
+        """None where the answer is not from one of our inference servers."""
         try:
             return cls(
                 headers[INSTANCE_HEADER],
@@ -60,4 +60,4 @@ def new_run_name(output_dir: Path) -> str:
 
 
 def describe_run(run: str) -> str:
-    return "somebody who named no run" if run == NO_RUN else f"run {run!r}"
+    return "a client that named no run" if run == NO_RUN else f"run {run!r}"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Message = dict[str, Any]
 # Servers write −9999 for a log-prob of minus infinity, which JSON cannot.
 LEAST_LOGPROB = -9999.0
-# A token that is certain may come out above zero, by rounding.
+# Rounding may put the log-prob of a certain token above zero.
 MOST_LOGPROB = 1e-3
 
 
@@ -49,13 +49,13 @@ class Completion:
 
 
 def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], where: str) -> None:
-    """ValueError unless each may be the log-prob of a token that was sampled; ratios to any other mean nothing."""
+    """ValueError unless each can be the log-prob of a sampled token; ratios to others are meaningless."""
     values = np.asarray(logprobs, dtype=np.float64)  # None becomes NaN
     unusable = np.flatnonzero(~((values > LEAST_LOGPROB) & (values <= MOST_LOGPROB)))
     if len(unusable):
         raise ValueError(
-            f"{where}: the log-prob of a sampled token must be finite and not above 0; that of token {unusable[0]} of "
-            f"{len(values)} is {values[unusable[0]]:g}"
+            f"{where}: the log-prob of a sampled token must be finite and not above 0; token {unusable[0]} of "
+            f"{len(values)} has {values[unusable[0]]:g}"
         )
 
 

@@ -14,7 +14,7 @@ PROBE = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
 def refuse_missing_gpu(device: str, option: str, python: Path | None = None) -> None:
     """Refuse `cuda` where torch, that of `python`, would find no GPU. Under a supervisor, that has asked already."""
     if device == "cuda" and SUPERVISOR_PID not in os.environ and not gpu_is_visible(python or Path(sys.executable)):
-        raise UserError(f"{option} = 'cuda', but no GPU is visible; the nearest valid choice is 'cpu' (or 'auto')")
+        raise UserError(f"{option} = 'cuda', but no GPU is visible; set it to 'cpu' or 'auto'")
 
 
 def gpu_is_visible(python: Path) -> bool:

@@ -108,7 +108,7 @@ def append_json_line(path: Path, value: Any) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
         if os.write(descriptor, line) != len(line):
-            raise OSError(f"{path} could not be written to the end of a line; is the disk full?")
+            raise OSError(f"{path} was not written completely; is the disk full?")
     finally:
         os.close(descriptor)
 

@@ -196,7 +196,7 @@ def open_forwarder(
     start_step: int = 0,
     enabled: bool = True,
 ) -> MetricsForwarder:
-    """Start the trackers that `report_to` names and forward to them; not enabled, to nobody.
+    """Start the trackers that `report_to` names and forward to them; if not enabled, to none.
 
     They are told the run's configuration; with a `start_step`, they go on with the run they know.
     """

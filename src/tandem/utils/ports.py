@@ -30,11 +30,11 @@ def nearest_free_port(host: str, port: int) -> int | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address: from here on nobody else can."""
+    """A socket that listens on the address: from here on no other process can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A port whose last owner has just ended is free; one that somebody listens on is not.
+        # A port whose last owner has just ended is free; one that a process listens on is not.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         listening.listen(BACKLOG)

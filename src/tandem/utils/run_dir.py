@@ -71,7 +71,7 @@ class RunDir:
 
     @property
     def reference(self) -> Path:
-        """What the model that training starts from says of the data."""
+        """Reference log-probs of the data, precomputed by `align`."""
         return self.root / "reference.safetensors"
 
     def log(self, process: str) -> Path:
@@ -101,12 +101,12 @@ class RunDir:
 
     def refuse_another_run(self, *, resume: bool, clean: bool) -> None:
         if resume and clean:
-            raise UserError("resume and clean exclude each other: --resume goes on with a run, --clean deletes it")
+            raise UserError("resume and clean exclude each other: --resume continues a run, --clean deletes it")
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
         if self.holds_a_run() and not resume and not clean:
             raise UserError(
-                f"output_dir = {str(self.root)!r} holds another run; go on with it (--resume), "
+                f"output_dir = {str(self.root)!r} holds another run; continue it (--resume), "
                 "delete it (--clean), or choose another --output-dir"
             )
 

@@ -83,7 +83,7 @@ class Holder:
 
 @contextmanager
 def hold_run(root: Path, command: str, roles: Sequence[str] = ROLES) -> Iterator[None]:
-    """Own these roles of the run in `root`; UserError if somebody else does. Of several ranks, the first owns them."""
+    """Own these roles of the run in `root`; UserError if another process does. Of several ranks, the first one owns."""
     if not is_first_rank():
         yield
         return
@@ -165,7 +165,7 @@ class RunLock:
                 warned = self._warn_if_stopped()
 
     def _beat(self) -> None:
-        """Through the open file: it cannot write over the lock of somebody else."""
+        """Through the open file: it cannot overwrite the lock of another process."""
         try:
             os.pwrite(self._file.fileno(), _content(self.holder, time.monotonic_ns()), 0)
             os.fsync(self._file.fileno())
@@ -182,7 +182,7 @@ class RunLock:
         stopped = process_state(self.holder.pid) in ("T", "t")
         if stopped:
             logger.warning(
-                "`%s` (pid %d) is stopped: the run goes on, but nobody watches it; wake it with: kill -CONT %d",
+                "`%s` (pid %d) is stopped: the run continues unsupervised; wake it with: kill -CONT %d",
                 *(self.holder.command, self.holder.pid, self.holder.pid),
             )
         return stopped

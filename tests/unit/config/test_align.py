@@ -22,14 +22,16 @@ def test_shipped_files_are_valid(path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--loss.gamma", "1.0"], ["loss: gamma = 1.0 has no meaning with type = 'dpo'", "belongs to simpo"]),
+        (["--loss.gamma", "1.0"], ["loss: gamma = 1.0 has no effect with type = 'dpo'", "belongs to simpo"]),
         (
             ["--loss.type", "ipo", "--loss.label-smoothing", "0.1"],
             ["label_smoothing = 0.1", "'ipo'", "dpo, cpo, simpo"],
         ),
-        (["--loss.type", "reward", "--loss.beta", "0.1"], ["beta = 0.1 has no meaning with type = 'reward'"]),
+        (["--loss.type", "reward", "--loss.beta", "0.1"], ["beta = 0.1 has no effect with type = 'reward'"]),
         (["--loss.type", "orpo", "--loss.reference", "model"], ["reference = 'model'", "'orpo'", "valid: none"]),
         (["--loss.type", "kto", "--loss.reference", "none"], ["reference = 'none'", "valid: precomputed, model"]),
+        (["--loss.type", "my.losses:mine", "--loss.beta", "1"], ["beta = 1.0 has no meaning", "'my.losses:mine'"]),
+        (["--loss.options", '{"beta": 1}'], ["options = {'beta': 1} has no meaning with type = 'dpo'", "leave it out"]),
         (["--loss.type", "dpp"], ["loss.type = 'dpp'", "did you mean 'dpo'?"]),
         (["--loss.type", "kto", "--batch-size", "1"], ["batch_size = 1", "the smallest valid value is 2"]),
         (["--seq-len", "64", "--tokens-per-microbatch", "127"], ["= 127 cannot hold a pair", "valid value is 128"]),
@@ -46,6 +48,12 @@ def test_refused_with_key_value_and_remedy(arguments: list[str], expected: list[
         load_config(AlignConfig, [*REQUIRED, *arguments])
     for part in expected:
         assert part in str(refusal.value)
+
+
+def test_a_loss_of_the_users_own_is_over_pairs_near_a_reference() -> None:
+    loss = AlignLossConfig(type="my.losses:mine", options={"beta": 0.3})
+    assert loss.is_own and loss.is_paired and loss.reference_source == "precomputed"
+    assert AlignLossConfig(type="my.losses:mine", reference="none").reference_source == "none"
 
 
 def test_usual_values_depend_on_the_objective() -> None:

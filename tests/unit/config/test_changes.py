@@ -51,13 +51,11 @@ def test_the_same_run(tmp_path: Path) -> None:
 def test_another_run_is_refused_unless_told(tmp_path: Path, options: dict[str, Any], told: str, caplog) -> None:
     with pytest.raises(UserError) as caught:
         review(rl(), rl(**options), tmp_path)
-    assert f"resume: this would be another run than the one that was started ({tmp_path}/stored.json): {told}" in str(
-        caught.value
-    )
-    assert str(caught.value).endswith("; give the old values, or go on all the same with --allow-changes")
+    assert f"resume: these options change what the run learns ({tmp_path}/stored.json): {told}" in str(caught.value)
+    assert str(caught.value).endswith("; give the old values, or continue anyway with --allow-changes")
     changes = review(rl(), rl(**options), tmp_path, allowed=True)
     assert len(changes) == 1
-    assert f"goes on as another run: {told}" in caplog.text
+    assert f"continues with options that change what is learned: {told}" in caplog.text
 
 
 def test_harmless_changes_are_told_and_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +106,7 @@ def test_a_damaged_record_is_told_and_does_not_stop_anybody(tmp_path: Path, text
     (tmp_path / "stored.json").write_text(text)
     assert review_changes(rl(), tmp_path / "stored.json", 5, allowed=False) == {}
     assert review_changes(rl(), tmp_path / "nowhere.json", 5, allowed=False) == {}
-    assert caplog.text.count("what the run was started with is not known") == 2
+    assert caplog.text.count("options are not compared with those of the run") == 2
 
 
 def test_an_option_that_has_come_since_counts_as_its_default(tmp_path: Path) -> None:

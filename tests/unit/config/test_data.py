@@ -23,20 +23,20 @@ SOURCES = [{"path": "a.jsonl", "weight": 2}, {"path": "some/name", "split": "tes
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "path is required and was not given, nor were sources"),
+        ({}, "path is required: neither path nor sources was given"),
         ({"path": "a", "sources": SOURCES}, "path = 'a' and sources contradict each other"),
-        ({"sources": SOURCES, "split": "test"}, "split = 'test' goes with path; give it to each of the sources"),
-        ({"sources": SOURCES, "name": "x"}, "name = 'x' goes with path"),
+        ({"sources": SOURCES, "split": "test"}, "split = 'test' belongs to path; set it in each of the sources"),
+        ({"sources": SOURCES, "name": "x"}, "name = 'x' belongs to path"),
         ({"path": "a", "fields": {"mesages": "x"}}, "fields.mesages is not a field; known: messages, prompt"),
-        ({"path": "a", "shuffle_buffer": 5}, "shuffle_buffer = 5 has no use without streaming and shuffle"),
-        ({"path": "a", "shuffle_buffer": 5, "streaming": True, "shuffle": False}, "shuffle_buffer = 5 has no use"),
+        ({"path": "a", "shuffle_buffer": 5}, "shuffle_buffer = 5 has no effect without streaming and shuffle"),
+        ({"path": "a", "shuffle_buffer": 5, "streaming": True, "shuffle": False}, "shuffle_buffer = 5 has no effect"),
         ({"path": "a", "eval_size": 0.1, "eval_path": "b"}, "eval_size = 0.1 and eval_path contradict each other"),
         ({"path": "a", "eval_size": 3, "eval_split": "b"}, "eval_size = 3 and eval_split contradict each other"),
-        ({"path": "a", "eval_size": 1.5}, "eval_size = 1.5 is neither a number of rows nor a fraction below 1"),
+        ({"path": "a", "eval_size": 1.5}, "eval_size = 1.5 is neither a whole number of rows nor a fraction below 1"),
         ({"path": "a", "eval_size": 0}, "greater than 0"),
-        ({"path": "a", "eval_size": 0.1, "streaming": True}, "eval_size = 0.1 is a fraction of rows that streaming"),
+        ({"path": "a", "eval_size": 0.1, "streaming": True}, "eval_size = 0.1 is a fraction, and streaming"),
         ({"sources": SOURCES, "eval_size": 5, "streaming": True}, "with sources, give eval_path"),
-        ({"sources": SOURCES, "eval_split": "test"}, "eval_split = 'test' goes with path or eval_path"),
+        ({"sources": SOURCES, "eval_split": "test"}, "eval_split = 'test' needs path or eval_path"),
         ({"sources": [{"path": "a", "weight": 0}]}, "greater than 0"),
         ({"path": "a", "on_bad_row": "ignore"}, "'error', 'skip' or 'truncate'"),
     ],
@@ -75,13 +75,13 @@ def test_when_evaluation_is_due(every: float | None, max_steps: int, expected: l
 
 def test_messages_on_the_command_line(refusal) -> None:
     assert refusal(*MODEL, "--data.shuffle", "False", cls=SFTConfig) == (
-        "data: path is required and was not given, nor were sources; set it with --data.path"
+        "data: path is required: neither path nor sources was given; set it with --data.path"
     )
     data = (*MODEL, "--data.path", "a.jsonl")
     assert refusal(*data, "--eval.every", "10", cls=SFTConfig) == (
-        "eval.every = 10 needs rows: give data.eval_size or data.eval_path"
+        "eval.every = 10 needs held-out rows; set data.eval_size or data.eval_path"
     )
-    assert "every = 1.5 is neither a number of steps nor a fraction" in refusal(
+    assert "every = 1.5 is neither a whole number of steps nor a fraction" in refusal(
         *data, "--eval.every", "1.5", cls=SFTConfig
     )
     assert refusal(*MODEL, "--data.sources", '[{"path": "a", "wieght": 2}]', cls=SFTConfig) == (

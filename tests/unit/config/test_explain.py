@@ -98,7 +98,7 @@ def test_a_flag_without_its_value(refusal, rl_toml) -> None:
 
 def test_a_stray_argument(refusal, rl_toml) -> None:
     message = refusal("@", rl_toml, "stray")
-    assert message == "'stray' is no option; give files as: @ FILE, options as: --name VALUE"
+    assert message == "'stray' is not an option; give files as @ FILE, options as --name VALUE"
 
 
 def test_json_that_is_none(refusal, rl_toml) -> None:
@@ -109,7 +109,7 @@ def test_json_that_is_none(refusal, rl_toml) -> None:
 def test_a_group_of_one(refusal, rl_toml) -> None:
     message = refusal("@", rl_toml, "--orchestrator.group-size", "1")
     assert "group_size = 1 with advantage.type = 'grpo'" in message
-    assert message.endswith("the nearest valid group_size is 2")
+    assert message.endswith("set group_size to 2 or more")
 
 
 def test_deterministic_with_staleness(refusal, rl_toml) -> None:

@@ -5,13 +5,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 
 from tandem.config.align import AlignConfig
+from tandem.config.base import Config
 from tandem.config.export import ExportConfig
+from tandem.config.help import render_help
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.reward_server import RewardServerConfig
@@ -88,3 +90,70 @@ def test_importing_the_command_modules_brings_no_torch() -> None:
     modules = ", ".join(f"tandem.entrypoints.{name}" for name in COMMANDS)
     probe = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], timeout=300).returncode == 0
+
+
+class Inner(Config):
+    """What lies deeper."""
+
+    weight: float = 1.5
+    """How much."""
+
+
+class Outer(Config):
+    """A command."""
+
+    name: str
+    """What it
+    is called."""
+
+    kinds: list[Literal["a", "b"]] = []
+    """Which."""
+
+    maybe: Inner | None = None
+    many: list[Inner] = []
+    """Several."""
+
+
+class Heir(Outer):
+    """Another command."""
+
+    size: int | None = None
+    """How large."""
+
+
+def test_options_are_shown_with_kind_description_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert (
+        render_help(Heir, "try", "Tries it.")
+        == """\
+usage: try [-h] [@ FILE] [OPTIONS]
+
+Tries it.
+
+╭─ options ────────────────────────────────────────────────╮
+│ -h, --help             show this help message and exit   │
+│ --name STR             What it is called. (required)     │
+│ --kinds [{a,b} [...]]  Which. (default: [])              │
+│ --many list[{weight}]  Several. (default: [])            │
+│ --size INT|None        How large. (default: None)        │
+╰──────────────────────────────────────────────────────────╯
+
+╭─ maybe: What lies deeper. (optional, default: None) ─────╮
+│ --maybe.weight FLOAT  How much. (default: 1.5)           │
+╰──────────────────────────────────────────────────────────╯
+
+╭─ many[*]: Several. (list item, via @ file or JSON) ──────╮
+│ --many[*].weight FLOAT  How much. (default: 1.5)         │
+╰──────────────────────────────────────────────────────────╯
+"""
+    )
+
+
+def test_a_long_flag_stands_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    kinds = Literal["a kind with a long name", "another kind with a long name", "and a third"]
+    cls = create_model("Wide", kind=(kinds, "and a third"), x=(int, 1), __module__=__name__)
+    *_, flag, more, default, x, _ = render_help(cls, "try", "").splitlines()
+    assert "--kind {a kind with a long name,another kind" in flag and "a third}" in more
+    assert default.strip("│ ") == "(default: and a third)"
+    assert x.startswith("│ --x INT     (default: 1)")

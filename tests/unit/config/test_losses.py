@@ -24,31 +24,45 @@ def test_clips_have_usual_values_by_type() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--loss.type cispo --loss.clip-low 0.1", "clip_low = 0.1 has no meaning with type = 'cispo'; leave it out"),
-        ("--loss.type reinforce --loss.clip-high 0.1", "clip_high = 0.1 has no meaning with type = 'reinforce'"),
-        ("--loss.type cispo --loss.dual-clip 3", "dual_clip = 3.0 has no meaning with type = 'cispo'"),
+        ("--loss.type cispo --loss.clip-low 0.1", "clip_low = 0.1 has no effect with type = 'cispo'; leave it out"),
+        ("--loss.type reinforce --loss.clip-high 0.1", "clip_high = 0.1 has no effect with type = 'reinforce'"),
+        ("--loss.type cispo --loss.dual-clip 3", "dual_clip = 3.0 has no effect with type = 'cispo'"),
         ("--loss.clip-high 0.5 --loss.dual-clip 1.4", "dual_clip = 1.4 must be above 1 + clip_high = 1.5"),
         ("--loss.normalize constant", 'normalize = "constant" needs constant_length'),
-        ("--loss.constant-length 8", "constant_length = 8 has no meaning with normalize = 'tokens'"),
+        ("--loss.constant-length 8", "constant_length = 8 has no effect with normalize = 'tokens'"),
         ("--loss.type rloo", "normalize = 'tokens' with type = \"rloo\""),
-        ("--loss.correction.type truncate", 'would count twice; set old_logprobs = "recomputed"'),
-        ("--loss.type reinforce --loss.old-logprobs recomputed", "which takes no ratio"),
-        ("--loss.correction.low 3 --loss.correction.high 2", "low = 3.0 and high = 2.0 leave no room"),
+        ("--loss.correction.type truncate", 'would correct twice; set old_logprobs = "recomputed"'),
+        ("--loss.type reinforce --loss.old-logprobs recomputed", "which has no ratio"),
+        ("--loss.correction.low 3 --loss.correction.high 2", "low = 3.0 and high = 2.0 leave no range"),
         ("--loss.teacher.coef 1", "coef = 1.0 needs a teacher"),
-        ("--loss.teacher.model m", "model = 'm' would not be used with coef = 0"),
+        ("--loss.teacher.model m", "model = 'm' is not used with coef = 0"),
         ("--loss.kl.estimator k4", "loss.kl.estimator = 'k4' is not valid; did you mean"),
         ("--loss.kl.coef -1", "loss.kl.coef = '-1' is not valid"),
+        ("--loss.type grop", "loss.type = 'grop' is not valid; did you mean 'grpo'?"),
+        (
+            "--loss.type my.losses:mine --loss.clip-low 0.1",
+            "clip_low = 0.1 has no meaning with type = 'my.losses:mine'",
+        ),
+        ('--loss.options {"clip":0.1}', "options = {'clip': 0.1} has no meaning with type = 'grpo'"),
     ],
 )
 def test_losses_that_are_refused(refusal, flags: str, message: str) -> None:
     assert message in refusal(*MODEL, *flags.split(), cls=TrainerConfig)
 
 
+def test_a_loss_of_the_users_own() -> None:
+    flags = ["--loss.type", "./mine.py:loss", "--loss.options", '{"clip": 0.1}', "--loss.kl.coef", "0.1"]
+    loss = load_config(TrainerConfig, [*MODEL, *flags]).loss
+    assert loss.is_own and loss.options == {"clip": 0.1} and loss.clips == (None, None)
+    assert LossConfig.model_validate(loss.model_dump(mode="json")) == loss
+    assert not LossConfig().is_own
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--group-size 1", "group_size = 1 with advantage.type = 'grpo'"),
-        ("--group-size 1 --advantage.type rloo", "the nearest valid group_size is 2"),
+        ("--group-size 1 --advantage.type rloo", "set group_size to 2 or more"),
         ("--overlong.buffer-tokens 200", "overlong.buffer_tokens = 200 is more than sampling.max_tokens = 128"),
         ("--advantage.type grp", "did you mean 'grpo'?"),
     ],
@@ -61,7 +75,7 @@ def test_advantages_that_are_refused(refusal, flags: str, message: str) -> None:
     ("flags", "message"),
     [
         ("--trainer.loss.type ppo", 'set orchestrator.advantage.type = "reward"'),
-        ("--orchestrator.advantage.type none", "leaves nothing to learn from without a teacher"),
+        ("--orchestrator.advantage.type none", "without a teacher model leaves nothing to learn from"),
     ],
 )
 def test_advantages_that_do_not_fit_the_loss(refusal, rl_toml: str, flags: str, message: str) -> None:
@@ -71,7 +85,7 @@ def test_advantages_that_do_not_fit_the_loss(refusal, rl_toml: str, flags: str, 
 @pytest.mark.parametrize("type", ["reinforce_pp", "reward", "none"])
 def test_groups_of_one_where_nothing_is_relative_to_the_group(type: str) -> None:
     config = OrchestratorConfig.model_validate({"model": {"name": "m"}, "group_size": 1, "advantage": {"type": type}})
-    assert config.rollouts_per_step == config.prompts_per_step
+    assert config.group_size == 1
 
 
 def test_a_resolved_configuration_is_accepted_again() -> None:
@@ -79,6 +93,10 @@ def test_a_resolved_configuration_is_accepted_again() -> None:
     for type in ("grpo", "cispo", "reinforce", "ppo"):
         config = LossConfig.model_validate({"type": type})
         assert LossConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def num_rollouts(config: RLConfig) -> int:
+    return config.orchestrator.prompts_per_step * config.orchestrator.group_size
 
 
 @pytest.mark.parametrize(
@@ -91,7 +109,7 @@ def test_every_shipped_algorithm_parses_on_top_of_its_base(name: str) -> None:
     plain = load_config(RLConfig, [*base, *run])
     sections = (config.trainer, config.orchestrator)
     assert sections != (plain.trainer, plain.orchestrator), "a layer that changes nothing"
-    assert config.orchestrator.rollouts_per_step == plain.orchestrator.rollouts_per_step
+    assert num_rollouts(config) == num_rollouts(plain)
     assert config.trainer.loss.type == (name if name in ("cispo", "gspo", "ppo", "rloo") else "grpo")
 
 

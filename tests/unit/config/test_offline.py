@@ -42,4 +42,4 @@ def test_both_are_refused(refusal, tmp_path) -> None:
 
 def test_epochs_of_rows_that_nobody_counts_are_refused(refusal) -> None:
     message = refusal(*BASE, "--epochs", "3", "--data.streaming", cls=SFTConfig)
-    assert "epochs = 3 counts rows, which data.streaming does not; give max_steps" in message
+    assert "epochs = 3 counts rows, and data.streaming does not; give max_steps" in message

@@ -69,7 +69,7 @@ def test_a_run_goes_on_in_the_directory_it_was_started_in(
     (elsewhere / "more.toml").write_text("max_steps = 90\n")
     config = resumed(RLConfig, "rl", "--resume", f"../{rl_run}", "@", "more.toml")
     assert Path.cwd() == tmp_path and config.output_dir == tmp_path / rl_run and config.max_steps == 90
-    assert capsys.readouterr().err == f"rl: going on in {tmp_path}, where the run was started\n"
+    assert capsys.readouterr().err == f"rl: continuing in {tmp_path}, where the run was started\n"
 
 
 def test_a_run_whose_first_directory_is_gone_goes_on_here(rl_run: Path, tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     assert f"--resume {missing}: there is no such directory" in refusal(capsys, "--resume", str(missing))
-    assert "there is no config/rl.json in it" in refusal(capsys, "--resume", str(tmp_path))
+    assert "there is no run of `rl` in it (no config/rl.json)" in refusal(capsys, "--resume", str(tmp_path))
     run = store(tmp_path / "run", "sft", {})
-    assert f"that is a run of `sft`; go on with: sft --resume {run}" in refusal(capsys, "--resume", str(run))
+    assert f"that is a run of `sft`; continue it with: sft --resume {run}" in refusal(capsys, "--resume", str(run))
     message = refusal(capsys, "--resume", str(run), "--output-dir", "other")
     assert "--output-dir say the same thing" in message
 

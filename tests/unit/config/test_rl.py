@@ -177,7 +177,7 @@ def test_log_probs_of_other_distributions_are_refused(refusal: Callable[..., str
 
 def test_truncation_of_greedy_evaluation_is_refused(refusal: Callable[..., str], rl_toml: str) -> None:
     message = refusal("@", rl_toml, "--orchestrator.eval.top-k", "20")
-    assert "orchestrator.eval: top_k = 20 has no meaning with temperature = 0 (greedy)" in message
+    assert "orchestrator.eval: top_k = 20 has no effect with temperature = 0 (greedy)" in message
     config = load_config(
         RLConfig, ["@", rl_toml, "--orchestrator.eval.top-k", "20", "--orchestrator.eval.temperature", "0.7"]
     )

@@ -166,7 +166,7 @@ def test_a_list_at_the_top_is_refused(tmp_path: Path, name: str, text: str) -> N
 def test_a_file_that_is_not_what_its_name_says(tmp_path: Path, name: str, text: str, what: str) -> None:
     with pytest.raises(UserError) as caught:
         read_config_file(Path(write(tmp_path / name, text)))
-    assert str(caught.value).endswith(f"; what it holds is {what}")
+    assert str(caught.value).endswith(f"; it holds {what}")
     assert "\n" not in str(caught.value)
 
 

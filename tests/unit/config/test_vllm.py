@@ -72,10 +72,10 @@ def test_the_native_engine_refuses_them_with_a_hint() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("max_model_len", "is the option seq_len of inference"),
-        ("no-enable-prefix-caching", "is the option prefix_caching of inference"),
-        ("api-server-count", "cannot be chosen: one process must see every token"),
-        ("worker-extension-cls", "cannot be chosen"),
+        ("max_model_len", "is our option seq_len"),
+        ("no-enable-prefix-caching", "is our option prefix_caching"),
+        ("api-server-count", "is fixed: one process must see every token"),
+        ("worker-extension-cls", "is fixed"),
     ],
 )
 def test_flags_that_are_taken_are_refused(name: str, message: str) -> None:

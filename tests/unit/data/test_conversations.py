@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.data.conversations import encode_sft_row, read_messages, read_tools
+from tandem.data.conversations import encode_sft_row, read_tools
+from tandem.data.messages import read_messages
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import TrainingSequence
 
@@ -151,7 +152,7 @@ def test_a_completion_without_a_token_of_its_own_is_refused(base_tokenizer: Toke
         ({"messages": [turn("assistant", "x") | {"tool_calls": [5]}]}, "a tool call needs the 'name'"),
         ({"messages": [turn("assistant", "x") | {"tool_calls": 5}]}, "'tool_calls' must be a list"),
         ({"messages": [{"role": "assistant", "tool_calls": [call("f", "{")]}]}, "arguments of 'f' are not JSON"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "[1]")]}]}, "must be a table; they are \\[1\\]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "[1]")]}]}, "a JSON object; they are \\[1\\]"),
         ({"messages": [turn("assistant", "x")], "tools": "{"}, "'tools' are not JSON"),
         ({"messages": [turn("assistant", "x")], "tools": [1]}, "'tools' must be a list of tables"),
         ({"messages": [turn("assistant", "a\ud800")]}, "not valid Unicode"),

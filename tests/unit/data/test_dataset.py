@@ -144,7 +144,7 @@ def test_held_out_rows_are_not_learned(load: Load, write, texts, eval_size: floa
 def test_nothing_left_to_learn(load: Load, write) -> None:
     with pytest.raises(UserError, match=r"data.eval_size = 2 leaves no row of data.path = .* to learn from"):
         load(path=write("a", "b"), eval_size=2)
-    with pytest.raises(UserError, match="no row is left to learn from, 2 are held out"):
+    with pytest.raises(UserError, match="no row is left to learn from: 2 are held out"):
         load(path=write("a", "b"), eval_size=2, streaming=True)
 
 

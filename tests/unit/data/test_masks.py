@@ -211,7 +211,7 @@ def test_a_message_that_cannot_be_found_is_refused(with_template) -> None:
 
 def test_a_template_that_changes_what_its_blocks_hold_is_refused(with_template) -> None:
     trimmed = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}"
-    with pytest.raises(ValueError, match="it changes what its generation blocks hold"):
+    with pytest.raises(ValueError, match="the chat template changes the text of its generation blocks"):
         pieces(Conversation([turn("assistant", "a")]), with_template(trimmed))
 
 

@@ -108,17 +108,17 @@ def test_splits(tmp_path: Path) -> None:
     assert values(read(path, split="test")) == ROWS[1:]
     with pytest.raises(UserError, match=r"saved' has no split 'val'; it has train, test"):
         read(path, split="val")
-    with pytest.raises(UserError, match="name = 'x' goes with a dataset on the hub"):
+    with pytest.raises(UserError, match="name = 'x' is for datasets on the hub"):
         read(path, name="x")
     one.save_to_disk(tmp_path / "single")
-    with pytest.raises(UserError, match=r"split = 'train' does not go with data.path = .*single': it has no splits"):
+    with pytest.raises(UserError, match=r"split = 'train' does not fit data.path = .*single', which has no splits"):
         read(tmp_path / "single", split="train")
 
 
 @pytest.mark.parametrize("option", ["name", "split"])
 def test_a_file_has_no_splits(tmp_path: Path, option: str) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=f"{option} = 'test' does not go with data.path = .*: a file holds one dataset"):
+    with pytest.raises(UserError, match=f"{option} = 'test' does not fit data.path = .*: a file holds one dataset"):
         options: Any = {option: "test"}
         read(tmp_path / "rows.jsonl", **options)
 
@@ -126,7 +126,7 @@ def test_a_file_has_no_splits(tmp_path: Path, option: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("rows.txt", b"a", "is of an unknown type; give a .jsonl, .json or .parquet file"),
+        ("rows.txt", b"a", "has an unknown type; give a .jsonl, .json or .parquet file"),
         ("rows.json", b" [1,", "is not JSON: "),
         ("rows.parquet", b"PAR1", "cannot be read as parquet: "),
     ],

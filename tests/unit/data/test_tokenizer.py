@@ -57,12 +57,12 @@ TOOL_TEMPLATE = """\
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("tokenizer.json", "{", r"tokenizer\.json is no tokenizer that can be read"),
-        ("tokenizer.json", "[]", r"tokenizer\.json is no tokenizer that can be read"),
+        ("tokenizer.json", "{", r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer.json", "[]", r"tokenizer\.json cannot be read as a tokenizer"),
         ("tokenizer_config.json", "[]", r"tokenizer_config\.json must hold a JSON object"),
         ("config.json", "7", r"config\.json must hold a JSON object"),
-        ("config.json", '{"eos_token_id": "two"}', r"config\.json: eos_token_id = 'two' is no token id"),
-        ("generation_config.json", '{"eos_token_id": [2, -1]}', r"eos_token_id = \[2, -1\] is no token id"),
+        ("config.json", '{"eos_token_id": "two"}', r"config\.json: eos_token_id = 'two' is neither a token id"),
+        ("generation_config.json", '{"eos_token_id": [2, -1]}', r"eos_token_id = \[2, -1\] is neither a token id"),
     ],
 )
 def test_damaged_files_are_named(tiny_model: Path, tmp_path: Path, name: str, text: str, message: str) -> None:

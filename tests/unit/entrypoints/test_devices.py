@@ -46,9 +46,7 @@ def test_refused(tiny_model: Path, data: str, tmp_path: Path, monkeypatch, capsy
         sys.argv += ["--inference.device", "cpu"]
     with pytest.raises(SystemExit) as caught:
         importlib.import_module(f"tandem.entrypoints.{command}").main()
-    message = (
-        f"{command.replace('_', '-')}: {option} = 'cuda', but no GPU is visible; the nearest valid choice is 'cpu'"
-    )
+    message = f"{command.replace('_', '-')}: {option} = 'cuda', but no GPU is visible; set it to 'cpu'"
     assert caught.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

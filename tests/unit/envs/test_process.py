@@ -178,11 +178,11 @@ BROKEN = {
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("raises", r"env\.id = 'broken:Env' cannot be made: KeyError: 'dataset' \(broken\.py:3 in __init__\)"),
-        ("exits", r"cannot be made: SystemExit: 1 \(broken\.py:3 in __init__\)"),
-        ("dies", r"cannot be made: its process ended with exit code 9"),
+        ("raises", r"env\.id = 'broken:Env' cannot be created: KeyError: 'dataset' \(broken\.py:3 in __init__\)"),
+        ("exits", r"cannot be created: SystemExit: 1 \(broken\.py:3 in __init__\)"),
+        ("dies", r"cannot be created: its process ended with exit code 9"),
         ("hangs", r"waited 2 s for env\.id = 'broken:Env' to be made; env\.startup_timeout_s allows no more"),
-        ("lacks", r"cannot be made: AttributeError: 'Env' object has no attribute 'train_tasks'"),
+        ("lacks", r"cannot be created: AttributeError: 'Env' object has no attribute 'train_tasks'"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_refused(
@@ -213,7 +213,7 @@ def test_an_environment_that_makes_other_tasks_each_time_is_found_out(
     async def body(environment: EnvironmentProcess) -> None:
         with pytest.raises(UserCodeError, match="exit code 7"):
             await environment.score(environment.train_tasks[0], "")
-        with pytest.raises(UserCodeError, match="cannot be made again: its tasks are other ones now"):
+        with pytest.raises(UserCodeError, match="cannot be created again: its tasks changed"):
             await environment.score(environment.eval_tasks[0], "")
 
     run_with(EnvConfig(id="unseeded:Env"), body)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tandem.config.orchestrator import EnvConfig
+from tandem.envs.process import open_environment
 from tandem.envs.registry import make_environment
 from tandem.envs.reverse_text import ReverseText
 from tandem.envs.system_prompt import SystemPrompted
+from tandem.envs.trial import try_environment
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
@@ -27,7 +29,7 @@ def test_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert len(make_environment(EnvConfig(id="my_envs_of_a_test:Mine", args={"size": 3})).train_tasks) == 3
-    with pytest.raises(UserError, match=r"env\.args = \{'sise': 3\} does not suit env\.id = 'my_envs_of_a_test:Mine'"):
+    with pytest.raises(UserError, match=r"env\.args = \{'sise': 3\} does not fit env\.id = 'my_envs_of_a_test:Mine'"):
         make_environment(EnvConfig(id="my_envs_of_a_test:Mine", args={"sise": 3}))
     with pytest.raises(UserError, match=r"env\.id = 'my_envs_of_a_test:Other' cannot be imported: .*Other"):
         make_environment(EnvConfig(id="my_envs_of_a_test:Other"))
@@ -78,10 +80,7 @@ def test_a_module_in_the_current_directory(own_file: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("env_id", "message"),
     [
-        (
-            "./folder/env_of_a_test.py",
-            r"names a file; name the class in it too, as in '\./.*\.py:MyEnv'",
-        ),
+        ("./folder/env_of_a_test.py", r"names a file; name the object in it too, as in '\./.*\.py:name'"),
         ("./folder/none.py:Mine", r"cannot be imported: there is no file '.*/folder/none\.py'"),
         ("./folder/env_of_a_test.py:Mien", r"has no 'Mien'; did you mean 'Mine'\?"),
         ("./broken.py:Mine", r"cannot be imported: ZeroDivisionError: division by zero"),
@@ -135,9 +134,65 @@ def test_a_module_that_is_not_there() -> None:
     [
         ({"min_lenght": 3}, r"unknown key 'env\.args\.min_lenght' \(value 3\); did you mean 'min_length'\?"),
         ({"num_train": "many"}, r"env\.args\.num_train = 'many' is not valid: input should be a valid integer"),
-        ({"min_length": 9}, r"env\.args = .* does not suit env\.id = 'reverse-text': min_length = 9 is above"),
+        ({"min_length": 9}, r"env\.args = .* does not fit env\.id = 'reverse-text': min_length = 9 is above"),
     ],
 )
 def test_arguments_that_do_not_suit(args: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_environment(EnvConfig(args=args))
+
+
+REWARDS = """\
+def length(completion, answer):
+    return len(completion) / len(answer)
+
+async def waits(completion, answer):
+    return length(completion, answer) / 2
+
+def nothing(completion, answer):
+    return None
+"""
+
+
+@pytest.fixture
+def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "rewards_of_a_test.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("rewards_of_a_test", None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [("exact_match", 0.0), ("rewards_of_a_test:length", 0.5), ("./rewards_of_a_test.py:waits", 0.25)],
+)
+def test_another_reward_function(own_rewards: None, reward: str, expected: float) -> None:
+    """In the environment's own process, as in a run; its own gives 0 for text without a letter."""
+
+    async def score() -> list[float]:
+        config = EnvConfig(args={"num_train": 4, "num_eval": 2}, reward=reward, system_prompt="Be brief.")
+        async with open_environment(config) as environment:
+            await try_environment(environment, config)
+            task = environment.train_tasks[0]
+            return [await environment.score(task, text) for text in ("#" * 4, task.answer)]
+
+    half, full = asyncio.run(score())
+    assert (half, full) == (expected, 2 * expected or 1.0)
+
+
+def test_a_score_that_is_no_reward_names_the_function(own_rewards: None) -> None:
+    async def score() -> None:
+        config = EnvConfig(args={"num_train": 4, "num_eval": 2}, reward="./rewards_of_a_test.py:nothing")
+        async with open_environment(config) as environment:
+            await try_environment(environment, config)
+
+    with pytest.raises(UserError, match=r"the reward is None, not a number \(rewards_of_a_test\.py:7 in nothing\)"):
+        asyncio.run(score())
+
+
+def test_a_reward_function_that_is_not_known(own_rewards: None) -> None:
+    with pytest.raises(UserError, match=r"env\.reward = 'exact' is not known; did you mean 'exact_match'\?"):
+        make_environment(EnvConfig(reward="exact"))
+    with pytest.raises(UserError, match=r"env\.reward = 'rewards_of_a_test:lenght' cannot be imported: .*'length'"):
+        make_environment(EnvConfig(reward="rewards_of_a_test:lenght"))

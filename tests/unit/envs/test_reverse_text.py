@@ -38,5 +38,5 @@ def test_the_score_is_the_share_of_right_positions() -> None:
 def test_impossible_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="min_length = 5 is above max_length = 4"):
         ReverseText(min_length=5, max_length=4)
-    with pytest.raises(ValueError, match=r"= 30 distinct rows are asked for, but lengths from 1 to 1 give only 26"):
+    with pytest.raises(ValueError, match=r"= 30 distinct rows are needed, but lengths from 1 to 1 give only 26"):
         ReverseText(min_length=1, max_length=1, num_train=20, num_eval=10)

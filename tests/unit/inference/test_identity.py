@@ -51,7 +51,7 @@ def test_a_run_that_was_displaced_cannot_come_back() -> None:
             await load(identity, "one")
         assert identity.run == "two"
         await load(identity, None)
-        with pytest.raises(EngineBusy, match="replaced by somebody who named no run"):
+        with pytest.raises(EngineBusy, match="replaced by a client that named no run"):
             await load(identity, "two")
         await load(identity, "three")
 

@@ -367,7 +367,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_reason(little: Writer, kind
 def test_a_model_without_an_end_has_no_structures(tiny_model: Path) -> None:
     tokenizer = Tokenizer(tiny_model)
     tokenizer.eos_token_ids = []
-    with pytest.raises(StructureRefused, match="no token to end with"):
+    with pytest.raises(StructureRefused, match="no end-of-sequence token"):
         Grammars(tokenizer, tokenizer.vocab_size).compile(Structure("test", "regex", "a"))
 
 

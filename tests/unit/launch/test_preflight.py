@@ -52,7 +52,7 @@ def test_resuming(good, tmp_path: Path) -> None:
     write_manifest(checkpoint, 6)
     assert preflight.check(good(resume=True, max_steps=7)) == 6
     assert preflight.check(good(resume=True, max_steps=6)) == 6  # what is missing after the last step is made
-    with pytest.raises(UserError, match="is at step 6 and max_steps = 5; give a larger max_steps"):
+    with pytest.raises(UserError, match="is at step 6, but max_steps = 5; raise max_steps"):
         preflight.check(good(resume=True, max_steps=5))
 
 
@@ -62,7 +62,7 @@ def test_resuming_another_run(good, tmp_path: Path) -> None:
     write_manifest(checkpoint, 6)
     write_json(tmp_path / "run" / "config" / "rl.json", good(seed=1).model_dump(mode="json"))
     assert preflight.check(good(resume=True, seed=1)) == 6
-    with pytest.raises(UserError, match=r"seed = 1 → 2; give the old values, or go on all the same with --allow-chan"):
+    with pytest.raises(UserError, match=r"seed = 1 → 2; give the old values, or continue anyway with --allow-changes"):
         preflight.check(good(resume=True, seed=2))
     assert preflight.check(good(resume=True, seed=2, allow_changes=True)) == 6
     (event,) = read_json_lines(tmp_path / "run" / "events.jsonl")
@@ -86,7 +86,7 @@ def test_an_architecture_that_only_transformers_knows(good, tiny_model: Path, tm
     shutil.copytree(tiny_model, tmp_path / "model")
     config = read_json(tmp_path / "model" / "config.json")
     write_json(tmp_path / "model" / "config.json", config | {"architectures": ["Olmo2ForCausalLM"]})
-    reason = "'Olmo2ForCausalLM' is not supported; .* trained with model.impl = 'hf' and served with engine = 'vllm'"
+    reason = "'Olmo2ForCausalLM' .* Train others with model.impl = 'hf' and serve them with engine = 'vllm'"
     for impl in ("native", "hf"):  # the trainer cannot; the native engine cannot
         with pytest.raises(UserError, match=reason):
             preflight.check(good(model={"name": tmp_path / "model", "impl": impl}))
@@ -102,7 +102,7 @@ def test_an_adapter_is_no_model(good, tmp_path: Path) -> None:
 
 
 def test_prompts_longer_than_seq_len(good) -> None:
-    with pytest.raises(UserError, match=r"seq_len = 20 is too short: .* the smallest seq_len that fits it is 21"):
+    with pytest.raises(UserError, match=r"seq_len = 20 is too short: .* the smallest seq_len that fits is 21"):
         preflight.check(good(seq_len=20, orchestrator={"sampling": {"max_tokens": 5}}))
 
 
@@ -123,7 +123,7 @@ def test_an_environment_that_cannot_score(good, tmp_path: Path, monkeypatch: pyt
 
 def test_more_tokens_than_the_model_has_positions(good) -> None:
     assert preflight.check(good(seq_len=512)) == 0
-    with pytest.raises(UserError, match=r"seq_len = 513 is more than .* max_position_embeddings = 512"):
+    with pytest.raises(UserError, match=r"seq_len = 513 is above max_position_embeddings = 512"):
         preflight.check(good(seq_len=513))
 
 
@@ -168,7 +168,7 @@ def answering(answer: bytes) -> Iterator[str]:
 
 def test_something_else_than_a_server_of_ours(good) -> None:
     said = b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"status": "ok"}'
-    with answering(said) as url, pytest.raises(UserError, match="does not say which server it is"):
+    with answering(said) as url, pytest.raises(UserError, match="that is not one of our inference servers"):
         preflight.check(good(inference=None, orchestrator={"client": {"base_url": url}}))
 
 

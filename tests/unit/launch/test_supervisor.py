@@ -233,7 +233,7 @@ def test_a_save_that_takes_too_long_is_given_up(make_process, tmp_path: Path, ca
     with pytest.raises(Interrupted):
         supervisor.run(nothing)
     sending.join()
-    assert "the trainer had no time to save a checkpoint" in caplog.text
+    assert "the trainer did not save a checkpoint in time" in caplog.text
     assert_all_ended(supervisor)
 
 

@@ -1,13 +1,17 @@
 """Advantages from rewards, by hand."""
 
 import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tandem.config.advantages import AdvantageConfig
-from tandem.orchestrator.advantages import FUNCTIONS, make_advantage_function
+from tandem.orchestrator.advantages import FUNCTIONS, make_advantage_function, try_advantages
 from tandem.orchestrator.advantages.functions import (
     dr_grpo_advantages,
     grpo_advantages,
@@ -17,6 +21,7 @@ from tandem.orchestrator.advantages.functions import (
     rloo_advantages,
     zero_advantages,
 )
+from tandem.utils.errors import UserError
 
 RELATIVE = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
 GROUPS = st.integers(2, 6).flatmap(
@@ -118,3 +123,58 @@ def test_the_config_chooses_the_function() -> None:
     assert make_advantage_function(AdvantageConfig())(rewards)[0] == pytest.approx([1, -1], abs=1e-5)
     assert make_advantage_function(AdvantageConfig(type="dr_grpo"))(rewards)[0] == [0.5, -0.5]
     assert make_advantage_function(AdvantageConfig(type="rloo"))(rewards)[0] == [1.0, -1.0]
+
+
+MINE = """\
+def winners(groups):
+    return [[float(reward == max(group)) for reward in group] for group in groups]
+
+def one_group(groups):
+    return winners(groups)[:1]
+
+def one_reward(groups):
+    return [winner[:1] for winner in winners(groups)]
+
+def infinite(groups):
+    return [[float("inf")] * len(group) for group in groups]
+
+def fails(groups):
+    return [[reward / min(group) for reward in group] for group in groups]
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "advantages_of_a_test.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("advantages_of_a_test", None)
+
+
+@pytest.mark.parametrize("where", ["advantages_of_a_test", "./advantages_of_a_test.py"])
+def test_a_function_that_a_user_brings(own_file: None, where: str) -> None:
+    config = AdvantageConfig(type=f"{where}:winners")
+    assert make_advantage_function(config)([[1.0, 3.0, 3.0], [2.0]]) == [[0.0, 1.0, 1.0], [1.0]]
+    try_advantages(config, group_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_group", r"gives groups of \[2\] advantages for groups of \[2, 2\] rewards"),
+        ("one_reward", r"gives groups of \[1, 1\] advantages for groups of \[2, 2\] rewards"),
+        ("infinite", "gives advantages that are not finite numbers"),
+        ("fails", r"failed: ZeroDivisionError: .*\(advantages_of_a_test\.py:14 in "),
+        ("winner", r"cannot be imported: .* has no 'winner'; did you mean 'winners'\?"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_before_the_start(own_file: None, name: str, message: str) -> None:
+    config = AdvantageConfig(type=f"./advantages_of_a_test.py:{name}")
+    with pytest.raises(UserError, match=rf"advantage\.type = '\./advantages_of_a_test\.py:{name}' .*{message}"):
+        try_advantages(config, group_size=2)
+
+
+def test_a_name_that_is_not_known_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValidationError, match="Input should be 'grpo', 'dr_grpo'"):
+        AdvantageConfig(type="grop")

@@ -7,27 +7,32 @@ from tandem.orchestrator.batches import batch_metrics, make_batch, make_sample
 
 def test_only_sampled_tokens_carry_loss(make_group) -> None:
     rollout = make_group(0).rollouts[1]
-    sample = make_sample(rollout, advantage=0.5)
+    sample = make_sample(rollout, reward=2.0, advantage=0.5)
     assert sample.token_ids == [10, 11, 21, 21]
     assert sample.loss_mask == [0, 0, 1, 1]
-    assert sample.streams == {"advantages": [0.0, 0.0, 0.5, 0.5], "logprobs": [0.0, 0.0, -0.5, -0.5]}
+    assert sample.streams == {
+        "rewards": [0.0, 0.0, 2.0, 2.0],
+        "advantages": [0.0, 0.0, 0.5, 0.5],
+        "logprobs": [0.0, 0.0, -0.5, -0.5],
+    }
 
 
-def test_a_batch_holds_every_rollout_with_its_advantage(make_group) -> None:
+def test_a_batch_holds_every_rollout_with_its_reward_and_its_advantage(make_group) -> None:
     """Prompts of two tokens, completions of one and two, the same in both groups: each is there once."""
     groups = [make_group(0), make_group(1)]
-    batch = make_batch(groups, [[1.0, -1.0], [2.0, -2.0]], step=3, temperature=0.7)
+    batch = make_batch(groups, [[3.0, 4.0], [5.0, 6.0]], [[1.0, -1.0], [2.0, -2.0]], step=3, temperature=0.7)
     packed = batch.packed
     assert (batch.step, batch.temperature, packed.num_sequences) == (3, 0.7, 4)
     assert packed.token_ids.tolist() == [10, 11, 20, 21, 21]
     assert packed.segment_parents.tolist() == [-1, 0, 0]
     assert packed.targets.tolist() == [2, 3, 4, 2, 3, 4]
+    assert packed.streams["rewards"].tolist() == [3.0, 4.0, 4.0, 5.0, 6.0, 6.0]
     assert packed.streams["advantages"].tolist() == [1.0, -1.0, -1.0, 2.0, -2.0, -2.0]
 
 
 def test_every_rollout_needs_an_advantage(make_group) -> None:
     with pytest.raises(ValueError, match="zip"):
-        make_batch([make_group(0)], [[1.0]], step=1, temperature=1.0)
+        make_batch([make_group(0)], [[1.0, 0.0]], [[1.0]], step=1, temperature=1.0)
 
 
 def test_metrics_by_hand(make_group) -> None:

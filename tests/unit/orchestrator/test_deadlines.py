@@ -1,22 +1,25 @@
 """Whom the orchestrator waits for: evaluations take their own time."""
 
 import asyncio
+from array import array
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import FakeEnvironment, FakePolicy
 
 from tandem.config.orchestrator import OrchestratorConfig
-from tandem.envs.registry import make_environment
 from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.tasks import Prompts
 
 
 def make_orchestrator(root: Path, timeout_s: float) -> Orchestrator:
     tree = {"model": {"name": "m"}, "output_dir": root, "max_steps": 5, "weights_timeout_s": timeout_s}
-    config = OrchestratorConfig.model_validate(tree | {"env": {"args": {"num_train": 4, "num_eval": 2}}})
+    config = OrchestratorConfig.model_validate(tree)
     unused: Any = None
-    return Orchestrator(config, make_environment(config.env), unused, unused, unused, None)
+    environment = FakeEnvironment(rewards=[])
+    prompts = Prompts([array("I")] * len(environment.train_tasks), [array("I")] * len(environment.eval_tasks))
+    return Orchestrator(config, environment, prompts, unused, unused, unused, None)
 
 
 def wait(root: Path, version: int, evaluating: bool) -> None:
@@ -25,9 +28,8 @@ def wait(root: Path, version: int, evaluating: bool) -> None:
     async def run() -> None:
         orchestrator = make_orchestrator(root, 0.7)
         orchestrator._evaluating = evaluating
-        policy: Any = SimpleNamespace(version=version)
         following = asyncio.ensure_future(asyncio.sleep(3 * orchestrator.config.weights_timeout_s))
-        await orchestrator._wait_for_last_version(policy, following)  # pyright: ignore[reportArgumentType]
+        await orchestrator._wait_for_last_version(FakePolicy(version), following)
         assert following.done()
 
     asyncio.run(run())

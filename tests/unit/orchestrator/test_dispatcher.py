@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import FakePolicy
 
 from tandem.envs.failures import Failure
 from tandem.orchestrator.buffer import GroupBuffer
@@ -17,19 +18,6 @@ from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 from tandem.utils.waiting import Deadline
-
-
-class FakePolicy:
-    """What the dispatcher sees of a policy: a version, and a future that is done when it changes."""
-
-    def __init__(self, version: int = 0) -> None:
-        self.version = version
-        self.next_update: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def update(self) -> None:
-        self.version += 1
-        self.next_update.set_result(self.version)
-        self.next_update = asyncio.get_running_loop().create_future()
 
 
 class Maker:
@@ -98,7 +86,7 @@ def run_with(
         dispatcher = Dispatcher(
             maker,
             GroupBuffer(2, max_staleness, start_step),
-            maker.policy,  # pyright: ignore[reportArgumentType]
+            maker.policy,
             tasks or task_order(),
             FailureLedger(RunDir(root), max_failed_share),
             run_log,

@@ -1,7 +1,9 @@
 """When an evaluation is due, and what it leaves."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,17 +23,19 @@ class FakeMaker:
 
     def __init__(self, make_group) -> None:
         self.group = make_group
-        self.requests: list[tuple[int, dict[str, float]]] = []
+        self.requests: list[tuple[int, dict[str, Any]]] = []
 
-    async def make_group(self, task: Task, order: int, **options: float) -> Group:
-        self.requests.append((task.index, options))
+    async def make_group(self, task: Task, prompt: Sequence[int], order: int, **options: Any) -> Group:
+        self.requests.append((task.index, {"prompt": list(prompt)} | options))
         return self.group(order, version=4, rewards=(task.index / 10,))
 
 
 def make_evaluator(maker: FakeMaker, root: Path, **options: float) -> Evaluator:
     tasks = [Task(index, [{"role": "user", "content": "x"}], "y") for index in (3, 5, 9)]
     config = EvalConfig.model_validate(options)
-    return Evaluator(maker, config, tasks, max_tokens=12, seed=1, run_log=RunLog(RunDir(root), "orchestrator"))  # pyright: ignore[reportArgumentType]
+    prompts = [[10, task.index] for task in tasks]
+    run_log = RunLog(RunDir(root), "orchestrator")
+    return Evaluator(maker, config, tasks, prompts, max_tokens=12, seed=1, run_log=run_log)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,7 @@ def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Pa
     assert len(read_json_lines(tmp_path / "samples" / "eval_step_000004.jsonl")) == 2
     assert [index for index, _ in maker.requests] == [3, 5]
     assert maker.requests[1][1] == {
+        "prompt": [10, 5],
         "n": 1,
         "max_tokens": 12,
         "temperature": 0.0,
@@ -75,10 +80,10 @@ class FailingMaker(FakeMaker):
         super().__init__(make_group)
         self.failing = failing
 
-    async def make_group(self, task: Task, order: int, **options: float) -> Group:
+    async def make_group(self, task: Task, prompt: Sequence[int], order: int, **options: Any) -> Group:
         if task.index in self.failing:
-            raise TaskFailed([Failure("RuntimeError: the judge is asleep", "my_env.py:8 in score")])
-        return await super().make_group(task, order, **options)
+            raise TaskFailed([Failure("RuntimeError: the service is asleep", "my_env.py:8 in score")])
+        return await super().make_group(task, prompt, order, **options)
 
 
 def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -> None:
@@ -89,10 +94,10 @@ def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -
     assert (line["eval/num_prompts"], line["eval/num_failed"]) == (2, 1)
     (event,) = read_json_lines(tmp_path / "events.jsonl")
     assert (event["event"], event["version"], event["count"]) == ("eval_failures", 4, 1)
-    assert event["reasons"] == "1 × RuntimeError: the judge is asleep (my_env.py:8 in score)"
+    assert event["reasons"] == "1 × RuntimeError: the service is asleep (my_env.py:8 in score)"
 
 
 def test_an_evaluation_without_any_result_ends_the_run(make_group, tmp_path: Path) -> None:
     evaluator = make_evaluator(FailingMaker(make_group, {3, 5, 9}), tmp_path)
-    with pytest.raises(TooManyFailures, match=r"all 3 held-out tasks failed: 3 × RuntimeError: the judge is asleep"):
+    with pytest.raises(TooManyFailures, match=r"all 3 held-out tasks failed: 3 × RuntimeError: the service is asleep"):
         asyncio.run(evaluator.run(4, RunDir(tmp_path)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import TASKS, FakeEnvironment, FakeServer
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
@@ -15,64 +16,13 @@ from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.state import OrchestratorState
-from tandem.orchestrator.tasks import TaskOrder, request_seed
+from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
 from tandem.transport.weights.manifest import write_manifest
-from tandem.types.rollout import Completion, SamplingOptions, Task, TrainBatch
+from tandem.types.rollout import SamplingOptions, Task, TrainBatch
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir, step_name
-
-TASKS = [Task(index, [{"role": "user", "content": "abcdef"[index]}], "") for index in range(6)]
-
-
-class FakeServer:
-    """Completion number i of a group has i + 1 tokens, of the version that was loaded last."""
-
-    base_url = "http://127.0.0.1:1"
-    run = "wired-1"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.loaded: list[tuple[str, int]] = []
-        self.requests: list[dict[str, Any]] = []
-        self.instance: str | None = None
-        self.lost_after: int | None = None  # requests
-
-    async def wait_until_ready(self) -> None:
-        pass
-
-    async def meet(self) -> None:
-        pass
-
-    def adopt(self) -> None:
-        self.instance = "only"
-
-    async def update_weights(self, path: Path, version: int) -> None:
-        self.loaded.append((path.name, version))
-
-    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
-        self.requests.append({"prompt": self.tokenizer.decode(prompt_ids)} | options)
-        await asyncio.sleep(0)
-        if self.lost_after is not None and len(self.requests) > self.lost_after:
-            raise ServerLost("run 'theirs-1' has taken it")
-        version = self.loaded[-1][1]
-        return [
-            Completion(self.tokenizer.encode("x" * length), [-0.25] * length, [version] * length, "stop")
-            for length in range(1, options["n"] + 1)
-        ]
-
-
-class FakeEnvironment:
-    """Rewards a completion by its length: the first entry for one token, and so on."""
-
-    def __init__(self, rewards: Sequence[Any]) -> None:
-        self.rewards = rewards
-        self.train_tasks = TASKS[:4]
-        self.eval_tasks = TASKS[4:]
-
-    async def score(self, task: Task, completion: str) -> float:
-        return self.rewards[len(completion) - 1]
 
 
 class Run:
@@ -103,8 +53,10 @@ class Run:
             first = resumed_from.step if resumed_from else 0
             trainer = asyncio.ensure_future(self._train(first))
             forwarder = MetricsForwarder(self.dir.metrics, [])
-            client: Any = self.server
-            loop = Orchestrator(self.config, self.environment, self.tokenizer, client, forwarder, resumed_from)
+            prompts = encode_prompts(self.environment, self.tokenizer, self.config)
+            loop = Orchestrator(
+                self.config, self.environment, prompts, self.tokenizer, self.server, forwarder, resumed_from
+            )
             try:
                 await asyncio.wait_for(loop.run(), 60)
             finally:
@@ -368,3 +320,17 @@ def test_evaluation_failures_are_recorded_as_such(make_run) -> None:
     assert [line["eval/num_failed"] for line in run.metrics("eval/num_failed")] == [1, 1]
     assert [line["purpose"] for line in read_json_lines(run.dir.failures)] == ["eval", "eval"]
     assert run.metrics("rollouts/failed")[-1]["rollouts/failed"] == 0
+
+
+def test_every_prompt_is_tokenized_once(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four training and two held-out tasks, over two epochs and three evaluations."""
+    run, encode, seen = make_run(eval={"every": 2}), Tokenizer.encode_chat, []
+
+    def counted(self: Tokenizer, messages: list[Any], **options: Any) -> list[int]:
+        seen.append(messages[0]["content"])
+        return encode(self, messages, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", counted)
+    run.start()
+    assert len(run.training_requests) == 8 and len(run.eval_requests) == 6
+    assert sorted(seen) == list("abcdef")

@@ -13,7 +13,9 @@ from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Completion, Group, SamplingOptions, Task
 
+WAITS = "waits behind another"
 OPTIONS = SamplingOptions(top_p=0.5)
+PROMPT = [3, 1, 4]
 TASK = Task(5, [{"role": "user", "content": "abc"}], "cba")
 
 
@@ -26,14 +28,14 @@ class FakeClient:
         self.num_given = 0
 
     async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
-        self.requests.append({"prompt": self.tokenizer.decode(prompt_ids)} | options)
+        self.requests.append({"prompt": prompt_ids} | options)
         letters = [chr(ord("a") + self.num_given + index) for index in range(options["n"])]
         self.num_given += len(letters)
         return [Completion(self.tokenizer.encode(letter), [-0.1], [3], "stop") for letter in letters]
 
 
-class Judge:
-    """Rewards letters as it is told to: a number, something else, or an exception."""
+class LetterRewards:
+    """An environment that rewards letters as it is told to: a number, something else, or an exception."""
 
     train_tasks = eval_tasks = (TASK,)
 
@@ -41,9 +43,9 @@ class Judge:
         self.rewards = rewards
 
     async def score(self, task: Task, completion: str) -> float:
-        reward = self.rewards.get(completion, 1.0)
-        if reward == "waits behind another":
+        if self.rewards.get(completion) is WAITS:
             await asyncio.Event().wait()
+        reward = self.rewards.get(completion, 1.0)
         if isinstance(reward, BaseException):
             raise reward
         return reward
@@ -59,15 +61,17 @@ def make(
 ) -> tuple[Group | None, FakeClient, list[Attempt]]:
     client, attempts = FakeClient(tokenizer), []
     maker = RolloutMaker(
-        client,  # pyright: ignore[reportArgumentType]
-        Judge(rewards),
+        client,
+        LetterRewards(rewards),
         tokenizer,
         tries=tries,
         record=attempts.append,
         delays_s=(0.0,),
     )
     try:
-        group = asyncio.run(maker.make_group(TASK, 9, n=3, max_tokens=8, temperature=0.7, seed=11, options=OPTIONS))
+        group = asyncio.run(
+            maker.make_group(TASK, PROMPT, 9, n=3, max_tokens=8, temperature=0.7, seed=11, options=OPTIONS)
+        )
     except TaskFailed:
         group = None
     return group, client, attempts
@@ -77,9 +81,9 @@ def test_a_group_in_which_all_goes_well(tokenizer: Tokenizer) -> None:
     group, client, attempts = make(tokenizer, {"a": 0.25, "c": 0})
     assert group is not None and (group.task, group.order, group.rewards) == (TASK, 9, [0.25, 1.0, 0.0])
     assert [rollout.text for rollout in group.rollouts] == ["a", "b", "c"]
+    assert [rollout.prompt_ids for rollout in group.rollouts] == [PROMPT] * 3
     (request,) = client.requests
-    assert "abc" in request.pop("prompt")
-    assert request == {"n": 3, "max_tokens": 8, "temperature": 0.7, "seed": 11, "options": OPTIONS}
+    assert request == {"prompt": PROMPT, "n": 3, "max_tokens": 8, "temperature": 0.7, "seed": 11, "options": OPTIONS}
     assert attempts == [Attempt(TASK, 9, 0, 3, [])]
 
 
@@ -105,7 +109,7 @@ def test_a_task_whose_rollouts_keep_failing_has_failed(tokenizer: Tokenizer) -> 
 def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: Tokenizer) -> None:
     """b hangs, and c is not scored by then: both are lost, and sampled again."""
     hung = UserCodeError(Failure("took too long", hung=True))
-    group, client, attempts = make(tokenizer, {"b": hung, "c": "waits behind another"})
+    group, client, attempts = make(tokenizer, {"b": hung, "c": WAITS})
     assert group is not None and [rollout.text for rollout in group.rollouts] == ["a", "d", "e"]
     assert [request["n"] for request in client.requests] == [3, 2]
     assert [[one.completion for one in attempt.failed] for attempt in attempts] == [["b", "b"], []]

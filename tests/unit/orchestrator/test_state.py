@@ -17,9 +17,9 @@ def test_state_comes_back_as_it_was_encoded(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_command_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"resume: .*orchestrator\.json does not say where the orchestrator was"):
+    with pytest.raises(UserError, match=r"resume: .*orchestrator\.json is not a valid orchestrator state"):
         OrchestratorState.load(RunDir(tmp_path), 4)
     (tmp_path / "checkpoints" / "step_000004").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_000004" / "orchestrator.json").write_text("{}")
-    with pytest.raises(UserError, match="does not say where the orchestrator was"):
+    with pytest.raises(UserError, match="is not a valid orchestrator state"):
         OrchestratorState.load(RunDir(tmp_path), 4)

@@ -7,7 +7,7 @@ import pytest
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.reverse_text import ReverseText, reverse_task
-from tandem.orchestrator.tasks import TaskOrder, check_prompts, request_seed
+from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
@@ -58,35 +58,40 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 def test_prompts_that_fit_are_accepted(tokenizer: Tokenizer) -> None:
     """A prompt of 8 letters: start, user, newline, 8 letters, end, newline, start, assistant, newline: 16 tokens."""
-    check_prompts(ReverseText(num_train=4, num_eval=2), tokenizer, config(seq_len=26))
+    environment = ReverseText(num_train=4, num_eval=2)
+    prompts = encode_prompts(environment, tokenizer, config(seq_len=26))
+    assert [len(prompt) for prompt in prompts.train] == [16] * 4 and len(prompts.held_out) == 2
+    assert list(prompts.train[3]) == tokenizer.encode_chat(
+        environment.train_tasks[3].messages, add_generation_prompt=True
+    )
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_the_length_that_does(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
     message = (
-        r"seq_len = 25 is too short: the prompt of training task 2 has 16 tokens, and sampling.max_tokens = 10 "
-        r"more are allowed; the smallest seq_len that fits it is 26"
+        r"seq_len = 25 is too short: the prompt of training task 2 has 16 tokens, plus sampling.max_tokens = 10; "
+        r"the smallest seq_len that fits is 26"
     )
     with pytest.raises(UserError, match=message):
-        check_prompts(environment, tokenizer, config(seq_len=25))
+        encode_prompts(environment, tokenizer, config(seq_len=25))
 
 
 def test_held_out_prompts_are_checked_too(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
     environment.eval_tasks = [reverse_task(0, "abcdefghijk")]
     with pytest.raises(UserError, match="the prompt of held-out task 0 has 19 tokens"):
-        check_prompts(environment, tokenizer, config(seq_len=26))
+        encode_prompts(environment, tokenizer, config(seq_len=26))
 
 
 def test_an_environment_without_tasks_is_refused(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
     environment.eval_tasks = []
     with pytest.raises(UserError, match=r"env\.id = 'reverse-text' has no held-out tasks"):
-        check_prompts(environment, tokenizer, config(seq_len=64))
+        encode_prompts(environment, tokenizer, config(seq_len=64))
 
 
 def test_messages_that_make_no_prompt_are_refused_with_their_task(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
     environment.train_tasks[1] = Task(17, [{"role": "user"}], "")
     with pytest.raises(UserError, match="training task 17: the chat template refuses these messages"):
-        check_prompts(environment, tokenizer, config(seq_len=64))
+        encode_prompts(environment, tokenizer, config(seq_len=64))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ class FakeClient:
         await self._answer(self._met)
         self.loaded.append((f"adapter {path.name}", version))
 
-    async def generate(self, prompt_ids: list[int], **options: float) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
         meant = self.instance
         assert meant is not None, "a server that has not been adopted is asked for nothing"
         await asyncio.sleep(0)
@@ -65,7 +66,7 @@ class FakeClient:
 
 
 def make_policy(client: FakeClient, folder: Path, version: int = 0) -> Policy:
-    return Policy(client, BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))  # pyright: ignore[reportArgumentType]
+    return Policy(client, BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))
 
 
 async def generate(policy: Policy, token: int = 1) -> Completion:
@@ -287,7 +288,7 @@ def test_restoring_and_following_do_not_mix(tmp_path: Path) -> None:
 
 
 class LosingClient(FakeClient):
-    async def generate(self, prompt_ids: list[int], **options: float) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
         await asyncio.sleep(0)
         raise ServerLost("run 'theirs' has taken it")
 
@@ -317,7 +318,7 @@ def test_a_new_server_that_refuses_the_weights_is_no_matter_of_one_group(tmp_pat
         policy.version = 1
         client.restart()
         generating = asyncio.ensure_future(generate(policy))
-        with pytest.raises(ServerLost, match=r"started again cannot serve this run: .*checksum"):
+        with pytest.raises(ServerLost, match=r"restarted server cannot serve this run: .*checksum"):
             await asyncio.wait_for(policy.watch(), 5)
         generating.cancel()
 

@@ -45,14 +45,14 @@ def test_scores_come_back_in_their_order() -> None:
     [
         ('{"error": {"message": "out of memory"}}', 500, "failed: 500: out of memory"),
         ("<html>gateway</html>", 502, "failed: 502: <html>gateway</html>"),
-        ('{"scores": [1]}', 200, "gave 1 scores, asked for 2"),
-        ('{"scores": [1, NaN]}', 200, "something else than scores .*NaN"),
+        ('{"scores": [1]}', 200, "gave 1 scores instead of 2"),
+        ('{"scores": [1, NaN]}', 200, "did not answer with scores .*NaN"),
         ('{"scores": [1, null]}', 200, "the reward is None, not a number"),
         ('{"scores": [1, 1e308]}', 200, "the reward is 1e[+]308"),
-        ('{"scores": 3}', 200, "something else than scores"),
-        ('{"score": [1, 2]}', 200, "something else than scores .*KeyError"),
-        ("[]", 200, "something else than scores"),
-        ("", 200, "something else than scores"),
+        ('{"scores": 3}', 200, "did not answer with scores"),
+        ('{"score": [1, 2]}', 200, "did not answer with scores .*KeyError"),
+        ("[]", 200, "did not answer with scores"),
+        ("", 200, "did not answer with scores"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error_with_its_reason(text: str, status: int, message: str) -> None:

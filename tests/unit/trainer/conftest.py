@@ -32,11 +32,13 @@ def make_samples() -> Callable[..., list[TrainingSequence]]:
             for _ in range(group_size):
                 completion = [draw.randrange(6, 100) for _ in range(draw.randint(1, 7))]
                 advantage = draw.uniform(-1, 1)
+                reward = advantage + 0.5
                 samples.append(
                     TrainingSequence(
                         token_ids=prompt + completion,
                         loss_mask=[0] * len(prompt) + [1] * len(completion),
                         streams={
+                            "rewards": [0.0] * len(prompt) + [reward] * len(completion),
                             "advantages": [0.0] * len(prompt) + [advantage] * len(completion),
                             "logprobs": [0.0] * len(prompt) + [draw.uniform(-5.0, -4.0) for _ in completion],
                         },

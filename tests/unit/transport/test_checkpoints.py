@@ -46,7 +46,7 @@ def test_the_newest_complete_checkpoint(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert newest_checkpoint(run_dir) == 12
     assert len(caplog.records) == 1
-    assert "step_000016 is passed over" in caplog.text and "it is unfinished" in caplog.text
+    assert "step_000016 is skipped" in caplog.text and "it is unfinished" in caplog.text
 
 
 def test_damaged_checkpoints_are_named_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -58,8 +58,8 @@ def test_damaged_checkpoints_are_named_and_passed_over(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         assert newest_checkpoint(run_dir) == 4
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "step_000012 is passed over" in caplog.text and "does not match its checksum" in caplog.text
-    assert "step_000008 is passed over" in caplog.text and "is missing" in caplog.text
+    assert "step_000012 is skipped" in caplog.text and "does not match its checksum" in caplog.text
+    assert "step_000008 is skipped" in caplog.text and "is missing" in caplog.text
 
 
 def test_a_checkpoint_under_another_number_is_passed_over(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_every_flipped_bit_of_a_manifest_leaves_a_right_choice(
         path.write_bytes(flipped)
         caplog.clear()
         assert newest_checkpoint(run_dir) == 4, bytes(flipped)
-        assert "step_000008 is passed over" in caplog.text
+        assert "step_000008 is skipped" in caplog.text
     path.write_bytes(content)
     assert newest_checkpoint(run_dir) == 8
 
@@ -254,7 +254,7 @@ def test_a_new_run_starts_at_zero_and_a_resumed_one_at_its_checkpoint(tmp_path: 
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint; start the run anew"):
+    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint; start again"):
         start(RunDir(tmp_path), resume=True)
 
 
@@ -265,7 +265,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
         save(run_dir.checkpoints, step)
     (run_dir.checkpoints / step_name(15)).mkdir()  # was being written
     assert how_to_go_on(run_dir, "rl") == (
-        f"the newest checkpoint is {run_dir.checkpoints / step_name(10)}; go on with: rl --resume '{run_dir.root}'"
+        f"the newest checkpoint is {run_dir.checkpoints / step_name(10)}; continue with: rl --resume '{run_dir.root}'"
     )
 
 

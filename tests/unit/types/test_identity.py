@@ -30,4 +30,4 @@ def test_run_names_are_accepted_by_servers_and_never_the_same(folder: str) -> No
 
 
 def test_nobody_is_described() -> None:
-    assert describe_run("-") == "somebody who named no run" and describe_run("a-1") == "run 'a-1'"
+    assert describe_run("-") == "a client that named no run" and describe_run("a-1") == "run 'a-1'"

@@ -20,7 +20,7 @@ def test_another_run_is_refused_unless_it_is_resumed_or_deleted(tmp_path: Path, 
     run_dir = RunDir(tmp_path)
     run_dir.refuse_another_run(resume=False, clean=False)
     (tmp_path / entry).mkdir()
-    message = r"output_dir = '.*' holds another run; go on with it \(--resume\), delete it \(--clean\), or choose"
+    message = r"output_dir = '.*' holds another run; continue it \(--resume\), delete it \(--clean\), or choose"
     with pytest.raises(UserError, match=message):
         run_dir.refuse_another_run(resume=False, clean=False)
     run_dir.refuse_another_run(resume=True, clean=False)

@@ -57,7 +57,20 @@ class QueueFull(RuntimeError):
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client is gone: there is no one to answer."""
+
+
+# What an engine refuses to change: the status, the field that is wrong, and the code.
+REFUSALS: dict[type[Exception], tuple[int, str | None, str]] = {
+    WeightUpdateRefused: (400, "path", "weights_refused"),
+    AdapterRefused: (400, "lora_path", "adapter_refused"),
+    EngineBusy: (409, None, "engine_busy"),
+}
+
+
+def answer_refusal(error: Exception) -> Response:
+    status, param, code = next(known for kind, known in REFUSALS.items() if isinstance(error, kind))
+    return error_answer(status, str(error), param=param, code=code)
 
 
 def engine_status(error: Exception) -> tuple[int, str]:
@@ -80,16 +93,10 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_answer(400, str(error), param=error.param)
 
     @app.exception_handler(WeightUpdateRefused)
-    async def weights_refused(_: Request, error: WeightUpdateRefused) -> Response:
-        return error_answer(400, str(error), param="path", code="weights_refused")
-
     @app.exception_handler(AdapterRefused)
-    async def adapter_refused(_: Request, error: AdapterRefused) -> Response:
-        return error_answer(400, str(error), param="lora_path", code="adapter_refused")
-
     @app.exception_handler(EngineBusy)
-    async def busy(_: Request, error: EngineBusy) -> Response:
-        return error_answer(409, str(error), code="engine_busy")
+    async def change_refused(_: Request, error: Exception) -> Response:
+        return answer_refusal(error)
 
     @app.exception_handler(NotServed)
     async def not_served(_: Request, error: NotServed) -> Response:

@@ -1,13 +1,11 @@
-"""Chat messages as the model's template takes them, and the prompt it makes of them."""
+"""Chat requests to prompts: what a request may say, and what the model's template makes of it."""
 
-import json
-from typing import Any
-
+from tandem.data.messages import read_message
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest
 from tandem.inference.api.tools import CallFormat, choose_format
 from tandem.inference.text_size import TextLimit, size_of
-from tandem.types.chat import ChatMessage, ChatOptions, ToolCall
+from tandem.types.chat import ChatMessage, ChatOptions
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
 
@@ -67,15 +65,13 @@ class ChatPrompts:
             raise BadRequest(f"{where}.tool_calls: only the assistant calls tools", "messages")
         if (message.tool_call_id is not None) != (message.role == "tool"):
             raise BadRequest(f"{where}.tool_call_id: messages of role tool have one, and no others", "messages")
-        role = "system" if message.role == "developer" and not knows_developer else message.role
-        plain: Message = {"role": role, "content": text_of(message)}
-        if message.name is not None:
-            plain["name"] = message.name
-        if message.tool_call_id is not None:
-            plain["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            plain["tool_calls"] = [plain_call(call, where) for call in message.tool_calls]
-        return plain
+        given = message.model_dump(exclude_none=True)
+        if message.role == "developer" and not knows_developer:
+            given["role"] = "system"
+        try:
+            return read_message(given, where)
+        except ValueError as error:
+            raise BadRequest(str(error), "messages") from error
 
 
 def refuse_size(limit: TextLimit, size: int, param: str) -> None:
@@ -89,27 +85,15 @@ def conversation_size(messages: list[ChatMessage], options: ChatOptions) -> int:
     for function in (tool.function for tool in options.tools):
         size += len(function.name) + len(function.description or "") + size_of(function.parameters)
     for message in messages:
-        size += 1 + len(text_of(message)) + len(message.name or "") + len(message.tool_call_id or "")
+        size += 1 + content_size(message) + len(message.name or "") + len(message.tool_call_id or "")
         for call in message.tool_calls or []:
             size += 1 + len(call.id) + len(call.function.name) + len(call.function.arguments)
     return size
 
 
-def text_of(message: ChatMessage) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "\n".join(part.text for part in message.content or [])
-
-
-def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Templates write the arguments themselves, and want them as an object."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{where}.tool_calls: the arguments are not JSON: {error}", "messages") from error
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"{where}.tool_calls: the arguments are not a JSON object", "messages")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def content_size(message: ChatMessage) -> int:
+    parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or []]
+    return sum(map(len, parts)) + max(len(parts) - 1, 0)
 
 
 def leave_open(text: str, final: str) -> str:

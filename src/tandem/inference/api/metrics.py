@@ -47,7 +47,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's numbers, read when somebody asks."""
+    """The engine's numbers, read when /metrics is asked."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -139,7 +139,6 @@ OF_ALL = {
     "503": "The engine has failed or is shutting down.",
 }
 TOO_MUCH = {"429": "Too many requests wait; come back after Retry-After seconds."}
-NO_ADAPTER = {"404": "The adapter is not loaded."}
 NO_MODEL = {"404": "The model is not served here."}
 NO_ADAPTER = {"404": "The adapter is not loaded."}
 BUSY = {"409": "The engine is busy with something that contradicts this."}

@@ -52,7 +52,7 @@ class SamplingDefaults:
             first = error.errors()[0]
             raise UserError(
                 f"{path}: {first['loc'][0]} = {first['input']!r}: {first['msg']}; correct it, "
-                "or set generation_config = 'vllm' to leave the file aside"
+                "or set generation_config = 'vllm' to ignore the file"
             ) from error
         return cls(found)
 

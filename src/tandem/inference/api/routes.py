@@ -96,7 +96,7 @@ def information_routes(context: ApiContext) -> APIRouter:
     @routes.head("/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> Response:
-        """Whether the engine works; open to everybody."""
+        """Whether the engine works; no key needed."""
         status = {**context.identity.status, "paused": engine.paused}
         if engine.failure is not None:
             return Answer({"status": "failed", "reason": engine.failure, **status}, 503)
@@ -233,7 +233,7 @@ def control_routes(context: ApiContext) -> APIRouter:
             raise NotServed(not_loaded, "lora_name")
         try:
             await call(engine.unload_adapter, name)
-        except AdapterRefused as error:  # unloaded by somebody else meanwhile
+        except AdapterRefused as error:  # unloaded by another client meanwhile
             raise NotServed(str(error), "lora_name") from error
         return Answer({"lora_name": name})
 

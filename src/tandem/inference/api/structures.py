@@ -51,7 +51,7 @@ class Structures:
     def _too_long(self, job: "Future[Grammar]", param: str) -> Exception:
         if job.cancel():  # it has not begun
             return QueueFull("structures of other requests are being compiled; come back later")
-        job.add_done_callback(Future.exception)  # it ends by itself; nobody wants to know
+        job.add_done_callback(Future.exception)  # it ends by itself; its outcome is not needed
         return BadRequest(f"{param} takes more than {self._max_compile_s:g} s to compile; simplify it", param)
 
 

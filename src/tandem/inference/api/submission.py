@@ -1,4 +1,4 @@
-"""The way into the engine and back: requests are admitted here, and forgotten when nobody waits for them.
+"""The way into the engine and back: requests are admitted here, and forgotten when no client waits for them.
 
 The engine answers from its own thread; what it says reaches the event loop through a future, or, for streams,
 through a feed. The event loop never waits for the model.

@@ -3,8 +3,8 @@
     caller threads ──send: an action, without an answer──► loop
                    ──call: an operation──────────────────► loop ──answer──► the caller, who waited
 
-It ends when it is told to (`stop`) or when the engine fails (`fail`). From then on it takes nothing in, and everybody
-who still comes is told why.
+It ends when it is told to (`stop`) or when the engine fails (`fail`). From then on it takes nothing in, and
+later callers are told why.
 """
 
 import asyncio

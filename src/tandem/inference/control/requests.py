@@ -5,9 +5,11 @@ begin ─► _serve ─┬─ _sample: wait while sending is paused ─► the s
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -155,6 +157,15 @@ class Requests:
         self.sending.clear()
         await self._idle.wait()
 
+    @contextlib.asynccontextmanager
+    async def drained(self) -> AsyncIterator[None]:
+        """After all samples have ended, and before any other is sent."""
+        try:
+            await self.drain()
+            yield
+        finally:
+            self.sending.set()
+
     def note_version(self, version: int) -> None:
         """From now on tokens may be of this version."""
         for sample in self.in_flight:
@@ -176,7 +187,7 @@ class Requests:
                 entry.task.cancel()
 
     def refuse_all(self, reason: str) -> None:
-        """Nobody is left waiting for an engine that has ended."""
+        """No caller is left waiting for an engine that has ended."""
         entries = list(self._unanswered.values())
         self._unanswered.clear()
         for entry in entries:

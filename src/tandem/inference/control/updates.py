@@ -136,7 +136,7 @@ class ControlPlane:
 
     @contextlib.asynccontextmanager
     async def _held(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """No token is computed in here. Somebody else's pause outlasts it, and so does a failure."""
+        """No token is computed in here. A pause by another client outlasts it, and so does a failure."""
         if mode == "abort" or not self.paused:
             await self._hold(mode)
         try:
@@ -152,7 +152,7 @@ class ControlPlane:
         try:
             await self._backend.hold(mode)
         except Exception:
-            if not self.paused:  # the engine may have paused, though nobody heard of it
+            if not self.paused:  # the engine may have paused without its answer arriving
                 with contextlib.suppress(EngineError, TimeoutError):
                     await self._backend.release()
             raise

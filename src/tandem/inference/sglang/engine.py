@@ -1,34 +1,18 @@
-"""The SGLang engine: requests go to a running SGLang server over HTTP, one call for every sample.
-
-    caller threads ──submit, cancel──────────────► control/requests.py: a task for every request ─► backend.py ─► SGLang
-                   ──pause, resume, weights, …───► control/updates.py: in turn ───────────────────►
-
-All of it runs in one event loop (control/loop.py) in a thread of its own. Here is what callers see, and the engine's
-life: probe the server, watch it, leave it.
+"""The SGLang engine: what may be asked of a running SGLang server, and the engine's life: probe the server, watch it,
+leave it. What it has in common with other engines that are servers of their own: control/remote.py.
 """
 
 import asyncio
 import contextlib
-import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.control.loop import SHUTTING_DOWN, EngineLoop
+from tandem.inference.control.remote import RemoteEngine
 from tandem.inference.control.requests import Request
 from tandem.inference.control.updates import ControlPlane
-from tandem.inference.engine import (
-    AdapterRefused,
-    EngineError,
-    EngineStats,
-    GenerationRequest,
-    OnDone,
-    OnPart,
-    UpdateMode,
-)
+from tandem.inference.engine import AdapterRefused, GenerationRequest, OnDone, OnPart, UpdateMode
 from tandem.inference.sglang.backend import SGLangBackend
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.inference.sglang.probe import probe
@@ -36,54 +20,25 @@ from tandem.inference.sglang.translate import Abilities, Limits, check_request
 from tandem.inference.weight_check import ServedModel
 from tandem.utils.errors import UserError
 
-logger = logging.getLogger(__name__)
 WATCH_S = 5.0  # between two looks at whether the server is still the one we probed
 LOOKS = 3  # in vain, before it counts as gone
 FAREWELL_S = 5.0  # to abort what still runs when the engine stops
 
 
-class SGLangEngine:
+class SGLangEngine(RemoteEngine):
     def __init__(
         self, config: InferenceConfig, api_key: str | None, eos_token_ids: list[int], on_failure: Callable[[str], None]
     ) -> None:
+        super().__init__("sglang", on_failure)
         self._config = config
-        self._on_failure = on_failure
         options = config.sglang
         self._limits = Limits(config.seq_len, options.allow_unseeded, options.allow_adjusted_logprobs)
         self._abilities = Abilities()
         self._client = SGLangClient(options.base_url, api_key, options.timeout_s)
-        self._loop = EngineLoop(self._refuse_and_tell)
         self._backend = SGLangBackend(self._client, self._loop, eos_token_ids)
         self._requests = self._backend.requests
         self._control = ControlPlane(self._backend, ServedModel(config.model.name), self._loop.fail)
         self._request_ids = count()
-        self._thread = threading.Thread(target=self._run, name="sglang", daemon=True)
-        self._probed: Future[None] = Future()
-
-    def start(self) -> None:
-        """Returns once the SGLang server answers and is the right one. Raises UserError otherwise."""
-        self._thread.start()
-        self._probed.result()
-
-    @property
-    def version(self) -> int:
-        return self._requests.version
-
-    @property
-    def paused(self) -> bool:
-        return self._control.paused
-
-    @property
-    def failure(self) -> str | None:
-        return self._loop.failure
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._requests.stats
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        return self._requests.adapters.paths
 
     def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
         check_request(request, self._abilities, self._limits)
@@ -100,18 +55,6 @@ class SGLangEngine:
         self._loop.send(lambda: self._requests.begin(entry), on_done)
         return request_id
 
-    def cancel(self, request_id: int) -> None:
-        self._loop.send(lambda: self._requests.forget(request_id), lambda error: None)
-
-    def pause(self, mode: UpdateMode = "keep") -> None:
-        self._loop.call(self._control.pause(mode))
-
-    def resume(self) -> None:
-        self._loop.call(self._control.resume())
-
-    def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
-        self._loop.call(self._control.update(path, version, mode))
-
     def load_adapter(
         self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
     ) -> None:
@@ -119,13 +62,9 @@ class SGLangEngine:
             raise AdapterRefused("this SGLang server serves no adapters; start it with --enable-lora")
 
         async def load() -> None:
-            try:
-                if mode == "wait":
-                    await self._requests.drain()
+            # SGLang itself is not paused: running requests keep the adapter they began with.
+            async with self._requests.drained() if mode == "wait" else contextlib.nullcontext():
                 await self._backend.load_adapter(name, path.resolve(), version, replace=replace)
-            finally:
-                if mode == "wait":
-                    self._requests.sending.set()
 
         self._loop.call(self._control.load_adapter(path, mode, load, hold=False))
 
@@ -136,45 +75,15 @@ class SGLangEngine:
 
         self._loop.call(unload())
 
-    def reset_prefix_cache(self) -> None:
-        self._loop.call(self._control.reset_prefix_cache())
-
-    def stop(self) -> None:
-        self._loop.stop()
-        self._thread.join()
-
     # From here on, everything runs in the loop.
 
-    def _run(self) -> None:
-        self._loop.run(self._live, self._leave)
-        if not self._probed.done():
-            self._probed.set_exception(EngineError(self._loop.why_over))
-        self._requests.refuse_all(self._loop.why_over)
-
-    async def _live(self) -> None:
-        """From probing the server to the end."""
-        arrival = asyncio.ensure_future(self._arrive())
-        is_stopped = await self._loop.until_stopped(arrival)
-        if is_stopped or arrival.exception() is not None:
-            return
-        watch = asyncio.ensure_future(self._watch())
-        await self._loop.until_stopped(watch)
-        if not watch.cancelled():
-            watch.result()
-
     async def _arrive(self) -> None:
-        """Probe the server, and tell `start` how it went."""
         config = self._config
-        try:
-            timeout_s = config.sglang.startup_timeout_s
-            found = await probe(self._client, config.model.name, config.seq_len, config.deterministic, timeout_s)
-        except BaseException as error:
-            self._probed.set_exception(error if isinstance(error, Exception) else EngineError(SHUTTING_DOWN))
-            raise
+        timeout_s = config.sglang.startup_timeout_s
+        found = await probe(self._client, config.model.name, config.seq_len, config.deterministic, timeout_s)
         self._abilities = found.abilities
         self._control.version = found.version
         self._backend.adopt(found)
-        self._probed.set_result(None)
 
     async def _watch(self) -> None:
         """Notice when the server goes away, or comes back with other weights than we put there."""
@@ -197,13 +106,7 @@ class SGLangEngine:
                         "somebody else?"
                     )
 
-    async def _leave(self) -> None:
-        """End what runs at SGLang, and leave it neither busy nor paused."""
-        await asyncio.sleep(0)  # what was sent to the loop before the end has been taken in now
-        self._loop.cancel_operations()
-        self._requests.cancel_all()
-        rids = [sample.rid for sample in self._requests.in_flight]
-        self._requests.refuse_all(self._loop.why_over)
+    async def _leave(self, rids: list[str]) -> None:
         goodbye = [self._client.abort(rid) for rid in rids]
         goodbye += [self._client.unload_adapter(each.server_name) for each in self._requests.adapters.loaded.values()]
         if self._backend.is_held:
@@ -212,10 +115,6 @@ class SGLangEngine:
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(*goodbye, return_exceptions=True)
         await self._client.close()
-
-    def _refuse_and_tell(self, reason: str) -> None:
-        self._requests.refuse_all(reason)
-        self._on_failure(reason)
 
 
 def build_engine(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,4 @@ async def _gap(client: SGLangClient, token: int, temperature: float) -> float:
 
 def version_numbers(version: str) -> tuple[int, ...]:
     """0.5.10.post1 and 0.5.10rc2 are 0.5.10 here."""
-    numbers = []
-    for part in version.split(".")[:3]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        numbers.append(int(digits or 0))
-    return tuple(numbers)
+    return tuple(int(re.split(r"\D", part)[0] or 0) for part in version.split(".")[:3])

@@ -1,6 +1,7 @@
 """Our part of vLLM's HTTP server. Everything passes through here first:
 
-API key ─► /health /pause /resume /update_weights    answered here, and so are
+API key ─► /health /is_paused /pause /resume         answered here, and so are
+      │    /update_weights /reset_prefix_cache
       │    /load_lora_adapter /unload_lora_adapter   (also below /v1)
       └──► /v1/completions /v1/chat/completions      vLLM's answer, with the version of every token
       └──► anything else                             vLLM's; errors in the shape all our engines give
@@ -20,13 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.inference.api.errors import BadRequest
+from tandem.inference.api.errors import REFUSALS, BadRequest, answer_refusal
 from tandem.inference.api.limits import LimitBody
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.control.updates import ControlPlane
-from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UpdateMode, WeightUpdateRefused
+from tandem.inference.engine import AdapterRefused, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
 from tandem.inference.responses import Answer, error_answer
 from tandem.inference.roots import WeightRoots
@@ -45,7 +46,7 @@ GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 LOAD_PATHS = ("/load_lora_adapter", "/v1/load_lora_adapter")
 UNLOAD_PATHS = ("/unload_lora_adapter", "/v1/unload_lora_adapter")
 LEAVE_S = 1  # for answers that are complete to be sent
-CONTROL_PATHS = ("/pause", "/resume", "/update_weights", *LOAD_PATHS, *UNLOAD_PATHS)
+CONTROL_PATHS = ("/pause", "/resume", "/update_weights", "/reset_prefix_cache", *LOAD_PATHS, *UNLOAD_PATHS)
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
@@ -97,6 +98,8 @@ class Routes:
         method, path = scope["method"], scope["path"]
         if method in ("GET", "HEAD") and path == "/health":
             await (await self._health(vllm))(scope, receive, send)
+        elif method == "GET" and path == "/is_paused":
+            await Answer({"is_paused": vllm.control.paused})(scope, receive, send)
         elif method == "POST" and path in CONTROL_PATHS:
             await (await self._control(vllm, Request(scope, receive)))(scope, receive, send)
         elif method == "POST" and path in GENERATION_PATHS:
@@ -149,14 +152,10 @@ class Routes:
             return explain_invalid(error)
         except BadRequest as error:
             return error_answer(400, str(error), param=error.param)
-        except WeightUpdateRefused as error:
-            return error_answer(400, str(error), param="path", code="weights_refused")
         except NoSuchAdapter as error:
             return error_answer(404, str(error), param="lora_name")
-        except AdapterRefused as error:
-            return error_answer(400, str(error), param="lora_path", code="adapter_refused")
-        except EngineBusy as error:
-            return error_answer(409, str(error), code="engine_busy")
+        except tuple(REFUSALS) as error:
+            return answer_refusal(error)
         except (EngineError, TimeoutError) as error:
             return error_answer(503, str(error) or "vLLM's engine did not answer in time", code="engine_failed")
 
@@ -178,6 +177,9 @@ class Routes:
             name = UnloadAdapterRequest.model_validate_json(await request.body()).lora_name
             vllm.adapters.unload(name)
             return Answer({"lora_name": name})
+        if route == "/reset_prefix_cache":
+            await vllm.control.reset_prefix_cache()
+            return Answer({"success": True})
         if route == "/resume":
             await vllm.control.resume()
             return Answer({"paused": False})

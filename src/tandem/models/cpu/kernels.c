@@ -218,7 +218,7 @@ static int64_t offsets_of(const int64_t *table, int64_t first, int64_t end, int6
 enum { MAX_RUN = 64 }; /* rows that are looked at together */
 
 /* How many rows from `row` on begin with the same blocks as it, and in `shared` how many tokens that is: whole
-   blocks, before everybody's last token. Few tokens or rows are not worth it. */
+   blocks, before the last token of each. Few tokens or rows are not worth it. */
 static int64_t run_of_rows(const int64_t *tables, int64_t table_stride, const int64_t *positions, int64_t row,
                            int64_t end, int64_t block_size, int64_t window, int64_t *shared) {
     int64_t blocks = positions[row] / block_size, next = row + 1;

@@ -179,7 +179,7 @@ class Kernels:
 
     def _call(self, name: str, *arguments: float | None) -> None:
         if self.functions[name](*arguments):
-            raise MemoryError(f"no memory for what {name} keeps aside")
+            raise MemoryError(f"not enough memory for the buffers of {name}")
 
 
 def find(x: Tensor) -> Kernels | None:

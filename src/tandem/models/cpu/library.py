@@ -148,7 +148,7 @@ def _processor() -> str:
 
 
 def _private_folder() -> Path | None:
-    """Where compiled kernels are kept: the first usual place that nobody else can write to."""
+    """Where compiled kernels are kept: the first usual place that only this user can write to."""
     for folder in _usual_places():
         try:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _refuse_if_written_by_others(path: Path) -> None:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
-        raise PermissionError(f"others may have written {path} ({_access(status)}); it has to be yours alone")
+        raise PermissionError(f"others may have written {path} ({_access(status)}); only you may have access to it")
 
 
 def _refuse_if_replaced_by_others(folder: Path) -> None:

@@ -1,8 +1,11 @@
 """How rewards become advantages: pure functions, chosen by `advantage.type`."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from tandem.config.advantages import AdvantageConfig, AdvantageType
+from tandem.config.advantages import AdvantageConfig
+from tandem.envs.failures import failure_of
 from tandem.orchestrator.advantages.functions import (
     Advantages,
     Groups,
@@ -14,11 +17,13 @@ from tandem.orchestrator.advantages.functions import (
     rloo_advantages,
     zero_advantages,
 )
+from tandem.utils.errors import UserError
+from tandem.utils.registry import find_registered
 
 # The rewards of all groups of a batch to their advantages.
 AdvantageFunction = Callable[[Groups], Advantages]
 
-FUNCTIONS: dict[AdvantageType, AdvantageFunction] = {
+FUNCTIONS: dict[str, AdvantageFunction] = {
     "grpo": grpo_advantages,
     "dr_grpo": dr_grpo_advantages,
     "rloo": rloo_advantages,
@@ -30,4 +35,27 @@ FUNCTIONS: dict[AdvantageType, AdvantageFunction] = {
 
 
 def make_advantage_function(config: AdvantageConfig) -> AdvantageFunction:
-    return FUNCTIONS[config.type]
+    function = find_registered(FUNCTIONS, config.type, "advantage.type")
+    return function if config.type in FUNCTIONS else partial(checked_advantages, function, config.type)
+
+
+def checked_advantages(
+    function: Callable[[Groups], Sequence[Sequence[float]]], name: str, groups: Groups
+) -> Advantages:
+    """What a user's own function gives: one finite number for each reward; UserError where it is anything else."""
+    try:
+        advantages = [[float(value) for value in group] for group in function(groups)]
+    except Exception as error:
+        failure = failure_of(error)
+        raise UserError(f"advantage.type = {name!r} failed: {failure}\n{failure.frames}".rstrip()) from error
+    given, wanted = [len(group) for group in advantages], [len(group) for group in groups]
+    if given != wanted:
+        raise UserError(f"advantage.type = {name!r} gives groups of {given} advantages for groups of {wanted} rewards")
+    if not all(math.isfinite(value) for group in advantages for value in group):
+        raise UserError(f"advantage.type = {name!r} gives advantages that are not finite numbers: {advantages}")
+    return advantages
+
+
+def try_advantages(config: AdvantageConfig, group_size: int) -> None:
+    """Before anything starts: does the function take a group of different rewards, and one of equal ones?"""
+    make_advantage_function(config)([[i / group_size for i in range(group_size)], [0.0] * group_size])

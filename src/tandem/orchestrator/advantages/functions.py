@@ -1,6 +1,7 @@
 """Advantages from the rewards of a whole batch of groups. Pure functions; a group's rewards are one list.
 
-Rewards that are all equal, in whatever they are compared with, give exact zeros: there is nothing to learn from them.
+If all rewards in a comparison are equal, the advantages are exact zeros: there is nothing to learn from them. All
+standard deviations are those of the population.
 """
 
 import statistics
@@ -9,12 +10,12 @@ from collections.abc import Sequence
 Groups = Sequence[Sequence[float]]
 Advantages = list[list[float]]
 
-# Keeps differences that are mere rounding from being blown up to the size of real ones.
+# Keeps rounding differences from being scaled up to the size of real ones.
 EPSILON = 1e-6
 
 
 def grpo_advantages(groups: Groups) -> Advantages:
-    """(r − mean) / (std + ε), mean and std of the group; of all of it, not of a sample from it."""
+    """(r − mean) / (std + ε) of the group, with the population standard deviation."""
     return [scaled(centred(group), statistics.pstdev(group)) for group in groups]
 
 
@@ -29,7 +30,7 @@ def rloo_advantages(groups: Groups) -> Advantages:
 
 
 def reinforce_pp_advantages(groups: Groups) -> Advantages:
-    """(r − mean) / (std + ε), mean and std of the whole batch."""
+    """(r − mean) / (std + ε) of the whole batch."""
     everything = [reward for group in groups for reward in group]
     values = iter(scaled(centred(everything), statistics.pstdev(everything)))
     return [[next(values) for _ in group] for group in groups]
@@ -48,7 +49,7 @@ def reward_advantages(groups: Groups) -> Advantages:
 
 
 def zero_advantages(groups: Groups) -> Advantages:
-    """0: whatever is learned, rewards have no part in it."""
+    """0: the policy does not learn from rewards."""
     return [[0.0] * len(group) for group in groups]
 
 

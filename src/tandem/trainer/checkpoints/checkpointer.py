@@ -1,13 +1,13 @@
-"""Saving and loading everything the trainer needs to go on, while training goes on.
+"""Saves and loads checkpoints; saving runs beside training.
 
     loop     copies of weights, optimizer and random state ──┐      the next steps
     thread   (checkpoints/snapshot.py)                      └─► shards ─► all ranks done ─► rename ─► manifest
 
-A save that fails is told at once and made again after the next step; failing again, it ends the run.
+A save that fails is reported at once and repeated after the next step; if that fails too, the run ends.
 
 trainer/shard_00000.safetensors   what is trained and the optimizer's state of it, as the ranks hold it
 trainer/random_00000.json         the random number generators of each rank
-trainer/state.json                the number of ranks, and what the loop wants to find again
+trainer/state.json                the world size, and the state of the loop
 
 The learning rate is a function of the step, and frozen weights are those of model.name: neither is saved.
 """
@@ -106,7 +106,7 @@ class Checkpointer:
         asked = time.monotonic()
         self._settle()
         if (waited_s := time.monotonic() - asked) > WORTH_A_WARNING_S:
-            logger.warning("step %d waited %.1f s for the checkpoint before its own; save less often", step, waited_s)
+            logger.warning("step %d waited %.1f s for the previous checkpoint; raise checkpoint.every", step, waited_s)
         self._newest = step
         self._saving = self._thread.submit(self._writer.write, self._snapshot(step, extra_state or {}, beside or {}))
 
@@ -120,7 +120,7 @@ class Checkpointer:
         except TimeoutError as error:
             raise TimeoutError(
                 f"waited {SAVE_TIMEOUT_S:.0f} s for a checkpoint to be written to {self.run_dir.checkpoints}; "
-                "does its file system answer?"
+                "does the file system respond?"
             ) from error
         self._num_failed = 0
 
@@ -227,13 +227,13 @@ def refuse_other_parameters(folder: Path, layout: ShardIndex, parameters: Mappin
     saved = {key.removeprefix(MODEL): entry for key, entry in layout.items() if key.startswith(MODEL)}
     hint = "resume with the model and the lora options that the run was started with"
     for name in sorted(saved.keys() ^ parameters.keys()):
-        which = "holds {!r}, which this run does not train" if name in saved else "does not hold {!r}, which is trained"
+        which = "holds {!r}, which this run does not train" if name in saved else "lacks {!r}, which this run trains"
         raise UserError(f"resume: the checkpoint {folder} {which.format(name)}; {hint}")
     for name, parameter in parameters.items():
         if saved[name].size != parameter.shape:
             raise UserError(
-                f"resume: the checkpoint {folder} holds {name!r} with shape {tuple(saved[name].size)}, this run's has "
-                f"{tuple(parameter.shape)}; {hint}"
+                f"resume: the checkpoint {folder} holds {name!r} with shape {tuple(saved[name].size)}, but this run "
+                f"needs {tuple(parameter.shape)}; {hint}"
             )
 
 

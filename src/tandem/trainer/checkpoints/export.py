@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
 from tandem.models.files import check_model_dir
-from tandem.models.trainable import Trainable, load_trainable, merged_tensors
+from tandem.models.trainable import Trainable, load_trainable, merged_tensors, whole_tensors
 from tandem.trainer.checkpoints.checkpointer import MODEL
 from tandem.trainer.checkpoints.shards import read_whole
 from tandem.transport.checkpoints import TRAINER
@@ -36,7 +36,7 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
     take_weights(decoder, read_whole(folder, MODEL + DECODER), folder)
     staging = staging_directory(output)
     hf_config = read_json(model.name / "config.json") | {"dtype": dtype or model.dtype}
-    write_model(staging, merged_tensors(decoder), hf_config)
+    write_model(staging, merged_tensors(decoder) if lora else whole_tensors(decoder), hf_config)
     copy_side_files(model.name, staging)
     write_manifest(staging, step)
     publish_directory(staging, output)
@@ -49,7 +49,7 @@ def run_config(run_dir: RunDir) -> dict[str, Any]:
         if path.exists():
             return read_json(path)
     raise UserError(
-        f"run_dir = {str(run_dir.root)!r} does not say what was trained: there is no trainer.json, sft.json or "
+        f"run_dir = {str(run_dir.root)!r} is not the directory of a run: there is no trainer.json, sft.json or "
         f"align.json in {run_dir.config}"
     )
 
@@ -58,7 +58,7 @@ def take_weights(decoder: Trainable, saved: Mapping[str, Tensor], folder: Path) 
     """Overwrite what was trained, which must be all of what the decoder could train, and no more."""
     trained = {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
     for name in sorted(trained.keys() ^ saved.keys()):
-        raise UserError(f"run_dir: {folder} is not of the model that the run's configuration names: see {name!r}")
+        raise UserError(f"run_dir: {folder} does not fit the model in the run's configuration: {name!r} differs")
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(saved[name])

@@ -1,6 +1,6 @@
 """Tensors on disk as the ranks hold them: torch's distributed checkpoint (DCP) over safetensors, no pickle.
 
-Each rank writes its parts; a reader takes from all files what it needs, so the number of ranks may change.
+Each rank writes its parts; a reader takes from all files what it needs, so the world size may change.
 """
 
 import json

@@ -131,6 +131,6 @@ def make_room(staging: Path, size_bytes: int) -> None:
         raise OSError(
             errno.ENOSPC,
             f"a checkpoint takes {size_bytes / 1e9:.2f} GB, {free_bytes / 1e9:.2f} GB are free; free some space, or "
-            "keep fewer with checkpoint.keep_last",
+            "lower checkpoint.keep_last",
             str(staging.parent),
         )

@@ -125,7 +125,7 @@ class StopSignal:
     def _note(self, number: int) -> None:
         self._signal = number
         logger.warning(
-            "%s: this step is finished and a checkpoint saved, within %g s; a second signal ends at once",
+            "%s: finishing this step and saving a checkpoint, within %g s; a second signal ends at once",
             *(signal.Signals(number).name, self.timeout_s),
         )
         if self.ranks.store is not None and self.ranks.size > 1:
@@ -137,5 +137,5 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _leave(number: int | None, reason: str) -> None:
-    print(f"{reason}: ended as it was", file=sys.stderr, flush=True)
+    print(f"{reason}: ended at once", file=sys.stderr, flush=True)
     os._exit(128 + (number or 0))

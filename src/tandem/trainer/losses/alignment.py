@@ -1,5 +1,6 @@
 """The objective that `loss.type` names, on the tokens of one micro-batch: sums over sequences, then pairs or labels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from tandem.config.align import AlignLossConfig
 from tandem.trainer.losses.kl import kl_estimate
+from tandem.trainer.losses.metrics import mean_of
 from tandem.trainer.losses.preference import (
     PairStreams,
     cpo_loss,
@@ -16,22 +18,21 @@ from tandem.trainer.losses.preference import (
     orpo_loss,
     simpo_loss,
 )
-from tandem.trainer.losses.reward_model import ScoreStreams, reward_model_loss
-from tandem.trainer.losses.sequences import is_last_token, sequence_lengths, sum_by_sequence
-from tandem.trainer.losses.types import LossOutput
+from tandem.trainer.losses.sequences import sequence_lengths, sum_by_sequence
+from tandem.trainer.losses.types import LossOutput, require_losses
 from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
+from tandem.utils.functions import load_function
 
 
 @dataclass(frozen=True)
 class AlignStreams:
     """One entry per token of a completion. Sequences come in pairs, the chosen one first, or each with a label."""
 
-    logprobs: Tensor  # (tokens,), of the model being trained; carries the gradient. Of a reward model: scores
+    logprobs: Tensor  # (tokens,), of the model being trained; carries the gradient
     reference_logprobs: Tensor | None  # (tokens,); None: no reference
     sequences: Tensor  # (tokens,), int64, ascending: the sequence a token belongs to
     num_sequences: int
     labels: Tensor | None = None  # (tokens,), where unpaired: 1 in a good completion, 0 in a bad one
-    margins: Tensor | None = None  # (tokens,), of a reward model: by how much the chosen one should win
 
     def sums(self, values: Tensor) -> Tensor:
         """(tokens,) -> (sequences,)."""
@@ -47,41 +48,52 @@ class StepFacts:
     delta: float = 0.0  # reward shift; bco
 
 
-def alignment_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
-    """Sums over the pairs, or over the labeled completions. The metric "kl" is a sum over tokens."""
-    if config.type == "reward":
-        return reward_model_loss(score_streams(streams), config.centering or 0.0)
-    compute = _pair_loss if config.is_paired else _labeled_loss
-    output = compute(streams, config, facts)
+AlignLoss = Callable[[AlignStreams, StepFacts], LossOutput]
+PairLoss = Callable[[PairStreams, AlignLossConfig, StepFacts], LossOutput]
+LabeledLoss = Callable[[LabeledStreams, AlignLossConfig, StepFacts], LossOutput]
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    "dpo": lambda pairs, config, _: dpo_loss(pairs, config.scale, config.label_smoothing or 0.0),
+    "hinge": lambda pairs, config, _: hinge_loss(pairs, config.scale),
+    "ipo": lambda pairs, config, _: ipo_loss(pairs, config.scale),
+    "simpo": lambda pairs, config, _: simpo_loss(pairs, config.scale, config.margin, config.label_smoothing or 0.0),
+    "orpo": lambda pairs, config, facts: orpo_loss(pairs, config.scale, facts.mean_chosen_length),
+    "cpo": lambda pairs, config, facts: cpo_loss(
+        pairs, config.scale, config.label_smoothing or 0.0, config.imitation_weight, facts.mean_chosen_length
+    ),
+}
+LABELED_LOSSES: dict[str, LabeledLoss] = {
+    "kto": lambda labeled, config, facts: kto_loss(labeled, config.scale, facts.kl, *config.label_weights),
+    "bco": lambda labeled, config, facts: bco_loss(labeled, config.scale, facts.delta),
+}
+
+
+def make_align_loss(config: AlignLossConfig) -> AlignLoss:
+    """The loss is a sum over the pairs, or over the labeled completions."""
+    if config.type in LABELED_LOSSES:
+        labeled_loss = LABELED_LOSSES[config.type]
+        return lambda streams, facts: _with_kl(streams, labeled_loss(labeled_streams(streams), config, facts))
+    pair_loss = own_pair_loss(config) if config.is_own else PAIR_LOSSES[config.type]
+    return lambda streams, facts: _with_kl(streams, pair_loss(pair_streams(streams), config, facts))
+
+
+def own_pair_loss(config: AlignLossConfig) -> PairLoss:
+    """A user's own function, with its options."""
+    function = load_function(config.type, config.options, "loss")
+
+    def compute(pairs: PairStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
+        output = require_losses(function(pairs), len(pairs.chosen_logprobs), config.type, "pair")
+        return LossOutput(output.losses.sum(), output.metrics)
+
+    return compute
+
+
+def _with_kl(streams: AlignStreams, output: LossOutput) -> LossOutput:
     if streams.reference_logprobs is None:
         return output
     # Rejected tokens become ever less likely, and k3 would grow with the inverse of their probability.
     kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, "k2")
-    return LossOutput(output.loss, output.metrics | {"kl": kl.sum()})
-
-
-def _pair_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
-    pairs, beta, smoothing = pair_streams(streams), config.scale, config.label_smoothing or 0.0
-    if config.type == "dpo":
-        return dpo_loss(pairs, beta, smoothing)
-    if config.type == "hinge":
-        return hinge_loss(pairs, beta)
-    if config.type == "ipo":
-        return ipo_loss(pairs, beta)
-    if config.type == "simpo":
-        return simpo_loss(pairs, beta, config.margin, smoothing)
-    if config.type == "orpo":
-        return orpo_loss(pairs, beta, facts.mean_chosen_length)
-    assert config.type == "cpo"
-    return cpo_loss(pairs, beta, smoothing, config.imitation_weight, facts.mean_chosen_length)
-
-
-def _labeled_loss(streams: AlignStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
-    labeled = labeled_streams(streams)
-    if config.type == "bco":
-        return bco_loss(labeled, config.scale, facts.delta)
-    assert config.type == "kto"
-    return kto_loss(labeled, config.scale, facts.kl, *config.label_weights)
+    return LossOutput(output.loss, output.metrics | {"kl": mean_of(kl)})
 
 
 def pair_streams(streams: AlignStreams) -> PairStreams:
@@ -102,11 +114,3 @@ def labeled_streams(streams: AlignStreams) -> LabeledStreams:
     return LabeledStreams(
         streams.sums(streams.logprobs), streams.sums(streams.reference_logprobs), streams.sums(streams.labels) > 0
     )
-
-
-def score_streams(streams: AlignStreams) -> ScoreStreams:
-    """The score of a sequence is that of its last token."""
-    assert streams.margins is not None
-    last = is_last_token(streams.sequences)
-    scores, margins = streams.logprobs[last], streams.margins[last]
-    return ScoreStreams(scores[0::2], scores[1::2], margins[0::2])

@@ -1,6 +1,6 @@
 """Estimates of KL(policy || reference) from sampled tokens, and where they go.
 
-With l = log π(token) − log ρ(token), π the policy, ρ the reference, tokens sampled from π:
+With l = log π(token) − log ρ(token), π the policy, ρ the reference model, tokens sampled from π:
 
     k1 = l                  E[k1] = KL, can be negative
     k2 = l² / 2             E[k2] ≠ KL, near it where the two are near

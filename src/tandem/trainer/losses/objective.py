@@ -1,7 +1,9 @@
 """The whole objective of a policy: its term, the correction, the regularizers, in the shares the options give."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,17 +11,32 @@ from torch import Tensor
 from tandem.config.losses import LossConfig
 from tandem.trainer.losses.correction import correction_weights
 from tandem.trainer.losses.kl import k3, kl_estimate, kl_losses, kl_rewards
+from tandem.trainer.losses.metrics import Metric, loss_part, maximum_of, mean_of
 from tandem.trainer.losses.normalization import token_weights
-from tandem.trainer.losses.policy import PolicyTerm, cispo_term, clipped_term, reinforce_term
+from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 from tandem.trainer.losses.sequences import discounted_sums
-from tandem.trainer.losses.types import LossOutput, PolicyStreams
+from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams, require_losses
+from tandem.utils.functions import load_function
 
 PolicyLoss = Callable[[PolicyStreams], LossOutput]
+# A loss function: what `loss.type` names.
+TokenLoss = Callable[[PolicyStreams], Losses]
 
 
 def make_policy_loss(config: LossConfig) -> PolicyLoss:
-    return partial(policy_loss, config=config)
+    return partial(policy_loss, config=config, token_loss=find_token_loss(config))
+
+
+def find_token_loss(config: LossConfig) -> TokenLoss:
+    """One of ours, or a user's own with its options."""
+    if config.is_own:
+        return partial(checked_losses, load_function(config.type, config.options, "loss"), config.type)
+    return partial(TOKEN_LOSSES[config.type], config=config)
+
+
+def checked_losses(function: TokenLoss, name: str, streams: PolicyStreams) -> Losses:
+    return require_losses(function(streams), len(streams.logprobs), name, "token")
 
 
 def needs_reference(config: LossConfig) -> bool:
@@ -37,23 +54,23 @@ def needs_entropy_gradient(config: LossConfig) -> bool:
 def ignores_zero_advantages(config: LossConfig) -> bool:
     """Whether a token whose advantage is zero has no gradient, so that it need not be computed."""
     regularized = needs_reference(config) or needs_teacher(config) or needs_entropy_gradient(config)
-    return not regularized and config.type != "ppo"
+    return not regularized and config.type != "ppo" and not config.is_own
 
 
-def policy_loss(streams: PolicyStreams, config: LossConfig) -> LossOutput:
-    """Σ weight · (correction · policy term + kl.coef · KL − entropy_coef · entropy) over tokens."""
-    log_ratios = streams.logprobs - streams.old_logprobs
-    term = policy_term(streams, log_ratios, config)
+def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLoss) -> LossOutput:
+    """Σ weight · (correction · token loss + kl.coef · KL − entropy_coef · entropy) over tokens."""
+    term = token_loss(replace(streams, advantages=token_advantages(streams, config)))
     parts = {"policy": term.losses}
-    metrics = mismatch_metrics(_trainer_log_ratios(streams, config)) | ratio_metrics(log_ratios, term)
+    metrics = mismatch_metrics(_trainer_log_ratios(streams, config))
+    metrics |= {"ratio": mean_of(bounded_exp(log_ratios(streams).detach()))} | term.metrics
     if config.correction.type != "none":
         correction = _correction(streams, config)
         parts["policy"] = correction * term.losses
-        metrics |= {"correction": correction.sum(), "masked_fraction": (correction == 0).float().sum()}
+        metrics |= {"correction": mean_of(correction), "masked_fraction": mean_of((correction == 0).float())}
     if config.kl.coef > 0:
         assert streams.reference_logprobs is not None
         kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, config.kl.estimator)
-        metrics["reference_kl"] = kl.sum()
+        metrics["reference_kl"] = mean_of(kl)
         if config.kl.place == "loss":
             parts["kl"] = config.kl.coef * kl_losses(
                 streams.logprobs,
@@ -64,44 +81,70 @@ def policy_loss(streams: PolicyStreams, config: LossConfig) -> LossOutput:
             )
     if config.teacher.coef > 0:
         assert streams.teacher_logprobs is not None
-        metrics["teacher_kl"] = (streams.logprobs.detach() - streams.teacher_logprobs).sum()
+        metrics["teacher_kl"] = mean_of(streams.logprobs - streams.teacher_logprobs)
     if config.entropy_coef > 0:
         parts["entropy"] = -config.entropy_coef * streams.entropy
     weights = token_weights(config, streams.sequences, streams.num_sequences, streams.logprobs.dtype)
     sums = {name: (weights * losses).sum() for name, losses in parts.items()}
-    metrics |= {f"loss/{name}": part.detach() for name, part in sums.items()}
+    metrics |= {f"loss/{name}": loss_part(part) for name, part in sums.items()}
     return LossOutput(torch.stack(list(sums.values())).sum(), metrics)
 
 
 def token_advantages(streams: PolicyStreams, config: LossConfig) -> Tensor:
-    """A_t − kl.coef · Σ_(i ≥ t) k_i, where the KL is in the reward, + teacher.coef · (log-prob of the teacher − own).
+    """A_t − penalty-to-go, where the KL is in the reward, + teacher.coef · (log-prob of the teacher model − own).
 
-    With a critic the KL has been in the rewards that the advantages were estimated from.
+    The penalty-to-go is kl.coef · Σ_(i ≥ t) k_i. With a critic, it is in the rewards that advantages come from.
     """
     advantages, logprobs = streams.advantages, streams.logprobs.detach()
     if config.kl.coef > 0 and config.kl.place == "reward" and config.type != "ppo":
         assert streams.reference_logprobs is not None
-        rewards = kl_rewards(logprobs, streams.reference_logprobs, config.kl.estimator, config.kl.coef)
-        advantages = advantages + discounted_sums(rewards, streams.sequences, 1.0)
+        penalties = kl_rewards(logprobs, streams.reference_logprobs, config.kl.estimator, config.kl.coef)
+        penalty_to_go = discounted_sums(penalties, streams.sequences, 1.0)
+        advantages = advantages + penalty_to_go
     if config.teacher.coef > 0:
         assert streams.teacher_logprobs is not None
         advantages = advantages + config.teacher.coef * (streams.teacher_logprobs - logprobs)
     return advantages
 
 
-def policy_term(streams: PolicyStreams, log_ratios: Tensor, config: LossConfig) -> PolicyTerm:
-    advantages = token_advantages(streams, config)
+def log_ratios(streams: PolicyStreams) -> Tensor:
+    """Of each token to the policy before the batch, or to the engine's: see `loss.old_logprobs`."""
+    return streams.logprobs - streams.old_logprobs
+
+
+def clipped_tokens(streams: PolicyStreams, config: LossConfig) -> Losses:
+    return _clipped(log_ratios(streams), streams, config)
+
+
+def clipped_sequences(streams: PolicyStreams, config: LossConfig, kind: Literal["product", "geometric"]) -> Losses:
+    ratios = sequence_log_ratios(log_ratios(streams), streams.sequences, streams.num_sequences, kind)
+    return _clipped(ratios, streams, config)
+
+
+def _clipped(ratios: Tensor, streams: PolicyStreams, config: LossConfig) -> Losses:
     clip_low, clip_high = config.clips
-    if config.type == "reinforce":
-        return reinforce_term(streams.logprobs, advantages)
+    assert clip_low is not None and clip_high is not None
+    return clipped_term(ratios, streams.advantages, clip_low, clip_high, config.dual_clip)
+
+
+def cispo(streams: PolicyStreams, config: LossConfig) -> Losses:
+    _, clip_high = config.clips
     assert clip_high is not None
-    if config.type == "cispo":
-        return cispo_term(streams.logprobs, log_ratios, advantages, clip_high)
-    assert clip_low is not None
-    if config.type in ("gspo", "rloo"):
-        kind = "geometric" if config.type == "gspo" else "product"
-        log_ratios = sequence_log_ratios(log_ratios, streams.sequences, streams.num_sequences, kind)
-    return clipped_term(log_ratios, advantages, clip_low, clip_high, config.dual_clip)
+    return cispo_term(streams.logprobs, log_ratios(streams), streams.advantages, clip_high)
+
+
+def reinforce(streams: PolicyStreams, config: LossConfig) -> Losses:
+    return reinforce_term(streams.logprobs, streams.advantages)
+
+
+TOKEN_LOSSES: dict[str, Callable[..., Losses]] = {
+    "grpo": clipped_tokens,
+    "ppo": clipped_tokens,
+    "gspo": partial(clipped_sequences, kind="geometric"),
+    "rloo": partial(clipped_sequences, kind="product"),
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
 
 
 def _correction(streams: PolicyStreams, config: LossConfig) -> Tensor:
@@ -120,20 +163,9 @@ def _trainer_log_ratios(streams: PolicyStreams, config: LossConfig) -> Tensor:
     return trainer_logprobs - streams.sampled_logprobs
 
 
-@torch.no_grad()
-def ratio_metrics(log_ratios: Tensor, term: PolicyTerm) -> dict[str, Tensor]:
-    num_low, num_high = term.is_clipped_low.float().sum(), term.is_clipped_high.float().sum()
-    return {
-        "ratio": bounded_exp(log_ratios).sum(),
-        "clip_fraction": num_low + num_high,
-        "clip_fraction_low": num_low,
-        "clip_fraction_high": num_high,
-    }
-
-
-def mismatch_metrics(log_ratios: Tensor) -> dict[str, Tensor]:
+def mismatch_metrics(differences: Tensor) -> dict[str, Metric]:
     """How far trainer and engine are apart on the sampled tokens."""
     return {
-        "mismatch_kl": k3(-log_ratios).sum(),  # of KL(engine || trainer)
-        "max/logprob_difference": log_ratios.abs().max() if len(log_ratios) else log_ratios.new_zeros(()),
+        "mismatch_kl": mean_of(k3(-differences)),  # of KL(engine || trainer)
+        "max/logprob_difference": maximum_of(differences.abs()),
     }

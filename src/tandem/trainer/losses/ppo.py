@@ -1,7 +1,7 @@
 """PPO's critic: advantages from values, the loss of values. Pure functions of per-token streams.
 
 rewards  0 0 0 R  (− coef · k of each token, where the KL is in the reward)
-values   v₁ v₂ v₃ v₄     v_t is what the critic expects from token t on, before it is sampled
+values   v₁ v₂ v₃ v₄     v_t is the critic's estimate of the reward-to-go of token t, before it is sampled
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.config.losses import LossConfig, PpoConfig
 from tandem.trainer.losses.kl import kl_rewards
+from tandem.trainer.losses.metrics import loss_part, mean_of
 from tandem.trainer.losses.sequences import discounted_sums, is_last_token
 from tandem.trainer.losses.types import LossOutput
 
@@ -45,7 +46,7 @@ def moment_sums(values: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, sums: Tensor) -> Tensor:
-    """(v − mean) / (std + ε), mean and std of all that `sums` counts."""
+    """(v − mean) / (std + ε), with the mean and the population standard deviation of all that `sums` counts."""
     count, total, squares = sums.double().unbind()
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
@@ -66,12 +67,11 @@ def critic_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Te
     """Weighted sum over tokens, to be added to the policy's and divided like it."""
     losses, is_clipped = value_losses(values, old_values, returns, config.value_clip)
     loss = config.value_coef * (losses * weights).sum()
-    with torch.no_grad():
-        metrics = {
-            "loss/value": loss.detach(),
-            "value": values.sum(),
-            "value_error": (values - returns).square().sum(),
-            "value_clip_fraction": is_clipped.float().sum(),
-            "return": returns.sum(),
-        }
+    metrics = {
+        "loss/value": loss_part(loss),
+        "value": mean_of(values),
+        "value_error": mean_of((values.detach() - returns).square()),
+        "value_clip_fraction": mean_of(is_clipped.float()),
+        "return": mean_of(returns),
+    }
     return LossOutput(loss, metrics)

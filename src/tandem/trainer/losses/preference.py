@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.trainer.losses.metrics import Metric, loss_part, mean_of
 from tandem.trainer.losses.types import LossOutput
 
 
@@ -79,7 +80,7 @@ def orpo_loss(streams: PairStreams, beta: float, mean_chosen_length: float) -> L
     log_odds_ratio = log_odds(chosen) - log_odds(rejected)
     preference = -beta * F.logsigmoid(log_odds_ratio)
     imitation = -streams.chosen_logprobs / mean_chosen_length
-    parts = loss_parts(preference, imitation) | {"log_odds_ratio": log_odds_ratio.detach().sum()}
+    parts = loss_parts(preference, imitation) | {"log_odds_ratio": mean_of(log_odds_ratio)}
     metrics = pair_metrics(streams, beta * chosen, beta * rejected) | parts
     return LossOutput((imitation + preference).sum(), metrics)
 
@@ -108,17 +109,17 @@ def log_odds(logprobs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def pair_metrics(streams: PairStreams, chosen_rewards: Tensor, rejected_rewards: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs of what people watch."""
+def pair_metrics(streams: PairStreams, chosen_rewards: Tensor, rejected_rewards: Tensor) -> dict[str, Metric]:
+    """Means over pairs of what people watch."""
     return {
-        "rewards_chosen": chosen_rewards.sum(),
-        "rewards_rejected": rejected_rewards.sum(),
-        "margin": (chosen_rewards - rejected_rewards).sum(),
-        "accuracy": (chosen_rewards > rejected_rewards).float().sum(),
-        "logprobs_chosen": streams.chosen_logprobs.sum(),
-        "logprobs_rejected": streams.rejected_logprobs.sum(),
+        "rewards_chosen": mean_of(chosen_rewards),
+        "rewards_rejected": mean_of(rejected_rewards),
+        "margin": mean_of(chosen_rewards - rejected_rewards),
+        "accuracy": mean_of((chosen_rewards > rejected_rewards).float()),
+        "logprobs_chosen": mean_of(streams.chosen_logprobs),
+        "logprobs_rejected": mean_of(streams.rejected_logprobs),
     }
 
 
-def loss_parts(preference: Tensor, imitation: Tensor) -> dict[str, Tensor]:
-    return {"loss/preference": preference.detach().sum(), "loss/sft": imitation.detach().sum()}
+def loss_parts(preference: Tensor, imitation: Tensor) -> dict[str, Metric]:
+    return {"loss/preference": loss_part(preference.sum()), "loss/sft": loss_part(imitation.sum())}

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.trainer.losses.metrics import loss_part, mean_of
+from tandem.trainer.losses.sequences import is_last_token
 from tandem.trainer.losses.types import LossOutput
 
 
@@ -18,6 +20,13 @@ class ScoreStreams:
     margins: Tensor  # (pairs,), by how much the chosen one should at least win; 0: no demand
 
 
+def score_streams(scores: Tensor, margins: Tensor, sequences: Tensor) -> ScoreStreams:
+    """(tokens,) each -> pairs. The score of a sequence is that of its last token; the chosen one of a pair is first."""
+    last = is_last_token(sequences)
+    scores, margins = scores[last], margins[last]
+    return ScoreStreams(scores[0::2], scores[1::2], margins[0::2])
+
+
 def reward_model_loss(streams: ScoreStreams, centering: float) -> LossOutput:
     """-log σ(s - s' - m) + λ (s + s')², summed over pairs.
 
@@ -28,11 +37,11 @@ def reward_model_loss(streams: ScoreStreams, centering: float) -> LossOutput:
     center = (streams.chosen_scores + streams.rejected_scores).square()
     with torch.no_grad():
         metrics = {
-            "rewards_chosen": streams.chosen_scores.sum(),
-            "rewards_rejected": streams.rejected_scores.sum(),
-            "margin": gap.sum(),
-            "accuracy": (gap > 0).float().sum(),
-            "loss/preference": preference.sum(),
-            "loss/centering": centering * center.sum(),
+            "rewards_chosen": mean_of(streams.chosen_scores),
+            "rewards_rejected": mean_of(streams.rejected_scores),
+            "margin": mean_of(gap),
+            "accuracy": mean_of((gap > 0).float()),
+            "loss/preference": loss_part(preference.sum()),
+            "loss/centering": loss_part(centering * center.sum()),
         }
     return LossOutput((preference + centering * center).sum(), metrics)

@@ -1,8 +1,11 @@
 """What objectives take and return."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from tandem.trainer.losses.metrics import Metric
+from tandem.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,26 @@ class PolicyStreams:
 
 
 @dataclass(frozen=True)
-class LossOutput:
-    """Sums: the caller divides by the number of tokens or sequences of the whole step.
+class Losses:
+    """What a loss function of a user's returns, as ours do: one loss per token, or per pair, and what to log."""
 
-    Metrics are sums over what the loss is computed on, but for two kinds of names: "loss/…" is a part of the loss and
-    is divided as the loss is; "max/…" is a maximum.
-    """
+    losses: Tensor  # (tokens,) or (pairs,)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss is a sum: the caller divides by the number of tokens or sequences of the whole step."""
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Metric]
+
+
+def require_losses(given: object, count: int, name: str, unit: str) -> Losses:
+    """What a user's function gave, if it can be learned from; else UserError."""
+    if not isinstance(given, Losses):
+        raise UserError(f"loss.type = {name!r} returned {type(given).__name__}; return tandem.trainer.losses.Losses")
+    shape = tuple(given.losses.shape)
+    if shape != (count,):
+        raise UserError(f"loss.type = {name!r} returned losses of shape {shape}; return one per {unit}: ({count},)")
+    return given

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.trainer.losses.metrics import Metric, mean_of
 from tandem.trainer.losses.types import LossOutput
 
 
@@ -73,16 +74,12 @@ def mismatched_kl(mean_log_ratio: float) -> float:
 
 
 @torch.no_grad()
-def labeled_metrics(streams: LabeledStreams, beta: float) -> dict[str, Tensor]:
-    """Sums over the good and over the bad completions, and how many there are."""
+def labeled_metrics(streams: LabeledStreams, beta: float) -> dict[str, Metric]:
+    """Means over the good and over the bad completions."""
     rewards = beta * (streams.logprobs - streams.reference_logprobs)
-    good = streams.is_good.to(rewards.dtype)
-    bad = 1 - good
     return {
-        "rewards_chosen": (rewards * good).sum(),
-        "rewards_rejected": (rewards * bad).sum(),
-        "logprobs_chosen": (streams.logprobs * good).sum(),
-        "logprobs_rejected": (streams.logprobs * bad).sum(),
-        "num_chosen": good.sum(),
-        "num_rejected": bad.sum(),
+        "rewards_chosen": mean_of(rewards, where=streams.is_good),
+        "rewards_rejected": mean_of(rewards, where=~streams.is_good),
+        "logprobs_chosen": mean_of(streams.logprobs, where=streams.is_good),
+        "logprobs_rejected": mean_of(streams.logprobs, where=~streams.is_good),
     }

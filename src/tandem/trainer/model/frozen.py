@@ -1,4 +1,4 @@
-"""A model that is asked and not trained: the reference that a policy is kept near, or the teacher it learns from."""
+"""A frozen model: the reference model that the policy is kept near, or the teacher model it learns from."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
-"""The model as the trainer asks it: log-probabilities of given tokens, and entropy.
+"""The model as the trainer uses it: log-probs of given tokens, entropy and, with a critic, values.
 
-All of it happens inside one forward pass of one module: under sharding, weights are whole only there.
+All in one forward pass of one module: under sharding, weights are whole only there.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Inputs:
 class LanguageModel(nn.Module):
     """`decoder` with its output matrix applied to the positions that carry loss, and to no others.
 
-    With a value head it is a critic as well: what it expects to be given from a token on, before that is sampled.
+    With a value head it is a critic as well: it predicts the return from each token on, before the token is sampled.
     """
 
     def __init__(self, decoder: nn.Module, value_head: nn.Linear | None = None) -> None:
@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
             temperature,
             entropy_gradient=entropy_gradient,
         )
-        # A sum over one column instead of a view of it: FSDP wants outputs that are nobody's views.
+        # A sum over one column instead of a view of it: FSDP wants outputs that are not views.
         head = self.value_head
         values = () if head is None else (ops.linear(hidden, head.weight, head.bias, None).float().sum(dim=-1),)
         outputs = (logprobs, entropy, *values)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from hidden states, in chunks, so that full logits need not exist."""
+"""Log-probs of given tokens from hidden states, in chunks, so that the full logits never exist."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,6 @@
-"""How many tokens a micro-batch takes where nobody said: on a GPU, what its memory holds, as long as more is faster."""
+"""The default of tokens_per_microbatch: on a GPU, as many as its memory holds, as long as more is faster."""
+
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ USED_SHARE = 0.85  # of free memory: the rest is for what is not counted, and wh
 FLOAT32_SHARE = 1.5  # there attention goes over rectangles, which hold copies of queries and keys
 
 
-def tokens_per_microbatch(stepper: Stepper, asked: int, *, least: int, deterministic: bool) -> int:
+def tokens_per_microbatch(stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool) -> int:
     """What was `asked` for, unless that is 0; else at least `least`, and the same on all ranks.
 
     To be asked before the first step, when whoever shares the GPU has taken its part.
@@ -29,7 +31,7 @@ def tokens_per_microbatch(stepper: Stepper, asked: int, *, least: int, determini
     return max(least, int(smallest))
 
 
-def _fitting(stepper: Stepper, decoder: Decoder) -> int:
+def _fitting(stepper: Stepper[Any], decoder: Decoder) -> int:
     device, parallel, spec = stepper.ranks.device, stepper.parallel, decoder.spec
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

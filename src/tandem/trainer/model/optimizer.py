@@ -28,7 +28,7 @@ def make_optimizer(
 class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW whose state lies in CPU memory: gradients go there, parameters are updated there and come back.
 
-    To everybody else its parameters are the model's, and its state is theirs.
+    To all other code its parameters are the model's, and its state is theirs.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:

@@ -1,9 +1,10 @@
-"""Alignment on preferences: the trainer with pairs, or labeled completions, where the orchestrator would be."""
+"""Alignment on preferences: the trainer with pairs or labeled completions in place of the orchestrator."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
 from tandem.config.align import AlignConfig
 from tandem.config.shared import lr_factor
@@ -16,7 +17,7 @@ from tandem.trainer.losses.unpaired import RewardShift
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.model.optimizer import set_lr
-from tandem.trainer.model.step import Stepper
+from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import AlignBatch, AlignRow, mismatches
 from tandem.trainer.offline.reference import ReferenceOf, References, no_reference, precompute, stream_reference
@@ -88,11 +89,12 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
 class Batches:
     """The rows of each step, and the mismatched ones beside them, with their reference where that is precomputed."""
 
-    def __init__(self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper, tokens: int) -> None:
+    def __init__(self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper[Any], tokens: int) -> None:
         self.config = config
         self.data = data
         self.references: References | None = None
         if config.loss.reference_source == "precomputed":
+            assert stepper.predictions is Predictions
             cache = RunDir(config.output_dir).reference
             self.references = precompute(stepper, self._whole_run(), config.model, tokens, cache)
 
@@ -140,5 +142,5 @@ def published_config(config: AlignConfig) -> dict[str, object] | None:
 def summary(stats: dict[str, float], tokens_per_s: float) -> str:
     accuracy = f", accuracy {stats['accuracy']:.2f}" if "accuracy" in stats else ""
     held_out = f", eval accuracy {stats['eval/accuracy']:.2f}" if "eval/accuracy" in stats else ""
-    loss = f"loss {stats['loss']:.4f}, margin {stats.get('margin', 0.0):.3f}{accuracy}"
-    return f"{loss}, {tokens_per_s:.0f} tokens/s{held_out}"
+    margin = f", margin {stats['margin']:.3f}" if "margin" in stats else ""
+    return f"loss {stats['loss']:.4f}{margin}{accuracy}, {tokens_per_s:.0f} tokens/s{held_out}"

@@ -1,29 +1,31 @@
 """Learning from one batch of preferences: what the objective needs of the whole step, then the step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tandem.config.align import AlignLossConfig
-from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
+from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
+from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.losses.unpaired import RewardShift, mismatched_kl
-from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.step import Predictions, Scores, Stepper
 from tandem.trainer.offline.preferences import LABELS, MARGINS, AlignBatch, AlignRow
 from tandem.trainer.offline.reference import ReferenceOf
 from tandem.types.rollout import PackedBatch
 
-# The stepper divides all but parts of the loss by tokens. These are meant so; the others are sums over pairs, or over
-# labeled completions.
-PER_TOKEN = ("loss", "kl")
-
 
 class Aligner:
     def __init__(
-        self, config: AlignLossConfig, stepper: Stepper, reference_of: ReferenceOf, tokens_per_microbatch: int
+        self,
+        config: AlignLossConfig,
+        stepper: Stepper[Predictions] | Stepper[Scores],
+        reference_of: ReferenceOf,
+        tokens_per_microbatch: int,
     ) -> None:
         self.config = config
+        self.loss = None if config.type == "reward" else make_align_loss(config)
         self.stepper = stepper
         self.reference_of = reference_of
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -32,16 +34,16 @@ class Aligner:
     def step(self, batch: AlignBatch, mismatched: Sequence[AlignRow]) -> dict[str, float]:
         """One update. `mismatched` are completions under prompts they do not belong to, for objectives that ask."""
         facts = self._facts(batch, mismatched)
-        num_units = self._num_units(batch)
-        stats = self.stepper.step(self._own(batch), self._loss(batch, facts), num_units)
+        stats = self.stepper.step(self._own(batch), self._loss(facts), self._num_units(batch))
         if self.config.type == "bco":
-            names = ("rewards_chosen", "num_chosen", "rewards_rejected", "num_rejected")
-            self.shift = self.shift.updated(*(stats[name] * num_units for name in names))
+            good, bad = batch.num_good, batch.packed.num_sequences - batch.num_good
+            good_sum, bad_sum = stats.get("rewards_chosen", 0.0) * good, stats.get("rewards_rejected", 0.0) * bad
+            self.shift = self.shift.updated(good_sum, good, bad_sum, bad)
         return self._readable(stats, facts)
 
     def evaluate(self, batch: AlignBatch, mismatched: Sequence[AlignRow]) -> dict[str, float]:
         facts = self._facts(batch, mismatched)
-        stats = self.stepper.evaluate(self._own(batch), self._loss(batch, facts), self._num_units(batch))
+        stats = self.stepper.evaluate(self._own(batch), self._loss(facts), self._num_units(batch))
         return self._readable(stats, facts)
 
     def _num_units(self, batch: AlignBatch) -> int:
@@ -60,51 +62,41 @@ class Aligner:
     def _estimate_kl(self, mismatched: AlignBatch) -> float:
         """For the whole step and before it: every micro-batch on every rank is to see the same."""
 
-        def log_ratios(micro_batch: PackedBatch, predictions: Predictions) -> LossOutput:
+        def log_ratios(micro_batch: PackedBatch, predictions: Predictions | Scores) -> LossOutput:
             reference = self.reference_of(micro_batch)
-            assert reference is not None
+            assert reference is not None and isinstance(predictions, Predictions)
             return LossOutput((predictions.logprobs - reference).sum(), {})
 
         return mismatched_kl(self.stepper.evaluate(self._own(mismatched), log_ratios, mismatched.num_rows)["loss"])
 
-    def _loss(self, batch: AlignBatch, facts: StepFacts) -> MicroBatchLoss:
-        tokens_per_unit = batch.packed.num_loss_tokens / self._num_units(batch)
+    def _loss(self, facts: StepFacts) -> Callable[[PackedBatch, Predictions | Scores], LossOutput]:
         device = self.stepper.ranks.device
 
         def stream(micro_batch: PackedBatch, name: str) -> Tensor:
             return torch.from_numpy(micro_batch.streams[name]).to(device)
 
-        def compute(micro_batch: PackedBatch, predictions: Predictions) -> LossOutput:
+        def compute(micro_batch: PackedBatch, predictions: Predictions | Scores) -> LossOutput:
+            sequences = torch.from_numpy(micro_batch.sequences).to(device)
+            if isinstance(predictions, Scores):
+                scores = score_streams(predictions.scores, stream(micro_batch, MARGINS), sequences)
+                return reward_model_loss(scores, self.config.centering or 0.0)
+            assert self.loss is not None
             streams = AlignStreams(
-                predictions.logprobs if predictions.values is None else predictions.values,
+                predictions.logprobs,
                 self.reference_of(micro_batch),
-                torch.from_numpy(micro_batch.sequences).to(device),
+                sequences,
                 micro_batch.num_sequences,
                 stream(micro_batch, LABELS),
-                stream(micro_batch, MARGINS),
             )
-            output = alignment_loss(streams, self.config, facts)
-            metrics = {
-                name: value if name.startswith(PER_TOKEN) else value * tokens_per_unit
-                for name, value in output.metrics.items()
-            }
-            return LossOutput(output.loss, metrics)
+            return self.loss(streams, facts)
 
         return compute
 
     def _readable(self, stats: dict[str, float], facts: StepFacts) -> dict[str, float]:
-        """Means over good and over bad completions where they come one by one; what the step was computed with."""
+        """With the margin where completions come one by one, and what the step was computed with."""
         stats = dict(stats)
-        if self.config.type == "reward":
-            stats.pop("entropy")
         if self.config.is_paired:
             return stats
-        for kind in ("chosen", "rejected"):
-            share = stats.pop(f"num_{kind}")
-            for name in (f"rewards_{kind}", f"logprobs_{kind}"):
-                total = stats.pop(name)
-                if share > 0:
-                    stats[name] = total / share
         if "rewards_chosen" in stats and "rewards_rejected" in stats:
             stats["margin"] = stats["rewards_chosen"] - stats["rewards_rejected"]
         return stats | ({"mismatched_kl": facts.kl} if self.config.type == "kto" else {"reward_shift": facts.delta})

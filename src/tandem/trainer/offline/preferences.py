@@ -34,6 +34,7 @@ class AlignBatch:
     packed: PackedBatch
     groups: NDArray[np.int64]  # (sequences,): the row each belongs to
     mean_chosen_length: float  # tokens of a good completion
+    num_good: int  # completions with a good label
 
     @classmethod
     def of(cls, rows: Sequence[AlignRow]) -> "AlignBatch":
@@ -47,7 +48,7 @@ class AlignBatch:
             streams[REFERENCE] = np.concatenate([part for row in rows for part in row.reference or ()])
         good_lengths = np.bincount(packed.sequences, minlength=len(samples))[labels == GOOD]
         mean_length = float(good_lengths.mean()) if good_lengths.any() else 1.0
-        return cls(replace(packed, streams=streams), groups, mean_length)
+        return cls(replace(packed, streams=streams), groups, mean_length, int(np.count_nonzero(good_lengths)))
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""What the model that training starts from says of the data: computed once, or by a frozen copy at every step."""
+"""Reference log-probs of the data: computed once before training, or by a frozen copy at every step."""
 
 import hashlib
 import logging
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.config.shared import ModelConfig
 from tandem.models.shards import weight_files
-from tandem.trainer.model.step import Stepper
+from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.offline.preferences import REFERENCE, AlignBatch, AlignRow
 from tandem.types.rollout import PackedBatch, TrainingSequence
 from tandem.utils.files import write_atomic
@@ -55,7 +55,11 @@ def sample_key(sample: TrainingSequence) -> bytes:
 
 
 def precompute(
-    stepper: Stepper, batches: Iterable[Sequence[AlignRow]], model: ModelConfig, tokens_per_microbatch: int, cache: Path
+    stepper: Stepper[Predictions],
+    batches: Iterable[Sequence[AlignRow]],
+    model: ModelConfig,
+    tokens_per_microbatch: int,
+    cache: Path,
 ) -> References:
     """What the model says as it is now of all that is in the batches; or said at an earlier start: see `cache`.
 
@@ -90,7 +94,7 @@ def precompute(
 
 @torch.no_grad()
 def compute_logprobs(
-    stepper: Stepper, rows: Sequence[AlignRow], tokens_per_microbatch: int
+    stepper: Stepper[Predictions], rows: Sequence[AlignRow], tokens_per_microbatch: int
 ) -> dict[bytes, NDArray[np.float32]]:
     """Log-probs of the learned tokens of each sample. The ranks share the work."""
     ranks, batch = stepper.ranks, AlignBatch.of(rows)

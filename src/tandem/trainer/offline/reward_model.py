@@ -1,4 +1,4 @@
-"""Training a reward model: the module that the stepper asks, and how it is loaded and published."""
+"""Training a reward model: its module for the stepper, and how it is loaded and published."""
 
 from dataclasses import dataclass
 
@@ -11,27 +11,24 @@ from tandem.models.reward_model import Scorer, new_scorer
 from tandem.models.runtime import whole
 from tandem.trainer.build import Publish, make_stepper
 from tandem.trainer.model.language_model import Inputs
-from tandem.trainer.model.step import Stepper
+from tandem.trainer.model.step import Scores, Stepper
 from tandem.trainer.model.throughput import Throughput
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.sharding import home_of
 
 
 class ScoringModel(nn.Module):
-    """Stands where a language model does: no log-probs and no entropy, but a value for each target."""
+    """Stands where a language model does, with a score for each target in place of its log-prob."""
 
     def __init__(self, scorer: Scorer) -> None:
         super().__init__()
         self.scorer = scorer
 
     def forward(self, inputs: Inputs, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, ...]:
-        """Zeros, zeros, and the scores, (loss tokens,) each."""
+        """The scores, (loss tokens,)."""
         scores = self.scorer(inputs.token_ids, inputs.positions, inputs.attention)
-        values = scores.index_select(0, inputs.sources).float()
-        if inputs.spread is not None:
-            values = values.index_select(0, inputs.spread)
-        nothing = torch.zeros_like(values)
-        return nothing, nothing, values
+        scores = scores.index_select(0, inputs.sources).float()
+        return (scores if inputs.spread is None else scores.index_select(0, inputs.spread),)
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class TrainedScorer:
 
     model: ScoringModel
     optimizer: torch.optim.Optimizer
-    stepper: Stepper
+    stepper: Stepper[Scores]
 
     def publish(self, publish: Publish, version: int) -> None:
         """Every rank takes part in putting the weights together; the first one publishes them."""
@@ -62,5 +59,5 @@ def load_trained_scorer(
     scorer = new_scorer(model_config.name, torch.float32, home_of(parallel, ranks.device), seed)
     scorer.decoder.compute_dtype = getattr(torch, model_config.dtype)
     model = ScoringModel(scorer)
-    stepper = make_stepper(model, scorer.decoder.layers, model_config, optimizer_config, parallel, ranks)
+    stepper = make_stepper(model, scorer.decoder.layers, model_config, optimizer_config, parallel, ranks, Scores)
     return TrainedScorer(model, stepper.optimizer, stepper)

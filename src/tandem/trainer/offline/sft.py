@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the trainer with a dataset where the orchestrator would be."""
+"""Supervised fine-tuning: the trainer with a dataset in place of the orchestrator."""
 
 import logging
 import time
@@ -88,7 +88,7 @@ class HeldOut:
         self._num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
         self._micro_batches = [divide(batch, ranks.rank, ranks.size, tokens) for batch in batches]
 
-    def evaluate(self, stepper: Stepper) -> dict[str, float]:
+    def evaluate(self, stepper: Stepper[Predictions]) -> dict[str, float]:
         """The mean of -log p over the learned tokens of all rows; nothing where there are none."""
         parts = [stepper.evaluate(batch, sft_loss, self._num_loss_tokens) for batch in self._micro_batches]
         return {"eval/loss": sum(part["loss"] for part in parts)} if parts else {}

@@ -1,7 +1,7 @@
 """The processes that train one model together, as one of them sees it.
 
-`torchrun` starts them and says who is who; without it there is one. Each writes what it is doing into the
-rendezvous' store, so that whoever waits in vain can say for whom.
+`torchrun` starts them and sets rank and world size; without it the world size is 1. Each rank reports what it is doing
+to the rendezvous store, so that a rank that times out can name the one it waited for.
 """
 
 import json
@@ -103,8 +103,8 @@ def joined(device: Device, timeout_s: float, *, group_for_one: bool = False) -> 
     if chosen.type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"{os.environ['LOCAL_WORLD_SIZE']} ranks were started on this machine, but it has "
-                f"{torch.cuda.device_count()} visible GPUs; the most that parallel.ranks (or --nproc-per-node) can be"
+                f"only {torch.cuda.device_count()} GPUs are visible; lower parallel.ranks (or --nproc-per-node) from "
+                f"{os.environ['LOCAL_WORLD_SIZE']} to {torch.cuda.device_count()}"
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)

@@ -1,8 +1,8 @@
 """How a model and its optimizer are spread over the ranks and over memory.
 
-ddp            every rank holds everything; gradients are added up once per update
-zero2          gradients and optimizer state are divided; parameters are gathered once per forward and backward
-zero3          parameters are divided too: each layer is gathered when it is needed and let go after
+ddp            every rank holds everything; gradients are summed once per update
+zero2          gradients and optimizer state are sharded; parameters are gathered once per forward and backward
+zero3          parameters are sharded too: each layer is gathered when it is needed and freed after
 zero3_offload  like zero3, with what a rank owns in CPU memory
 """
 

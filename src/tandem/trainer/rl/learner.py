@@ -24,7 +24,8 @@ from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewar
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.memory import tokens_per_microbatch
-from tandem.trainer.model.step import MAXIMUM, MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
+from tandem.trainer.model.totals import over_updates
 from tandem.types.rollout import PackedBatch, TrainBatch
 
 
@@ -40,7 +41,10 @@ class Learner:
     """`frozen_models` by the stream they fill: reference_logprobs, teacher_logprobs."""
 
     def __init__(
-        self, config: TrainerConfig, stepper: Stepper, frozen_models: Mapping[str, FrozenModel] | None = None
+        self,
+        config: TrainerConfig,
+        stepper: Stepper[Predictions],
+        frozen_models: Mapping[str, FrozenModel] | None = None,
     ) -> None:
         self.config = config
         self.stepper = stepper
@@ -56,7 +60,7 @@ class Learner:
             for _ in range(self.config.epochs_per_batch)
             for update in updates
         ]
-        return {name: _over_updates(name, [entry[name] for entry in stats]) for name in stats[0]}
+        return over_updates(stats)
 
     @functools.cached_property
     def tokens_per_microbatch(self) -> int:
@@ -74,7 +78,7 @@ class Learner:
             yield Update(micro_batches, loss_denominator(loss, part.num_loss_tokens, part.num_sequences))
 
     def _completed(self, updates: list[Update], temperature: float) -> list[Update]:
-        """With the streams that models have to be asked for before the first update."""
+        """With the streams that models compute before the first update."""
         loss = self.config.loss
         asks_policy = loss.type == "ppo" or (loss.old_logprobs == "recomputed" and self._moves_more_than_once)
         if not self.frozen_models and not asks_policy:
@@ -102,7 +106,7 @@ class Learner:
         return with_streams(part, streams)
 
     def _with_values(self, updates: list[Update]) -> list[Update]:
-        """Advantages and returns from the critic's values; so far, the advantages were rewards."""
+        """Advantages and returns from the rewards and the critic's values."""
         config = self.config.loss
         estimated = [
             replace(update, micro_batches=[estimate_advantages(part, config) for part in update.micro_batches])
@@ -120,12 +124,8 @@ class Learner:
         ]
 
 
-def _over_updates(name: str, values: list[float]) -> float:
-    return max(values) if name.startswith(MAXIMUM) else sum(values) / len(values)
-
-
 def with_signal(batch: PackedBatch) -> PackedBatch:
-    """Without the rollouts whose advantage is zero: their gradient is zero, whatever the model says.
+    """Without the rollouts whose advantage is zero: their gradient is zero, whatever the policy.
 
     One is kept if all of them are so: a step without signal is still a step of the optimizer.
     """
@@ -145,7 +145,7 @@ def estimate_advantages(part: PackedBatch, config: LossConfig) -> PackedBatch:
     streams = {name: torch.from_numpy(stream) for name, stream in part.streams.items()}
     sequences = torch.from_numpy(part.sequences)
     rewards = token_rewards(
-        streams["advantages"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
+        streams["rewards"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
     )
     advantages, returns = gae(rewards, streams["old_values"], sequences, config.ppo.gamma, config.ppo.lam)
     return with_streams(part, {"advantages": advantages, "returns": returns})
@@ -155,13 +155,13 @@ def _whitened(part: PackedBatch, sums: Tensor) -> PackedBatch:
     return with_streams(part, {"advantages": whiten(torch.from_numpy(part.streams["advantages"]), sums)})
 
 
-def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
+def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss[Predictions]:
     """The objective over the tokens of one micro-batch, with the critic's where there is one."""
 
     def compute(part: PackedBatch, predictions: Predictions) -> LossOutput:
         device, logprobs = predictions.logprobs.device, predictions.logprobs
         given = {name: torch.from_numpy(stream).to(device) for name, stream in part.streams.items()}
-        # Before the first of a batch's updates the policy is what it was; so where there is one, nobody was asked.
+        # With one update per batch, the policy has not moved yet: its own log-probs are the old ones.
         before = given["logprobs"] if config.old_logprobs == "sampled" else given.get("old_logprobs", logprobs.detach())
         streams = PolicyStreams(
             logprobs=logprobs,
@@ -185,7 +185,7 @@ def micro_batch_loss(config: LossConfig, loss: PolicyLoss) -> MicroBatchLoss:
 
 
 def frozen_model_paths(config: LossConfig, model: Path) -> dict[str, Path]:
-    """The frozen models a loss asks, by the stream they fill."""
+    """The frozen models that a loss needs, by the stream they fill."""
     found: dict[str, Path] = {}
     if config.kl.coef > 0:
         found["reference_logprobs"] = config.kl.model or model

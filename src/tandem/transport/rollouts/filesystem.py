@@ -3,7 +3,7 @@
 The orchestrator writes, the trainer reads. The directory is filled under a temporary name, the marker last, and
 renamed: a reader that sees the marker sees everything, and finds sizes and checksums in it.
 
-orchestrator.json is where the orchestrator was after this batch. The trainer does not read it: it goes into the
+orchestrator.json is the orchestrator's position after this batch. The trainer does not read it: it goes into the
 checkpoint of the step, so that one can be saved after any step.
 """
 

@@ -51,7 +51,7 @@ class WeightsPublisher:
         self.adapter_config = adapter_config
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> Path:
-        """Write one version whole, then move `latest` to it and delete versions nobody needs any more."""
+        """Write one version whole, then move `latest` to it and delete versions that are no longer needed."""
         final = self.folder / step_name(version)
         staging = staging_directory(final)
         if self.adapter_config is None:
@@ -65,7 +65,7 @@ class WeightsPublisher:
         return final
 
     def republish(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Make sure that `version` is there, without touching it if it is: somebody may be reading it."""
+        """Make sure that `version` is there, without touching it if it is: another process may be reading it."""
         final = self.folder / step_name(version)
         try:
             verify_manifest(final, version)

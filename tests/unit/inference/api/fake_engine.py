@@ -46,6 +46,9 @@ class FakeEngine:
         self.tells_end = True  # with the last part; else with the result alone
         self._ids = count(1)
 
+    def start(self) -> None:
+        """Every request has a thread of its own."""
+
     def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
         request_id = next(self._ids)
         self.asked.append(request)

@@ -1,4 +1,4 @@
-"""One rank of test_checkpoint_ranks.py, started by torchrun: loads one checkpoint, saves another, shows both."""
+"""One rank of test_checkpointer_ranks.py, started by torchrun: loads one checkpoint, saves another, shows both."""
 
 import sys
 from collections.abc import Mapping

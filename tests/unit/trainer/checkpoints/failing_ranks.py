@@ -1,4 +1,4 @@
-"""One rank of test_checkpoint_ranks.py, started by torchrun: the second cannot write its part of the first save."""
+"""One rank of test_checkpointer_ranks.py, started by torchrun: the second cannot write its part of the first save."""
 
 import errno
 import sys

@@ -151,11 +151,13 @@ def test_other_trained_parameters_are_refused(make_stepper, tmp_path: Path) -> N
         checkpointer(frozen, tmp_path).load(2)
     larger = make_stepper()
     larger.model.register_parameter("addition", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(UserError, match="does not hold 'addition', which is trained"):
+    with pytest.raises(UserError, match="lacks 'addition', which this run trains"):
         checkpointer(larger, tmp_path).load(2)
     shorter = make_stepper()
     shorter.model.decoder.norm.weight = nn.Parameter(torch.zeros(3))
-    with pytest.raises(UserError, match=r"holds 'decoder\.norm\.weight' with shape \(\d+,\), this run's has \(3,\)"):
+    with pytest.raises(
+        UserError, match=r"holds 'decoder\.norm\.weight' with shape \(\d+,\), but this run needs \(3,\)"
+    ):
         checkpointer(shorter, tmp_path).load(2)
 
 

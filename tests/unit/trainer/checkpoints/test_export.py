@@ -110,10 +110,10 @@ def test_what_cannot_be_exported_is_refused(tiny_model: Path, tmp_path: Path) ->
     ):
         export(ExportConfig(run_dir=tmp_path, step=3))
     (tmp_path / "export" / "step_000004").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"output_dir = '.*step_000004' is there already; remove it"):
+    with pytest.raises(UserError, match=r"output_dir = '.*step_000004' already exists; remove it"):
         export(ExportConfig(run_dir=tmp_path))
     save_run(tmp_path, tiny_model, model, 5, lora={"rank": 2})
-    with pytest.raises(UserError, match="is not of the model that the run's configuration names: see 'embed_tokens"):
+    with pytest.raises(UserError, match="does not fit the model in the run's configuration: 'embed_tokens"):
         export(ExportConfig(run_dir=tmp_path))
     (tmp_path / "config" / "sft.json").unlink()
     with pytest.raises(UserError, match=r"there is no trainer\.json, sft\.json or align\.json in"):

@@ -16,7 +16,8 @@ from tandem.data.packing import pack
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.models.reward_model import new_scorer
-from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
+from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
+from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
 from tandem.trainer.losses.unpaired import mismatched_kl
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.trainer.offline.preferences import AlignBatch, AlignRow, scored
@@ -128,7 +129,7 @@ def test_dpo_family(load_transformers, as_ours, trl_options, tokenizer, ours, th
     ]
     their_loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     streams = our_streams(policy, reference, pair_samples(PAIRS[:num_pairs]))
-    loss = alignment_loss(streams, AlignLossConfig(**ours), StepFacts()).loss / num_pairs
+    loss = make_align_loss(AlignLossConfig(**ours))(streams, StepFacts()).loss / num_pairs
     assert_same(loss, gradients(policy, loss), their_loss, trainer.model)
 
 
@@ -149,7 +150,7 @@ def test_bco_without_shift(load_transformers, as_ours, trl_options, tokenizer) -
     their_loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     streams = our_streams(policy, reference, pair_samples(PAIRS))
     streams = labeled(streams, [True, False] * len(PAIRS))
-    loss = alignment_loss(streams, AlignLossConfig(type="bco", beta=0.3), StepFacts(delta=0.0)).loss / len(PAIRS)
+    loss = make_align_loss(AlignLossConfig(type="bco", beta=0.3))(streams, StepFacts(delta=0.0)).loss / len(PAIRS)
     assert_same(loss, gradients(policy, loss), their_loss, trainer.model)
 
 
@@ -194,7 +195,7 @@ def test_kto(load_transformers, as_ours, trl_options, tokenizer, swapped) -> Non
     assert kl == pytest.approx(trainer._metrics["eval"]["kl"][0], abs=TOLERANCE)
     streams = our_streams(policy, reference, [sample(prompt, completion) for prompt, completion, _ in LABELED])
     config = AlignLossConfig(type="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.7)
-    output = alignment_loss(labeled(streams, [label for *_, label in LABELED]), config, StepFacts(kl=kl))
+    output = make_align_loss(config)(labeled(streams, [label for *_, label in LABELED]), StepFacts(kl=kl))
     loss = output.loss / len(LABELED)
     assert_same(loss, gradients(policy, loss), their_loss, trainer.model)
 
@@ -255,7 +256,7 @@ def test_without_reference(load_transformers, as_ours, trl_options, tokenizer, o
     )
     their_loss, _ = trainer.get_batch_loss_metrics(trainer.model, concatenated(PAIRS))
     facts = StepFacts(mean_chosen_length=mean_chosen_length(PAIRS))
-    output = alignment_loss(our_streams(policy, None, pair_samples(PAIRS)), AlignLossConfig(**ours), facts)
+    output = make_align_loss(AlignLossConfig(**ours))(our_streams(policy, None, pair_samples(PAIRS)), facts)
     loss = output.loss / len(PAIRS)
     assert_same(loss, gradients(policy, loss), their_loss, trainer.model)
 
@@ -276,7 +277,7 @@ def test_orpo(load_transformers, as_ours, trl_options, tokenizer) -> None:
     their_loss, _ = trainer.get_batch_loss_metrics(trainer.model, concatenated(pairs))
     facts = StepFacts(mean_chosen_length=mean_chosen_length(pairs))
     streams = our_streams(policy, None, pair_samples(pairs))
-    loss = alignment_loss(streams, AlignLossConfig(type="orpo", beta=0.3), facts).loss / len(pairs)
+    loss = make_align_loss(AlignLossConfig(type="orpo", beta=0.3))(streams, facts).loss / len(pairs)
     assert_same(loss, gradients(policy, loss), their_loss, trainer.model)
 
 
@@ -308,16 +309,9 @@ def test_reward_model(tiny_model: Path, trl_options, tokenizer, disturb) -> None
         for chosen, rejected, margin in zip(samples[0::2], samples[1::2], margins, strict=True)
     ]
     packed = AlignBatch.of(pairs).packed
-    *_, values = ScoringModel(scorer)(Inputs.of(packed, torch.device("cpu")), temperature=1.0)
-    streams = AlignStreams(
-        values,
-        None,
-        torch.from_numpy(packed.sequences),
-        packed.num_sequences,
-        margins=torch.from_numpy(packed.streams["margins"]),
-    )
-    output = alignment_loss(streams, AlignLossConfig(type="reward", centering=0.1), StepFacts())
-    loss = output.loss / len(PAIRS)
+    (scores,) = ScoringModel(scorer)(Inputs.of(packed, torch.device("cpu")), temperature=1.0)
+    given, sequences = torch.from_numpy(packed.streams["margins"]), torch.from_numpy(packed.sequences)
+    loss = reward_model_loss(score_streams(scores, given, sequences), centering=0.1).loss / len(PAIRS)
     parameters = dict(scorer.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()))
     ours = scorer.named_tensors(dict(zip(parameters, found, strict=True)))

@@ -58,9 +58,9 @@ def test_the_weight_is_of_what_lies_before_the_batch(make_streams) -> None:
     (gradient,) = torch.autograd.grad(output.loss, streams.logprobs)
     assert output.loss.item() == pytest.approx(-6.6)
     assert gradient.item() == pytest.approx(-6.6)
-    assert output.metrics["correction"].item() == pytest.approx(2.0)
-    assert output.metrics["mismatch_kl"].item() == pytest.approx(4 - 1 - math.log(4))
-    assert output.metrics["max/logprob_difference"].item() == pytest.approx(math.log(4))
+    assert output.metrics["correction"].value.item() == pytest.approx(2.0)
+    assert output.metrics["mismatch_kl"].value.item() == pytest.approx(4 - 1 - math.log(4))
+    assert output.metrics["max/logprob_difference"].value.item() == pytest.approx(math.log(4))
 
 
 def test_a_mask_on_a_ratio_to_the_engine_weighs_nothing_twice(make_streams) -> None:
@@ -71,7 +71,7 @@ def test_a_mask_on_a_ratio_to_the_engine_weighs_nothing_twice(make_streams) -> N
     (gradient,) = torch.autograd.grad(output.loss, streams.logprobs)
     assert output.loss.item() == pytest.approx(-1.1)
     assert gradient.tolist() == pytest.approx([-1.1, 0.0])
-    assert output.metrics["masked_fraction"].item() == 1.0
+    assert output.metrics["masked_fraction"].value.item() == 1.0
 
 
 def test_without_a_ratio_the_weight_is_of_the_policy_as_it_is(make_streams) -> None:

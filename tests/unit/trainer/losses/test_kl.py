@@ -161,9 +161,9 @@ def test_kl_in_the_loss_by_hand(make_streams, weighted: bool) -> None:
     assert output.loss.item() == pytest.approx(-1.0 + 0.1 * 2 * k3)
     pull = 0.1 * (math.log(2) if weighted else 0.5)
     assert gradient.tolist() == pytest.approx([-1.0 + pull, pull])
-    assert output.metrics["reference_kl"].item() == pytest.approx(2 * k3)
-    assert output.metrics["loss/kl"].item() == pytest.approx(0.2 * k3)
-    assert output.metrics["loss/policy"].item() == pytest.approx(-1.0)
+    assert output.metrics["reference_kl"].value.item() == pytest.approx(2 * k3)
+    assert output.metrics["loss/kl"].value.item() == pytest.approx(0.2 * k3)
+    assert output.metrics["loss/policy"].value.item() == pytest.approx(-1.0)
 
 
 def test_kl_in_the_reward_by_hand(make_streams) -> None:
@@ -174,7 +174,7 @@ def test_kl_in_the_reward_by_hand(make_streams) -> None:
     output = make_policy_loss(config)(streams)
     (gradient,) = torch.autograd.grad(output.loss, streams.logprobs)
     assert gradient.tolist() == pytest.approx([-0.7, -0.8, -0.6])
-    assert output.metrics["reference_kl"].item() == pytest.approx(7.0)
+    assert output.metrics["reference_kl"].value.item() == pytest.approx(7.0)
     assert "loss/kl" not in output.metrics
 
 

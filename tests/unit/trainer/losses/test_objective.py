@@ -15,6 +15,7 @@ from tandem.trainer.losses import (
     needs_reference,
     needs_teacher,
 )
+from tandem.trainer.losses.metrics import join
 
 TEACHER = TeacherConfig(coef=0.5, model=Path("teacher"))
 TYPES = ["grpo", "gspo", "rloo", "cispo", "reinforce", "ppo"]
@@ -27,7 +28,7 @@ def test_the_entropy_bonus_by_hand(make_streams) -> None:
     (gradient,) = torch.autograd.grad(output.loss, streams.entropy)
     assert output.loss.item() == pytest.approx(-1.5)
     assert gradient.tolist() == pytest.approx([-0.1, -0.1])
-    assert output.metrics["loss/entropy"].item() == pytest.approx(-0.5)
+    assert output.metrics["loss/entropy"].value.item() == pytest.approx(-0.5)
 
 
 def test_a_teacher_by_hand(make_streams) -> None:
@@ -36,7 +37,7 @@ def test_a_teacher_by_hand(make_streams) -> None:
     output = make_policy_loss(LossConfig(teacher=TEACHER))(streams)
     (gradient,) = torch.autograd.grad(output.loss, streams.logprobs)
     assert gradient.tolist() == pytest.approx([-0.5, 0.0])
-    assert output.metrics["teacher_kl"].item() == pytest.approx(-1.0 + 2.0)
+    assert output.metrics["teacher_kl"].value.item() == pytest.approx(-1.0 + 2.0)
 
 
 def test_a_teacher_alone_has_the_gradient_of_the_reverse_kl() -> None:
@@ -116,9 +117,10 @@ def test_micro_batches_add_up(make_streams, type) -> None:
         for output, streams in zip(outputs, (whole, first, second), strict=True)
     ]
     assert gradients[0].tolist() == pytest.approx(torch.cat(gradients[1:]).tolist())
-    for name, value in outputs[0].metrics.items():
-        parts = [output.metrics[name].item() for output in outputs[1:]]
-        assert value.item() == pytest.approx(max(parts) if name.startswith("max/") else sum(parts)), name
+    for name, metric in outputs[0].metrics.items():
+        joined = join(*(output.metrics[name] for output in outputs[1:]))
+        assert joined.value.item() == pytest.approx(metric.value.item()), name
+        assert joined.count == metric.count, name
 
 
 def loss_and_gradient(streams: PolicyStreams, config: LossConfig) -> tuple[float, list[float]]:
@@ -172,14 +174,14 @@ def test_mismatch_metrics_by_hand(make_streams) -> None:
     """k3 of each token: r - 1 - ln r."""
     ratios = [1.25, 1.5, 0.5]
     metrics = make_policy_loss(LossConfig())(make_streams(ratios, [2.0, 2.0, -2.0])).metrics
-    assert metrics["mismatch_kl"].item() == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios))
-    assert metrics["max/logprob_difference"].item() == pytest.approx(math.log(2))
-    assert metrics["ratio"].item() == pytest.approx(3.25)
+    assert metrics["mismatch_kl"].value.item() == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios))
+    assert metrics["max/logprob_difference"].value.item() == pytest.approx(math.log(2))
+    assert metrics["ratio"].value.item() == pytest.approx(3.25)
 
 
 def test_nothing_to_learn_from_is_no_error(make_streams) -> None:
     output = make_policy_loss(LossConfig(type="gspo"))(make_streams([], [], lengths=[0]))
-    assert output.loss.item() == 0.0 and output.metrics["max/logprob_difference"].item() == 0.0
+    assert output.loss.item() == 0.0 and output.metrics["max/logprob_difference"].value.item() == 0.0
 
 
 @pytest.mark.parametrize(

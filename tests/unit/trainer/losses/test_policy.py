@@ -29,7 +29,7 @@ def test_on_policy_the_gradient_is_minus_the_advantage(make_streams) -> None:
     output, gradient = loss_and_gradient(make_streams, [1.0, 1.0, 1.0], [0.5, -2.0, 1.0])
     assert output.loss.item() == pytest.approx(0.5)
     assert gradient.tolist() == pytest.approx([-0.5, 2.0, -1.0])
-    assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(
+    assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {
             "loss/policy": 0.5,
             "ratio": 3.0,
@@ -58,9 +58,9 @@ def test_clipping_on_both_sides(make_streams, ratio: float, advantage: float, lo
     assert output.loss.item() == pytest.approx(loss)
     assert actual.item() == pytest.approx(gradient)
     clipped = 1.0 if gradient == 0.0 else 0.0
-    assert output.metrics["clip_fraction"].item() == clipped
-    assert output.metrics["clip_fraction_high"].item() == (clipped if ratio > 1 else 0.0)
-    assert output.metrics["clip_fraction_low"].item() == (clipped if ratio < 1 else 0.0)
+    assert output.metrics["clip_fraction"].value.item() == clipped
+    assert output.metrics["clip_fraction_high"].value.item() == (clipped if ratio > 1 else 0.0)
+    assert output.metrics["clip_fraction_low"].value.item() == (clipped if ratio < 1 else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_dual_clip_holds_bad_tokens(make_streams, ratio, advantage, loss, gr
     output, actual = loss_and_gradient(make_streams, [ratio], [advantage], clip_high=0.3, dual_clip=3.0)
     assert output.loss.item() == pytest.approx(loss)
     assert actual.item() == pytest.approx(gradient)
-    assert output.metrics["clip_fraction_high"].item() == (1.0 if gradient == 0 else 0.0)
+    assert output.metrics["clip_fraction_high"].value.item() == (1.0 if gradient == 0 else 0.0)
 
 
 def test_gspo_by_hand(make_streams) -> None:
@@ -95,7 +95,7 @@ def test_gspo_clips_whole_sequences(make_streams) -> None:
     output, gradient = loss_and_gradient(make_streams, [0.5, 8.0], [1.0, 1.0], type="gspo")
     assert output.loss.item() == pytest.approx(-2 * 1.0004)
     assert gradient.tolist() == [0.0, 0.0]
-    assert output.metrics["clip_fraction_high"].item() == 2.0
+    assert output.metrics["clip_fraction_high"].value.item() == 2.0
 
 
 def test_rloo_by_hand(make_streams) -> None:
@@ -113,7 +113,7 @@ def test_cispo_by_hand(make_streams) -> None:
     logprobs = [-1.5 + torch.tensor(ratio).log().item() for ratio in (0.5, 2.0, 8.0)]
     assert output.loss.item() == pytest.approx(-0.5 * logprobs[0] + 2 * logprobs[1] - 5 * logprobs[2])
     assert gradient.tolist() == pytest.approx([-0.5, 2.0, -5.0])
-    assert output.metrics["clip_fraction"].item() == 1.0
+    assert output.metrics["clip_fraction"].value.item() == 1.0
 
 
 def test_reinforce_by_hand(make_streams) -> None:
@@ -121,7 +121,7 @@ def test_reinforce_by_hand(make_streams) -> None:
     output, gradient = loss_and_gradient(make_streams, [1.0, 2.0], [2.0, -1.0], type="reinforce")
     assert output.loss.item() == pytest.approx(3.0 + (-1.5 + 0.693147), abs=1e-5)
     assert gradient.tolist() == pytest.approx([-2.0, 1.0])
-    assert output.metrics["clip_fraction"].item() == 0.0
+    assert output.metrics["clip_fraction"].value.item() == 0.0
 
 
 def test_gradients_are_those_of_the_values() -> None:
@@ -178,7 +178,7 @@ def test_absurd_ratios_leave_gradients_finite(type) -> None:
     output = make_policy_loss(LossConfig(type=type, normalize="sequences"))(streams)
     (gradient,) = torch.autograd.grad(output.loss, logprobs)
     assert output.loss.isfinite() and gradient.isfinite().all()
-    assert all(value.isfinite() for value in output.metrics.values())
+    assert all(metric.value.isfinite() for metric in output.metrics.values())
 
 
 def test_several_updates_on_one_batch_stop_at_the_clip() -> None:
@@ -200,7 +200,7 @@ def test_several_updates_on_one_batch_stop_at_the_clip() -> None:
 
 def test_metrics_carry_no_gradient(make_streams) -> None:
     output, _ = loss_and_gradient(make_streams, [1.25], [2.0])
-    assert not any(value.requires_grad for value in output.metrics.values())
+    assert not any(metric.value.requires_grad for metric in output.metrics.values())
 
 
 def test_the_config_sets_the_clips(make_streams) -> None:

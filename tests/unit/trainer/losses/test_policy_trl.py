@@ -128,7 +128,7 @@ def our_loss(batch: Batch, config: LossConfig, advantages: list[list[float]]) ->
     )
     output = make_policy_loss(config)(streams)
     loss = output.loss / loss_denominator(config, len(logprobs), len(PROMPTS))
-    return loss, output.metrics["clip_fraction"].item() / len(logprobs)
+    return loss, output.metrics["clip_fraction"].value.item() / len(logprobs)
 
 
 def assert_same(policy: Decoder, loss: Tensor, their_loss: Tensor, their_model: nn.Module) -> None:

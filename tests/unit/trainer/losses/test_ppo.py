@@ -116,7 +116,7 @@ def test_the_critics_loss_is_weighted_and_summed() -> None:
     returns, weights = torch.tensor([2.0, 2.0]), torch.tensor([1.0, 0.5])
     output = critic_loss(values, values.detach(), returns, weights, PpoConfig(value_coef=0.5))
     assert output.loss.item() == pytest.approx(0.75)
-    assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(
+    assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {"loss/value": 0.75, "value": 1.0, "value_error": 5.0, "value_clip_fraction": 0.0, "return": 4.0}
     )
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem.trainer.losses.metrics import join
 from tandem.trainer.losses.preference import (
     PairStreams,
     cpo_loss,
@@ -113,9 +114,9 @@ def test_orpo_by_hand() -> None:
     pair = streams((2 * math.log(1 / 2), 3 * math.log(1 / 4), 2.0, 3.0, 0.0, 0.0))
     output = orpo_loss(pair, beta=0.1, mean_chosen_length=2.0)
     assert output.loss.item() == pytest.approx(0.721915, abs=1e-6)
-    assert output.metrics["loss/preference"].item() == pytest.approx(0.028768, abs=1e-6)
-    assert output.metrics["loss/sft"].item() == pytest.approx(0.693147, abs=1e-6)
-    assert output.metrics["log_odds_ratio"].item() == pytest.approx(math.log(3))
+    assert output.metrics["loss/preference"].value.item() == pytest.approx(0.028768, abs=1e-6)
+    assert output.metrics["loss/sft"].value.item() == pytest.approx(0.693147, abs=1e-6)
+    assert output.metrics["log_odds_ratio"].value.item() == pytest.approx(math.log(3))
 
 
 # An empty answer: nothing to say of it, a sum of 0 over 0 tokens.
@@ -154,7 +155,7 @@ def test_metrics_by_hand() -> None:
     """β = 0.5: twice rewards 0.5 and -0.5, margin 1, right; once -1 and 1, margin -2, wrong. Sums over pairs."""
     pairs = streams(PAIR, PAIR, (-7.0, -3.0, 2.0, 2.0, -5.0, -5.0))
     output = dpo_loss(pairs, beta=0.5, label_smoothing=0.0)
-    assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(
+    assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {
             "rewards_chosen": 0.0,
             "rewards_rejected": 0.0,
@@ -193,8 +194,10 @@ def test_any_division_of_the_pairs_gives_the_same_sums(name: str, pairs: list, d
     whole = LOSSES[name](streams(*pairs))
     parts = [LOSSES[name](streams(*pairs[:cut])), LOSSES[name](streams(*pairs[cut:]))]
     assert whole.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), abs=1e-9)
-    for metric, value in whole.metrics.items():
-        assert value.item() == pytest.approx(sum(part.metrics[metric].item() for part in parts), abs=1e-9)
+    for name, metric in whole.metrics.items():
+        joined = join(*(part.metrics[name] for part in parts))
+        assert joined.value.item() == pytest.approx(metric.value.item(), abs=1e-9)
+        assert int(joined.count) == int(metric.count)
 
 
 @settings(deadline=None, max_examples=50)

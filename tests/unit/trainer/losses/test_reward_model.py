@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.trainer.losses.alignment import AlignStreams, score_streams
-from tandem.trainer.losses.reward_model import ScoreStreams, reward_model_loss
+from tandem.trainer.losses.reward_model import ScoreStreams, reward_model_loss, score_streams
 
 
 def streams(chosen: list[float], rejected: list[float], margins: list[float]) -> ScoreStreams:
@@ -26,7 +25,7 @@ def test_by_hand() -> None:
 def test_metrics_by_hand() -> None:
     """Gaps 1.5 and -1: one of two right. Without margin and centering the parts are log(1 + e^-1.5) + log(1 + e)."""
     output = reward_model_loss(streams([2.0, 0.0], [0.5, 1.0], [0.0, 0.0]), centering=0.0)
-    assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(
+    assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {
             "rewards_chosen": 2.0,
             "rewards_rejected": 1.5,
@@ -43,7 +42,7 @@ def test_a_sequence_has_the_score_of_its_last_token_and_the_chosen_one_comes_fir
     scores = torch.tensor([9.0, 1.0, 9.0, 9.0, 2.0, 3.0, 4.0])
     sequences = torch.tensor([0, 0, 1, 1, 1, 2, 3])
     margins = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, 0.7, 0.7])
-    found = score_streams(AlignStreams(scores, None, sequences, num_sequences=4, margins=margins))
+    found = score_streams(scores, margins, sequences)
     assert found.chosen_scores.tolist() == [1.0, 3.0]
     assert found.rejected_scores.tolist() == [2.0, 4.0]
     assert found.margins.tolist() == pytest.approx([0.5, 0.7])

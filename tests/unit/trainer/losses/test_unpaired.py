@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem.trainer.losses.metrics import join
 from tandem.trainer.losses.unpaired import LabeledStreams, RewardShift, bco_loss, kto_loss, mismatched_kl
 
 LOSSES = {
@@ -53,16 +54,12 @@ def test_bco_by_hand() -> None:
 
 def test_metrics_by_hand() -> None:
     output = bco_loss(streams(GOOD, BAD, BAD), beta=0.5, delta=0.0)
-    assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(
-        {
-            "rewards_chosen": 1.5,
-            "rewards_rejected": -1.0,
-            "logprobs_chosen": -2.0,
-            "logprobs_rejected": -12.0,
-            "num_chosen": 1.0,
-            "num_rejected": 2.0,
-        }
-    )
+    assert {name: (metric.value.item(), int(metric.count)) for name, metric in output.metrics.items()} == {
+        "rewards_chosen": (pytest.approx(1.5), 1),
+        "rewards_rejected": (pytest.approx(-1.0), 2),
+        "logprobs_chosen": (pytest.approx(-2.0), 1),
+        "logprobs_rejected": (pytest.approx(-12.0), 2),
+    }
 
 
 def test_the_shift_lies_halfway_between_the_two_means() -> None:
@@ -101,5 +98,7 @@ def test_any_division_of_the_completions_gives_the_same_sums(name: str, completi
     whole = LOSSES[name](streams(*completions))
     parts = [LOSSES[name](streams(*completions[:cut])), LOSSES[name](streams(*completions[cut:]))]
     assert whole.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), abs=1e-9)
-    for metric, value in whole.metrics.items():
-        assert value.item() == pytest.approx(sum(part.metrics[metric].item() for part in parts), abs=1e-9)
+    for name, metric in whole.metrics.items():
+        joined = join(*(part.metrics[name] for part in parts))
+        assert joined.value.item() == pytest.approx(metric.value.item(), abs=1e-9)
+        assert int(joined.count) == int(metric.count)

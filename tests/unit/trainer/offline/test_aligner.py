@@ -1,6 +1,7 @@
 """Steps on preferences: however they are cut, with what the objectives ask of the whole step."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,16 @@ from tandem.config.align import AlignLossConfig, AlignLossType
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
-from tandem.trainer.losses.alignment import AlignStreams, StepFacts, alignment_loss
+from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
+from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
+from tandem.trainer.model.step import Scores
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, mismatches, scored
 from tandem.trainer.offline.reference import no_reference, precompute, stream_reference
 from tandem.trainer.offline.reward_model import load_trained_scorer
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.types.rollout import TrainingSequence
+from tandem.utils.errors import UserError
 
 CPU = torch.device("cpu")
 TYPES: list[AlignLossType] = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
@@ -106,6 +110,13 @@ def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: Alig
         assert len(mismatched) == 12 and stats["mismatched_kl"] == pytest.approx(kl, abs=1e-4)
 
 
+def test_a_reward_model_gives_scores_and_nothing_else(start) -> None:
+    aligner, rows, _ = start(AlignLossConfig(type="reward"), 1000)
+    predictions = aligner.stepper.predict(AlignBatch.of(rows).packed)
+    assert isinstance(predictions, Scores) and predictions.scores.requires_grad
+    assert "entropy" not in aligner.evaluate(AlignBatch.of(rows), [])
+
+
 @pytest.mark.parametrize("loss_type", ["cpo", "orpo"])
 def test_imitation_is_a_mean_over_the_chosen_tokens_of_the_step(start, loss_type: AlignLossType) -> None:
     aligner, rows, _ = start(AlignLossConfig(type=loss_type), 40)
@@ -144,17 +155,20 @@ def test_the_shift_of_bco_follows_the_rewards_of_earlier_steps(start) -> None:
 
 
 def test_a_rank_without_data_takes_part_without_a_trace() -> None:
-    """An idle micro-batch has no sequences; every objective gives zero, with a gradient of nothing."""
+    """A dummy micro-batch has no sequences; every objective gives zero, with a gradient of nothing."""
     for loss_type in TYPES:
         config = AlignLossConfig(type=loss_type)
-        nothing = torch.zeros(0, requires_grad=True)
+        nothing, sequences = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
         empty = torch.zeros(0)
         reference = empty if config.reference_source != "none" else None
-        streams = AlignStreams(nothing, reference, torch.zeros(0, dtype=torch.int64), 0, empty, empty)
-        output = alignment_loss(streams, config, StepFacts())
+        if loss_type == "reward":
+            output = reward_model_loss(score_streams(nothing, empty, sequences), centering=0.1)
+        else:
+            streams = AlignStreams(nothing, reference, sequences, 0, empty)
+            output = make_align_loss(config)(streams, StepFacts())
         output.loss.backward()
         assert output.loss.item() == 0.0
-        assert all(value.item() == 0.0 for value in output.metrics.values())
+        assert all(metric.value.item() == 0.0 for metric in output.metrics.values())
 
 
 @pytest.mark.parametrize("loss_type", [name for name in TYPES if name != "reward"])
@@ -171,3 +185,47 @@ def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: AlignLoss
     stats = aligner.step(AlignBatch.of(completed), mismatched)
     assert all(map(math.isfinite, stats.values())), stats
     assert all(parameter.isfinite().all() for parameter in aligner.stepper.model.parameters())
+
+
+OWN_LOSS = """\
+from torch.nn import functional as F
+
+from tandem.trainer.losses import Losses, PairStreams, mean_of
+
+
+def preferred(pairs: PairStreams, *, beta: float) -> Losses:
+    chosen = beta * (pairs.chosen_logprobs - pairs.reference_chosen)
+    rejected = beta * (pairs.rejected_logprobs - pairs.reference_rejected)
+    return Losses(-F.logsigmoid(chosen - rejected), {"margin": mean_of(chosen - rejected)})
+"""
+
+
+def test_a_loss_that_a_user_brings(start, tmp_path, monkeypatch) -> None:
+    """The formula of DPO in a file of one's own moves the model as DPO does."""
+    (tmp_path / "own_align_loss_of_a_test.py").write_text(OWN_LOSS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = AlignLossConfig(type="./own_align_loss_of_a_test.py:preferred", options={"beta": 0.3})
+    found = []
+    for loss in (AlignLossConfig(type="dpo", beta=0.3), own):
+        aligner, rows, _ = start(loss, 60)
+        stats = aligner.step(AlignBatch.of(rows), [])
+        found.append((stats, list(aligner.stepper.model.parameters())))
+    sys.modules.pop("own_align_loss_of_a_test")
+    (ours, parameters), (theirs, others) = found
+    assert all(torch.equal(one, other) for one, other in zip(parameters, others, strict=True))
+    names = ("loss", "margin", "kl", "entropy", "grad_norm")
+    assert {name: theirs[name] for name in names} == {name: ours[name] for name in names}
+
+
+def test_a_loss_that_a_user_brings_gives_one_number_a_pair(start, tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_align_loss_of_a_test.py").write_text(OWN_LOSS.replace("rejected), {", "rejected).sum(), {"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = AlignLossConfig(type="./own_align_loss_of_a_test.py:preferred", options={"beta": 0.3})
+    aligner, rows, _ = start(own, 1000)
+    sys.modules.pop("own_align_loss_of_a_test")
+    with pytest.raises(
+        UserError, match=r"loss\.type = '.*:preferred' returned losses of shape \(\); .* per pair: \(6,\)"
+    ):
+        aligner.step(AlignBatch.of(rows), [])

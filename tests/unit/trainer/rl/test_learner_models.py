@@ -27,6 +27,7 @@ from tandem.models.attention import PackedAttention
 from tandem.models.hf import load_decoder
 from tandem.trainer.build import Trained, load_trained
 from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.totals import StepMetrics
 from tandem.trainer.offline.sft import sft_loss
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner, frozen_model_paths
@@ -162,7 +163,7 @@ def test_ppo_with_its_critic(models, samples) -> None:
         said = [read_plainly(trained.decoder, sample) for sample in samples]
         before = [read_plainly(reference, sample).logprobs for sample in samples]
         values = [head(plain.hidden).squeeze(-1) for plain in said]
-    rewards = [sample.streams["advantages"][-1] for sample in samples]
+    rewards = [sample.streams["rewards"][-1] for sample in samples]
     advantages = [gae_plainly(config.loss, *row) for row in zip(said, before, values, rewards, strict=True)]
     returns = torch.cat([a + v for a, v in zip(advantages, values, strict=True)])
     value, logprobs = torch.cat(values), torch.cat([plain.logprobs for plain in said])
@@ -234,7 +235,7 @@ def test_two_ranks_whiten_over_both(models, samples) -> None:
     """Each has groups of other rewards: whitened by itself, neither would learn what one rank learns from all."""
     shifts = [1.0, 1.0, 1.0, -4.0, -4.0, -4.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0]
     shifted = [
-        replace(sample, streams={**sample.streams, "advantages": [v + by for v in sample.streams["advantages"]]})
+        replace(sample, streams={**sample.streams, "rewards": [v + by for v in sample.streams["rewards"]]})
         for sample, by in zip(samples, shifts, strict=True)
     ]
     config = settings(models, PPO)
@@ -382,9 +383,9 @@ class RecordingStepper:
     ranks: Ranks = ALONE
     updates: list[list[int]] = field(default_factory=list)
 
-    def step(self, micro_batches: Sequence[Any], loss: Any, denominator: float, temperature: float) -> dict[str, float]:
+    def step(self, micro_batches: Sequence[Any], loss: Any, denominator: float, temperature: float) -> StepMetrics:
         self.updates.append(sorted(token for part in micro_batches for token in part.token_ids.tolist()))
-        return {"loss": 0.0}
+        return StepMetrics({"loss": 0.0})
 
 
 def test_a_batch_is_cut_into_updates_by_its_step(models, samples) -> None:

@@ -70,6 +70,18 @@ def test_every_step_publishes_a_whole_model(tiny_model: Path, make_samples, tmp_
     assert read_json_lines(tmp_path / "events.jsonl")[-1]["event"] == "finished"
 
 
+def test_the_whole_model_is_published_without_the_adapters_module(
+    tiny_model: Path, make_samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(decoder: object) -> None:
+        raise AssertionError("no adapter is trained")
+
+    monkeypatch.setattr("tandem.models.lora_training.merged_tensors", refuse)
+    write_batches(tmp_path, make_samples, range(1, 2))
+    train_rl(config(tiny_model, tmp_path, max_steps=1))
+    verify_manifest(tmp_path / "weights" / "step_000001", 1)
+
+
 def test_a_resumed_run_ends_with_the_same_weights(tiny_model: Path, make_samples, tmp_path: Path) -> None:
     schedule = {"type": "constant"}
     whole, cut = tmp_path / "whole", tmp_path / "cut"

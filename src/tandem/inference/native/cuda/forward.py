@@ -33,6 +33,7 @@ class FusedDecoder:
         layers: list[DecoderLayer] = list(self.decoder.layers)  # type: ignore[arg-type]
         num_heads = self.decoder.spec.num_heads
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.decoder.norm]
+        num_heads = self.decoder.spec.num_heads
         h = kernels.add_norm(x, None, layers[0].input_layernorm.weight, layers[0].input_layernorm.eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             attention, norm = layer.self_attn, layer.post_attention_layernorm

@@ -1,0 +1,131 @@
+"""`--help`: every option of a command with its docstring, one box a table.
+
+The parser could write it too, but reads and parses the source of pydantic's own base class again for every table.
+"""
+
+import ast
+import shutil
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+MIN_COLUMNS = 40
+MAX_FLAG_COLUMNS = 60  # a longer flag stands on a line of its own, and does not push all descriptions aside
+KINDS = {int: "INT", float: "FLOAT", str: "STR", bool: "{True,False}"}
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    rows: list[tuple[str, str]] = field(default_factory=list)  # flag with its kind of value, description
+
+
+def render_help(cls: type[BaseModel], prog: str, description: str) -> str:
+    first = Table("options", [("-h, --help", "show this help message and exit")])
+    columns = max(MIN_COLUMNS, shutil.get_terminal_size().columns)
+    boxes = [_box(table, columns) for table in _fill(first, cls, "") if table.rows]
+    return "\n\n".join([f"usage: {prog} [-h] [@ FILE] [OPTIONS]", description, *boxes]) + "\n"
+
+
+def _fill(table: Table, cls: type[BaseModel], prefix: str) -> Iterator[Table]:
+    """`table` with the plain options of `cls`, then the tables within it."""
+    inner: list[Table] = []
+    for name, option in cls.model_fields.items():
+        path = prefix + name.replace("_", "-")
+        described = docstrings(cls).get(name, "")
+        model, is_list = _model_of(option.annotation)
+        if model is None or is_list:
+            table.rows.append((f"--{path} {_kind(option.annotation)}", _with_default(described, option)))
+        if model is not None:
+            note = " (list item, via @ file or JSON)" if is_list else ""
+            note = " (optional, default: None)" if option.default is None else note
+            path += "[*]" if is_list else ""
+            summary = described or (model.__doc__ or "").partition("\n")[0]
+            inner += _fill(Table(f"{path}: {' '.join(summary.split())}{note}"), model, f"{path}.")
+    yield table
+    yield from inner
+
+
+@cache
+def docstrings(cls: type) -> dict[str, str]:
+    """The text below each attribute of a class; of inherited ones too, unless they are described anew."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, BaseModel) and not base.__module__.startswith("pydantic"):
+            found |= _docstrings_of_module(base.__module__).get(base.__name__, {})
+    return found
+
+
+@cache
+def _docstrings_of_module(name: str) -> dict[str, dict[str, str]]:
+    source = Path(sys.modules[name].__file__ or "").read_text()
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {node.name: dict(_described(node)) for node in classes}
+
+
+def _described(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for statement, following in zip(node.body, node.body[1:], strict=False):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())
+
+
+def _model_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The table behind an option, if it is one, and whether it is a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    if get_origin(annotation) is list:
+        return _model_of(get_args(annotation)[0])[0], True
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((found for part in get_args(annotation) if (found := _model_of(part))[0]), (None, False))
+    return None, False
+
+
+def _kind(annotation: Any) -> str:
+    """Of value: INT, {a,b}, [STR [...]], FLOAT|None."""
+    parts = get_args(annotation)
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return "{" + ",".join(map(str, parts)) + "}"
+    if origin in (Union, types.UnionType):
+        return "|".join("None" if part is type(None) else _kind(part) for part in parts)
+    if origin is list and (model := _model_of(parts[0])[0]):
+        return f"list[{{{', '.join(model.model_fields)}}}]"
+    if origin is list:
+        return f"[{_kind(parts[0])} [...]]"
+    return KINDS.get(annotation) or getattr(annotation, "__name__", str(annotation)).upper()
+
+
+def _with_default(described: str, option: FieldInfo) -> str:
+    note = "required" if option.is_required() else f"default: {option.default}"
+    return f"{described} ({note})".strip()
+
+
+def _box(table: Table, columns: int) -> str:
+    flag_columns = max((len(flag) for flag, _ in table.rows if len(flag) <= MAX_FLAG_COLUMNS), default=0)
+    inside = max(columns - 4, flag_columns + 3)
+    lines: list[str] = []
+    for flag, text in table.rows:
+        wrapped = _wrap(text, inside - flag_columns - 2)
+        if len(flag) > flag_columns:
+            lines += _wrap(flag, inside)
+            flag = ""
+        lines += [
+            f"{start:<{flag_columns}}  {part}"
+            for start, part in zip([flag] + [""] * len(wrapped), wrapped, strict=False)
+        ]
+    title, *more = _wrap(table.title, inside - 2)
+    top = f"╭─ {title} {'─' * (inside - len(title) - 1)}╮"
+    return "\n".join([top, *(f"│ {line:<{inside}} │" for line in [*more, *lines]), f"╰{'─' * (inside + 2)}╯"])
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)

@@ -1,0 +1,70 @@
+"""Chat messages as templates take them, from rows of a dataset and from requests: the one place that builds them."""
+
+import json
+from typing import Any
+
+from tandem.types.rollout import Message
+
+
+def read_messages(messages: Any, name: str) -> list[Message]:
+    """Messages as templates take them: content as text, arguments of tool calls as tables, nothing that is null."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"{name!r} must be a list of messages, each a table with 'role' and 'content'")
+    if not messages:
+        raise ValueError(f"{name!r} is empty: it needs at least one message")
+    return [read_message(message, f"message {index} of {name!r}") for index, message in enumerate(messages)]
+
+
+def read_message(message: dict[str, Any], where: str) -> Message:
+    """One of them; `where` begins what is said of a mistake."""
+    given = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(given.get("role"), str):
+        raise ValueError(f"{where} needs 'role' as text; it has {given.get('role')!r}")
+    calls = given.get("tool_calls")
+    if not calls:
+        given.pop("tool_calls", None)
+    elif not isinstance(calls, list):
+        raise ValueError(f"{where}: 'tool_calls' must be a list")
+    else:
+        given["tool_calls"] = [_tool_call(call, where) for call in calls]
+    if "content" not in given and "tool_calls" not in given:
+        raise ValueError(f"{where} needs 'content' as text, or 'tool_calls'")
+    return given | {"content": _content(given.get("content", ""), where)}
+
+
+def _content(content: Any, where: str) -> str:
+    """Text, or parts of which each is text: one a line."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "\n".join(map(str, texts))
+    raise ValueError(f"{where}: 'content' must be text, or a list of parts of type 'text'; it is {shown(content)}")
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: a tool call needs the 'name' and the 'arguments' of a function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{where}: the arguments of {function['name']!r}")
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"{where}: the arguments of {function['name']!r} must be a JSON object; they are {shown(arguments)}"
+        )
+    identity = {"id": call["id"]} if call.get("id") is not None else {}
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def parse_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} are not JSON: {error}") from error
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,44 @@
+"""Engines by name. What each needs is imported when it is built: whoever only checks a name needs no torch."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tandem.config.inference import InferenceConfig, resolve_api_key
+from tandem.utils.registry import find_registered
+
+if TYPE_CHECKING:
+    from tandem.data.tokenizer import Tokenizer
+    from tandem.inference.engine import Engine
+    from tandem.inference.native.engine import NativeEngine
+    from tandem.inference.sglang.engine import SGLangEngine
+
+OnFailure = Callable[[str], None]
+EngineBuilder = Callable[[InferenceConfig, "Tokenizer", OnFailure], "Engine"]
+"""Makes an engine that is not started yet; it calls `on_failure` with the reason when it can no longer work."""
+
+
+def find_builder(name: str) -> EngineBuilder:
+    return find_registered(BUILDERS, name, "engine")
+
+
+def build_native(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "NativeEngine":
+    from tandem.data.text_stream import TextStream
+    from tandem.inference.native.build import build_engine
+    from tandem.models.runtime import setup_torch
+
+    setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
+    # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a
+    # step takes, even while the event loop is busy with JSON.
+    sys.setswitchinterval(0.0005)
+    return build_engine(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), on_failure)
+
+
+def build_sglang(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "SGLangEngine":
+    from tandem.inference.sglang.engine import build_engine
+
+    key = resolve_api_key(config.sglang.api_key, config.sglang.api_key_var, "sglang.api_key_var")
+    return build_engine(config, key, tokenizer.eos_token_ids, on_failure)
+
+
+BUILDERS: dict[str, EngineBuilder] = {"native": build_native, "sglang": build_sglang}

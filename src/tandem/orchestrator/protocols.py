@@ -1,0 +1,88 @@
+"""What the parts of the orchestrator ask of each other and of the server: no more than they need, so that each can be
+tested on its own."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tandem.types.rollout import ALL_TOKENS, Completion, Group, SamplingOptions, Task
+
+
+class Generator(Protocol):
+    """Whoever completes prompts: the policy, and the server behind it."""
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        options: SamplingOptions = ALL_TOKENS,
+    ) -> list[Completion]:
+        """`n` completions of one prompt."""
+        ...
+
+
+class PolicyServer(Generator, Protocol):
+    """What the policy asks of the server: it is met, given weights and then adopted, and asked from then on."""
+
+    @property
+    def instance(self) -> str | None:
+        """The one that serves the weights of this run; None: none yet, or it went away."""
+        ...
+
+    async def meet(self) -> None: ...
+
+    def adopt(self) -> None: ...
+
+    async def update_weights(self, path: Path, version: int) -> None: ...
+
+    async def load_adapter(self, path: Path, version: int) -> None: ...
+
+
+class Server(PolicyServer, Protocol):
+    """What the loop asks of it besides."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def run(self) -> str:
+        """The name of the run, as the server is told it."""
+        ...
+
+    async def wait_until_ready(self) -> None: ...
+
+
+class ServedVersion(Protocol):
+    """What the loop and its dispatcher know of the policy."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def next_update(self) -> asyncio.Future[int]:
+        """Done when another version is served, and then replaced by a new one."""
+        ...
+
+
+class GroupMaker(Protocol):
+    """Whoever turns a task into a group."""
+
+    async def make_group(
+        self,
+        task: Task,
+        prompt: Sequence[int],
+        order: int,
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        options: SamplingOptions = ALL_TOKENS,
+    ) -> Group:
+        """`n` rollouts with rewards; TaskFailed where they do not come together."""
+        ...

@@ -1,0 +1,70 @@
+"""Objects by import path, for what users bring: 'package.module:name' or './file.py:name'."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tandem.utils.errors import UserError
+
+
+def is_import_path(value: str) -> bool:
+    """Whether a value names an object to import rather than one of a registry."""
+    return ":" in value or value.endswith(".py")
+
+
+def load_object(path: str, key: str) -> Any:
+    """The object that the option `key` names as `path`. The current directory can be imported from.
+
+    Raises UserError where there is no such object, or where the user's code fails when it is imported.
+    """
+    where, separator, attribute = path.rpartition(":")
+    if not separator and path.endswith(".py"):
+        raise UserError(f"{key} = {path!r} names a file; name the object in it too, as in '{path}:name'")
+    if not where or not attribute:
+        raise UserError(f"{key} = {path!r} is no import path; give 'package.module:name' or './file.py:name'")
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    except Exception as error:  # whatever the user's code does when it is imported
+        reason = str(error) if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{key} = {path!r} cannot be imported: {reason}") from error
+    if not hasattr(module, attribute):
+        nearest = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise UserError(f"{key} = {path!r} cannot be imported: {where!r} has no {attribute!r}{hint}")
+    return getattr(module, attribute)
+
+
+def _import_module(name: str) -> ModuleType:
+    _make_importable(Path.cwd())  # which `python` does, but not a command that was installed
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """A file as a module by its name; what lies beside it can be imported by it."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}")
+    name, known = path.stem, sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    if known is not None or name in sys.stdlib_module_names:
+        raise ImportError(f"there is another module called {name!r}; give the file another name")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    _make_importable(path.parent)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses and pickle look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

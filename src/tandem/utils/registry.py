@@ -1,0 +1,31 @@
+"""A registry is a dict from names to things; wherever one of its names is taken, so is an import path."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from tandem.utils.errors import UserError
+from tandem.utils.imports import is_import_path, load_object
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def find_registered(registry: Mapping[str, F], name: str, key: str) -> F:
+    """What `registry` has under `name`, or what users bring by an import path; UserError, naming the option `key`."""
+    if name in registry:
+        return registry[name]
+    if not is_import_path(name):
+        nearest = difflib.get_close_matches(name, registry, n=1, cutoff=0.3) or list(registry)[:1]
+        raise UserError(
+            f"{key} = {name!r} is not known; did you mean {nearest[0]!r}? "
+            f"(known: {', '.join(registry)}; or 'package.module:name' or './file.py:name' for your own)"
+        )
+    return load_callable(name, key)
+
+
+def load_callable(path: str, key: str) -> Any:
+    """A function or a class that users bring."""
+    found = load_object(path, key)
+    if not callable(found):
+        raise UserError(f"{key} = {path!r} is {type(found).__name__} {found!r:.80}, and has to be something to call")
+    return found

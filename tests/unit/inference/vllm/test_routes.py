@@ -1,0 +1,73 @@
+"""The routes in front of vLLM that change what it does, around an engine that writes down what it is asked."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from tests.unit.inference.vllm.test_backend import FakeEngine, FakeRegistry
+
+from tandem.inference.vllm.middleware import Routes
+from tandem.inference.vllm.settings import Settings
+
+
+class ServedEngine(FakeEngine):
+    """With what else our middleware looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+        self.input_processor = SimpleNamespace(process_inputs=None)
+        model_config = SimpleNamespace(get_vocab_size=lambda: 102)
+        self.vllm_config = SimpleNamespace(lora_config=None, model_config=model_config)
+
+
+@pytest.fixture
+def engine() -> ServedEngine:
+    return ServedEngine()
+
+
+@pytest.fixture
+def client(engine: ServedEngine, tiny_model: Path) -> Iterator[TestClient]:
+    settings = Settings(tiny_model, "tiny", None, 1 << 20, 60.0, (tiny_model.parent,), frozenset())
+    app = Starlette()
+    app.state.engine_client, app.state.openai_serving_models = engine, FakeRegistry()
+    app.add_middleware(Routes, settings=settings)
+    with TestClient(app) as client:
+        yield client
+
+
+def test_pausing_and_resuming_show(client: TestClient, engine: ServedEngine) -> None:
+    assert client.get("/is_paused").json() == {"is_paused": False}
+    assert client.post("/pause").json() == {"status": "paused", "paused": True}
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    assert client.get("/health").json()["paused"] is True
+    assert client.post("/resume").json() == {"paused": False}
+    assert engine.calls == ["pause keep", "resume"]
+
+
+def test_the_cache_is_emptied_on_request(client: TestClient, engine: ServedEngine) -> None:
+    assert client.post("/reset_prefix_cache").json() == {"success": True}
+    assert engine.calls == ["reset"]
+    engine.cache_resets = False
+    assert client.post("/reset_prefix_cache").status_code == 503
+
+
+def test_a_paused_engine_cannot_end_what_runs(client: TestClient, tiny_model: Path) -> None:
+    client.post("/pause")
+    for route, body in (
+        ("/pause", {"mode": "wait"}),
+        ("/update_weights", {"path": str(tiny_model), "version": 0, "mode": "wait"}),
+    ):
+        answer = client.post(route, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "engine_busy"), answer.text
+
+
+def test_other_weights_of_the_same_model_are_served(client: TestClient, engine: ServedEngine, tiny_model: Path) -> None:
+    answer = client.post("/update_weights", json={"path": str(tiny_model), "version": 0, "run": "mine"})
+    assert answer.json() == {"version": 0}
+    assert [call.split()[0] for call in engine.calls] == ["check_weights", "pause", "reload_weights", "reset", "resume"]
+    assert client.get("/health").json()["run"] == "mine"

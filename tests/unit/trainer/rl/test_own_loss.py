@@ -1,0 +1,114 @@
+"""A loss that a user brings as one file: it trains as the built-in one of the same formula does, to the bit."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.config.trainer import TrainerConfig
+from tandem.data.packing import pack
+from tandem.trainer.losses import ignores_zero_advantages
+from tandem.trainer.rl.train import train_rl
+from tandem.transport.rollouts.filesystem import RolloutWriter
+from tandem.types.rollout import TrainBatch
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json_lines
+
+OWN_LOSS = """\
+import torch
+
+from tandem.trainer.losses import Losses, PolicyStreams, maximum_of, mean_of
+
+
+def clipped(streams: PolicyStreams, *, clip: float = 0.2) -> Losses:
+    ratios = (streams.logprobs - streams.old_logprobs).exp()
+    gains = torch.minimum(ratios * streams.advantages, ratios.clamp(1 - clip, 1 + clip) * streams.advantages)
+    return Losses(-gains, {"own/ratio": mean_of(ratios), "own/largest": maximum_of(ratios)})
+
+
+def nothing(streams: PolicyStreams) -> None:
+    return None
+
+
+def summed(streams: PolicyStreams) -> Losses:
+    return Losses(streams.logprobs.sum())
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_loss_of_a_test.py").write_text(OWN_LOSS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    sys.modules.pop("own_loss_of_a_test", None)
+
+
+@pytest.fixture
+def train(tiny_model: Path, make_samples, tmp_path: Path):
+    def run(name: str, loss: dict[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Two steps of two updates each, so that ratios leave 1; weights and metrics."""
+        from safetensors.torch import load_file
+
+        root = tmp_path / name
+        writer = RolloutWriter(root / "rollouts", keep=10)
+        for step in (1, 2):
+            writer.write(TrainBatch(step, 1.0, pack(make_samples(step, num_prompts=4))))
+        tree: dict[str, Any] = {"model": {"name": tiny_model}, "output_dir": root, "device": "cpu", "threads": 1}
+        tree |= {"deterministic": True, "optimizer": {"lr": 1e-3}, "rollout_timeout_s": 60}
+        tree |= {"seq_len": 30, "tokens_per_microbatch": 30, "max_steps": 2, "updates_per_batch": 2, "loss": loss}
+        train_rl(TrainerConfig.model_validate(tree))
+        return load_file(root / "weights" / "latest" / "model.safetensors"), read_json_lines(root / "metrics.jsonl")
+
+    return run
+
+
+@pytest.mark.parametrize("extra", [{}, {"normalize": "sequences", "entropy_coef": 0.01}])
+def test_the_same_formula_gives_the_same_bits(train, extra: dict[str, Any]) -> None:
+    shared = {"old_logprobs": "recomputed"} | extra
+    ours, our_metrics = train("ours", {"type": "grpo", "clip_low": 0.1, "clip_high": 0.1} | shared)
+    own = {"type": "./own_loss_of_a_test.py:clipped", "options": {"clip": 0.1}}
+    theirs, their_metrics = train("theirs", own | shared)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for line, other in zip(our_metrics, their_metrics, strict=True):
+        names = ("loss", "loss/policy", "entropy", "ratio", "mismatch_kl", "max/logprob_difference", "grad_norm", "lr")
+        assert {name: line[name] for name in names} == {name: other[name] for name in names}
+        assert other["own/ratio"] == pytest.approx(line["ratio"]) and other["own/largest"] > 1
+
+
+def test_its_options_reach_it(train) -> None:
+    own = {"type": "own_loss_of_a_test:clipped", "old_logprobs": "recomputed"}
+    tight, _ = train("tight", own | {"options": {"clip": 1e-4}})
+    wide, _ = train("wide", own | {"options": {"clip": 0.9}})
+    assert any(not torch.equal(tight[name], wide[name]) for name in tight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"type": "own_loss_of_a_test:nothing"}, r"loss\.type = '.*:nothing' returned NoneType; return .*Losses"),
+        ({"type": "own_loss_of_a_test:summed"}, r"loss\.type = '.*:summed' returned losses of shape \(\); return one"),
+        (
+            {"type": "own_loss_of_a_test:clipped", "options": {"clib": 0.1}},
+            r"loss\.options = \{'clib': 0\.1\} does not suit loss\.type = '.*:clipped': .*'clib'",
+        ),
+        ({"type": "own_loss_of_a_test:clippd"}, r"loss\.type = '.*:clippd' .*did you mean 'clipped'\?"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_a_mistake_of_one_line(train, loss: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        train("refused", loss)
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_without_advantage_are_computed(tiny_model: Path) -> None:
+    """Only its author knows whether they have a gradient."""
+    config = TrainerConfig.model_validate({"model": {"name": tiny_model}, "loss": {"type": "a.b:c"}})
+    assert not ignores_zero_advantages(config.loss)
