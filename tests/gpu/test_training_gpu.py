@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,7 +71,9 @@ def test_attention_is_that_of_rectangles(
         return [out, *(grad[:total] for grad in torch.autograd.grad(out, leaves, pull))]
 
     attention = PackedAttention(lengths, parents, padding)
-    found = with_gradients(lambda q, k, v: attention.attend(0, q, k, v, window), torch.bfloat16, total + padding)
+    found = with_gradients(
+        lambda q, k, v: cast(Any, attention).attend(0, q, k, v, window), torch.bfloat16, total + padding
+    )
     assert ("flex" in attention.__dict__) == (segments is SHARED or window is not None)
     exact = Rectangles(lengths, parents)
     expected = with_gradients(lambda q, k, v: exact.attend(q, k, v, window), torch.float32, total)
@@ -89,7 +92,7 @@ def test_one_compilation_serves_all_numbers_of_tokens() -> None:
             size = total + -total % 128
             q, k, v = (torch.randn(size, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
             q.requires_grad_()
-            attention.attend(0, q, k, v, None).sum().backward()
+            cast(Any, attention).attend(0, q, k, v, None).sum().backward()
 
 
 def test_micro_batches_take_the_memory_that_is_left(tiny_model: Path) -> None:

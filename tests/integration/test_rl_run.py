@@ -129,10 +129,11 @@ def test_a_server_kept_alive_serves_run_after_run(starter, rl_arguments, warm_mo
             *("@", str(shared), "--model.name", str(warm_model), "--output-dir", str(tmp_path / name)),
             *("--orchestrator.client.base-url", f"http://127.0.0.1:{free_port}", "--max-steps", "3"),
         ]
+        done = starter.run("rl", *arguments)
         for _ in range(100):
-            done = starter.run("rl", *arguments)
             if "no inference server answers" not in done.stdout:
                 break
+            done = starter.run("rl", *arguments)
         succeed(done)
         first_rewards.append(read_json_lines(RunDir(tmp_path / name).metrics)[0]["eval/reward"])
     assert first_rewards[0] == first_rewards[1]  # the second run starts from version 0 again

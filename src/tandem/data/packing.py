@@ -124,7 +124,7 @@ def divide(
     bins = [fill(members, sizes, tokens_per_microbatch) for members in per_rank]
     most = max(len(rank_bins) for rank_bins in bins)
     own = [take(batch, np.concatenate([units[unit] for unit in members])) for members in bins[rank]]
-    return own + [idle(batch)] * (most - len(own))
+    return own + [dummy_micro_batch(batch)] * (most - len(own))
 
 
 def segment_costs(batch: PackedBatch) -> NDArray[np.float64]:
@@ -132,7 +132,7 @@ def segment_costs(batch: PackedBatch) -> NDArray[np.float64]:
     return np.add.reduceat(1 + batch.positions / ATTENTION_TOKENS, _starts(batch.segment_lengths))
 
 
-def idle(batch: PackedBatch) -> PackedBatch:
+def dummy_micro_batch(batch: PackedBatch) -> PackedBatch:
     """A dummy micro-batch: one token, no loss. Ranks with fewer micro-batches run it, so collectives match."""
     nothing = np.zeros(0, dtype=np.int64)
     return PackedBatch(

@@ -21,7 +21,7 @@ class Preference(NamedTuple):
     rejected: TrainingSequence
 
 
-class Judged(NamedTuple):
+class Labeled(NamedTuple):
     """A sample, and whether its answer is good."""
 
     sample: TrainingSequence
@@ -41,14 +41,14 @@ def encode_preference_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Prefer
     return Preference(fit(chosen), fit(rejected))
 
 
-def encode_labeled_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Judged:
+def encode_labeled_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Labeled:
     for name in ("prompt", "completion", "label"):
         _require(row, name)
     label = row["label"]
     if label not in (True, False):
         raise ValueError(f"'label' must be true or false; it is {label!r}")
     prompt, completion = _split(row["prompt"], row["completion"], "completion")
-    return Judged(fit(encode_completion(prompt, completion, "completion", row, tokenizer)), bool(label))
+    return Labeled(fit(encode_completion(prompt, completion, "completion", row, tokenizer)), bool(label))
 
 
 def _require(row: Fields, name: str) -> None:

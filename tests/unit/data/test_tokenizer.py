@@ -106,7 +106,7 @@ def test_chats_are_those_of_transformers(
     model_dir: Path, messages: list[dict[str, Any]], add_generation_prompt: bool
 ) -> None:
     ours, theirs = Tokenizer(model_dir), AutoTokenizer.from_pretrained(model_dir)
-    options = {"add_generation_prompt": add_generation_prompt}
+    options: Any = {"add_generation_prompt": add_generation_prompt}
     expected = theirs.apply_chat_template(messages, tokenize=False, **options)
     assert messages[0]["content"] in expected
     assert ours.render(messages, **options) == expected

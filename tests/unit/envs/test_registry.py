@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,8 @@ def test_a_system_prompt_comes_before_every_task() -> None:
         assert [task.messages[1:] for task in after] == [task.messages for task in before]
         assert [task.answer for task in after] == [task.answer for task in before]
     (task, *_) = environment.train_tasks
-    assert asyncio.run(environment.score(task, task.answer)) == 1.0
+    score: Any = environment.score(task, task.answer)
+    assert asyncio.run(score) == 1.0
 
 
 def test_a_second_system_message_is_refused() -> None:

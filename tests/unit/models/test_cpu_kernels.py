@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -271,7 +272,7 @@ def test_packed_attention_and_its_gradients(
     assert attention.layout is not None
 
     def attend(q: Tensor, k: Tensor, wide: Tensor) -> Tensor:
-        return attention.attend(0, q, k, wide[:, 5:-3].unflatten(-1, (kv_heads, head_dim)), window)
+        return cast(Any, attention).attend(0, q, k, wide[:, 5:-3].unflatten(-1, (kv_heads, head_dim)), window)
 
     tokens = sum(lengths)
     shapes = (tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads * head_dim + 8)

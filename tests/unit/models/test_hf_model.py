@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
+from tests.require import require
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.lora import LoRAConfig
 from tandem.models.attention import PackedAttention
@@ -53,7 +54,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     def make(kind: str, family: str | None = None, **options: Any) -> Path:
         if kind not in made:
             known = KINDS.get(kind, (family, {}))
-            config = AutoConfig.for_model(known[0], **(SMALL | known[1] | options))
+            config = AutoConfig.for_model(require(known[0]), **(SMALL | known[1] | options))
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             generator = torch.Generator().manual_seed(3)
             with torch.no_grad():
@@ -92,7 +93,7 @@ def packed_loss(decoder: Any) -> tuple[list[Tensor], Tensor]:
     return with_loss([(logits[place], token_ids[place]) for place in PLACES])
 
 
-def separate_loss(model: PreTrainedModel) -> tuple[list[Tensor], Tensor]:
+def separate_loss(model: Callable[..., Any]) -> tuple[list[Tensor], Tensor]:
     token_ids, _, _ = packed()
     return with_loss([(model(token_ids[place][None]).logits[0], token_ids[place]) for place in PLACES])
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,13 +69,13 @@ def reference_logits(model: Any) -> Tensor:
 
 
 def peft_model(model_dir: Path, config: LoRAConfig) -> Any:
-    targets = list(TARGETS) if config.targets == "all-linear" else config.targets
+    targets: list[str] = [*(TARGETS if config.targets == "all-linear" else config.targets)]
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     return get_peft_model(
         model,
         LoraConfig(
             r=config.rank,
-            lora_alpha=config.alpha,
+            lora_alpha=cast(int, config.alpha),
             use_rslora=config.rslora,
             target_modules=targets,
             task_type="CAUSAL_LM",
@@ -84,7 +84,7 @@ def peft_model(model_dir: Path, config: LoRAConfig) -> Any:
 
 
 def publish(decoder: Decoder, config: LoRAConfig, model_dir: Path, folder: Path) -> Path:
-    targets = list(TARGETS) if config.targets == "all-linear" else list(config.targets)
+    targets: list[str] = [*(TARGETS if config.targets == "all-linear" else config.targets)]
     described = adapter_config(config, model_dir, targets)
     publisher = WeightsPublisher(folder, model_dir, "float32", keep=2, adapter_config=described)
     return publisher.publish(adapter_tensors(decoder), version=7)

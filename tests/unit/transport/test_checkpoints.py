@@ -68,7 +68,7 @@ def test_a_checkpoint_under_another_number_is_passed_over(tmp_path: Path) -> Non
     assert newest_checkpoint(run_dir) is None
 
 
-def config(**options: int) -> CheckpointConfig:
+def config(**options: int | None) -> CheckpointConfig:
     return CheckpointConfig.model_validate({"every": 1} | options)
 
 

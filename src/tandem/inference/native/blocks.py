@@ -40,7 +40,7 @@ class BlockManager:
         self._by_key: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._has_key = np.zeros(num_blocks, np.bool_)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by no row, oldest first
 
     @property
     def num_free(self) -> int:
@@ -88,7 +88,7 @@ class BlockManager:
                 self._has_key[block] = True
 
     def release(self, blocks: BlockIds) -> None:
-        """One holder of each block lets go; blocks that nobody holds become free, or idle if they cache something."""
+        """One holder of each block lets go; blocks without holders become free, or idle if they cache something."""
         assert (self._holders[blocks] > 0).all(), "a free block was released"
         self._holders[blocks] -= 1
         freed = blocks[self._holders[blocks] == 0]

@@ -24,7 +24,7 @@ from tandem.utils.errors import UserError
 from tandem.utils.memory import free_memory_bytes
 
 logger = logging.getLogger(__name__)
-CACHE_SHARE = 4  # of the free memory, where nobody says how much the KV cache may take
+CACHE_SHARE = 4  # of the free memory, where no option says how much the KV cache may take
 PACKED_SHARE = 4  # a second copy of the weights, for speed, may take a quarter of the free memory
 
 

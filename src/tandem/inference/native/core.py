@@ -53,7 +53,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: "Runner | Launcher"
     new_text: Callable[[], TextStream]  # for stop strings
-    launcher: Launcher | None = None  # of steps that nobody waits for
+    launcher: Launcher | None = None  # launches steps without waiting for them
 
 
 class EngineCore:
@@ -163,7 +163,7 @@ class EngineCore:
         del self._adapter_versions[number], self._cache_roots[number]
 
     def refuse_everything(self, error: EngineError) -> None:
-        """Nobody is left waiting for an engine that has ended."""
+        """No request is left waiting for an engine that has ended."""
         for request in self._requests.values():
             request.on_done(error)
         self._requests.clear()

@@ -3,8 +3,9 @@
     launch step n+1 ─► read step n ─► stop checks, streams, admission ─► launch step n+2
     GPU:  … step n │ step n+1 ───────────────────────────────────────────│ step n+2 …
 
-The books run ahead: a row counts a token as soon as it is being drawn (`SlotState.reserve`). A row that turns out to
-have ended, or that loses its place, gives up the token behind its last (`SlotState.retract`); no more is wasted.
+The state runs ahead of the GPU: a row counts a token as soon as it is being drawn (`SlotState.reserve`). A row that
+turns out to have ended, or that loses its place, gives up the token behind its last (`SlotState.retract`); no more is
+wasted.
 """
 
 from collections.abc import Callable

@@ -40,7 +40,7 @@ class SamplingRows:
 
     @property
     def are_plain(self) -> bool:
-        """Nobody asks for anything but a temperature."""
+        """No row asks for anything but a temperature."""
         truncates = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
         return not (truncates | self.raw_logprobs | (self.num_top > 0)).any()
 

@@ -169,7 +169,7 @@ class Scheduler:
 
     def requeue(self, slots: Iterable[int]) -> None:
         """These sequences are computed again from their first token; what they generated stays. Whole groups only:
-        nobody may be left waiting for a leader that is gone."""
+        no row may be left waiting for a leader that is gone."""
         for slot in sorted(slots, key=lambda slot: -self.state.order[slot]):
             self._followers.pop(slot, None)
             self._requeue(slot)
@@ -184,7 +184,7 @@ class Scheduler:
         assert sorted(admitted + state.free_slots) == list(range(state.num_slots)), "a row is lost"
         assert not state.running[state.free_slots].any(), "a free row runs"
         waiting = {slot for followers in self._followers.values() for slot in followers}
-        assert waiting == {slot for slot in admitted if not state.running[slot]}, "a row waits for nobody"
+        assert waiting == {slot for slot in admitted if not state.running[slot]}, "a row waits for no other row"
         assert self.num_waiting == sum(len(group.samples) for group in self.queue), "the queue is miscounted"
 
     def _make_room(self) -> bool:

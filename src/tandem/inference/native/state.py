@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def is_watched(self) -> bool:
-        """Every one of its tokens is looked at by itself: told to somebody, or searched for stop strings."""
+        """Every one of its tokens is looked at by itself: streamed, or searched for stop strings."""
         asked = self.request.asked
         return self.request.on_part is not None or bool(asked.top_logprobs) or bool(asked.sampling.stop)
 

@@ -135,7 +135,7 @@ class SGLangBackend:
             await self._client.unload_adapter(adapter.server_name)
 
     async def _unload_replaced(self, adapter: Adapter) -> None:
-        """Nobody waits for it, so that a failure is only told."""
+        """No request waits for it, so a failure is only logged."""
         try:
             await self._client.unload_adapter(adapter.server_name)
         except EngineError as error:

@@ -103,7 +103,7 @@ class SGLangEngine(RemoteEngine):
                     self._loop.fail(
                         f"SGLang at {self._client.base_url} serves weights {label!r} instead of "
                         f"{self._backend.label!r}, which were put there from here; was it restarted, or updated by "
-                        "somebody else?"
+                        "another client?"
                     )
 
     async def _leave(self, rids: list[str]) -> None:

@@ -70,7 +70,7 @@ async def _wait_until_healthy(client: SGLangClient, timeout_s: float) -> None:
         try:
             if await client.is_healthy():
                 return
-            # It may have been left paused by somebody who did not live to resume it, and generates nothing then.
+            # It may have been left paused by a client that died before it could resume it, and generates nothing then.
             await client.resume()
         except SGLangUnreachable:
             pass

@@ -222,7 +222,9 @@ def ending(
     """Why a completion ended, and the stop token other than EOS, or the stop string, that ended it."""
     kind, matched = reason["type"], reason.get("matched")
     if kind == "abort":
-        if reason.get("status_code"):  # SGLang ended it, for want of memory for instance; nobody asked for that
+        if reason.get(
+            "status_code"
+        ):  # SGLang ended it, for want of memory for instance; the client did not ask for that
             raise EngineError(f"SGLang ended the request: {reason.get('message')}")
         return "abort", None
     if kind == "length":
@@ -254,6 +256,6 @@ def known(label: str, labels: Mapping[str, int]) -> int:
     if label not in labels:
         raise UnknownWeights(
             f"SGLang answered with weights {label!r}, which were not put there from here "
-            f"(known: {', '.join(sorted(labels))}); was it restarted, or updated by somebody else?"
+            f"(known: {', '.join(sorted(labels))}); was it restarted, or updated by another client?"
         )
     return labels[label]

@@ -210,7 +210,7 @@ class Routes:
 
 
 def leave_in_time(app: Any) -> None:
-    """vLLM drains its engine, stops it, and then waits for ever for requests that nobody will answer any more."""
+    """vLLM drains its engine, stops it, and then waits for ever for requests that will never be answered."""
     server = getattr(app.state, "server", None)
     if server is not None:
         server.config.timeout_graceful_shutdown = LEAVE_S

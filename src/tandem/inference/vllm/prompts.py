@@ -22,7 +22,7 @@ def refuse_unknown_tokens(engine: Any, refused: type[Exception]) -> None:
     def checked(*arguments: Any, **named: Any) -> Any:
         request = process(*arguments, **named)
         largest = max(request.prompt_token_ids or (), default=0)
-        # Ids that stand for images and the like are nobody's embedding.
+        # Ids that stand for images and the like have no embedding.
         if largest >= vocab_size and not getattr(request, "mm_features", None):
             raise refused(f"token id {largest} is outside the model's vocabulary of {vocab_size} tokens")
         return request

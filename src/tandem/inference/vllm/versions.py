@@ -28,7 +28,7 @@ class EngineOutput(Protocol):
 
 
 class UncountedTokens(RuntimeError):
-    """Tokens that did not come by the ledger, so that nobody knows their version."""
+    """Tokens that did not come by the ledger, so that their version is unknown."""
 
 
 class TrackedRequest:
@@ -95,7 +95,7 @@ class VersionLedger:
                 tracked.counts[slot] = tracked.counts.get(slot, 0) + len(output.new_token_ids)
 
     def _place(self, engine_id: str) -> tuple[TrackedRequest, Slot] | None:
-        """Where to count; None for requests that nobody tracks, or no longer."""
+        """Where to count; None for requests that are not tracked, or no longer."""
         known = self._places.get(engine_id)
         if known is not None:
             return known

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -38,7 +38,9 @@ def test_greedy_tokens_are_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(make_model(family), dtype=torch.float32).eval()
     greedy = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=EOS, pad_token_id=0)
     for prompt, [sample] in zip(prompts, results, strict=True):
-        expected = model.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist()
+        expected = (
+            cast(Any, model).generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist()
+        )
         assert sample.token_ids == expected
         assert sample.finish_reason == ("stop" if expected[-1] == EOS else "length")
 
@@ -211,7 +213,7 @@ def test_a_failing_engine_answers_everyone(make_engine: Callable[..., NativeEngi
     def broken(*_: Any) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
-    engine.core.runner.forward = broken
+    cast(Any, engine.core.runner).forward = broken
     engine.resume()
     for future in futures:
         with pytest.raises(EngineError, match="out of luck"):

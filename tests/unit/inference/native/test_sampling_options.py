@@ -4,7 +4,7 @@ for, against transformers or against the rule spelled out."""
 import queue
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_repetition_penalty_is_that_of_transformers(make_model: Callable[..., Pa
     greedy = GenerationConfig(max_new_tokens=12, do_sample=False, repetition_penalty=1.4, pad_token_id=0)
     greedy.eos_token_id = None
     model.generation_config.eos_token_id = None
-    expected = model.generate(torch.tensor([PROMPT]), generation_config=greedy)[0, len(PROMPT) :].tolist()
+    expected = cast(Any, model).generate(torch.tensor([PROMPT]), generation_config=greedy)[0, len(PROMPT) :].tolist()
     assert sample.token_ids == expected
     assert sample.token_ids != complete(make_engine(), Sampling(12, 0.0, ignore_eos=True)).token_ids
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def test_requests_that_wait_together_are_scored_together() -> None:
         first = asyncio.create_task(batcher.score([[1]]))
         while not passes:
             await asyncio.sleep(0.001)
-        later = [asyncio.create_task(batcher.score(each)) for each in ([[2], [3]], [[4]], [[5], [6], [7]])]
+        asked: list[list[Sequence[int]]] = [[[2], [3]], [[4]], [[5], [6], [7]]]
+        later = [asyncio.create_task(batcher.score(each)) for each in asked]
         await asyncio.sleep(0.01)
         later[1].cancel()  # a client that goes away
         await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 import errno
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tests.unit.trainer.checkpoints.checkpoint_ranks import load
@@ -29,7 +30,7 @@ def main(model: Path, root: Path) -> None:
             if snapshot.step > 10:
                 write_part(writer, snapshot, staging)
 
-        SnapshotWriter._write_part = write
+        cast(Any, SnapshotWriter)._write_part = write
         for step in range(10, 1000):
             saver.maybe_save(step)
             torch.distributed.barrier()

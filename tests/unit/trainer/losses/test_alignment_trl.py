@@ -5,7 +5,7 @@ Loss and the gradient of every parameter agree to 1e-5. TRL is needed for these 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_dpo_family(load_transformers, as_ours, trl_options, tokenizer, ours, th
         {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
         for prompt, chosen, rejected in PAIRS[:num_pairs]
     ]
-    their_loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+    their_loss = trainer.compute_loss(cast(Any, trainer.model), trainer.data_collator(rows))
     streams = our_streams(policy, reference, pair_samples(PAIRS[:num_pairs]))
     loss = make_align_loss(AlignLossConfig(**ours))(streams, StepFacts()).loss / num_pairs
     assert_same(loss, gradients(policy, loss), their_loss, trainer.model)
@@ -142,12 +142,12 @@ def test_bco_without_shift(load_transformers, as_ours, trl_options, tokenizer) -
     trainer = DPOTrainer(
         their_policy,
         ref_model=their_reference,
-        args=DPOConfig(**trl_options, loss_type="bco_pair", beta=0.3),
+        args=DPOConfig(**trl_options, loss_type=["bco_pair"], beta=0.3),
         train_dataset=dataset(ROWS),
         processing_class=tokenizer,
     )
     rows = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in PAIRS]
-    their_loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+    their_loss = trainer.compute_loss(cast(Any, trainer.model), trainer.data_collator(rows))
     streams = our_streams(policy, reference, pair_samples(PAIRS))
     streams = labeled(streams, [True, False] * len(PAIRS))
     loss = make_align_loss(AlignLossConfig(type="bco", beta=0.3))(streams, StepFacts(delta=0.0)).loss / len(PAIRS)
@@ -186,7 +186,7 @@ def test_kto(load_transformers, as_ours, trl_options, tokenizer, swapped) -> Non
         {"prompt_ids": prompt, "completion_ids": completion, "label": label, "KL_completion_ids": other}
         for (prompt, completion, label), (_, other, _) in zip(LABELED, others, strict=True)
     ]
-    their_loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+    their_loss = trainer.compute_loss(cast(Any, trainer.model), trainer.data_collator(rows))
     mismatched = our_streams(
         policy, reference, [sample(p, other) for (p, *_), (_, other, _) in zip(LABELED, others, strict=True)]
     )
@@ -254,7 +254,7 @@ def test_without_reference(load_transformers, as_ours, trl_options, tokenizer, o
         train_dataset=dataset(ROWS),
         processing_class=tokenizer,
     )
-    their_loss, _ = trainer.get_batch_loss_metrics(trainer.model, concatenated(PAIRS))
+    their_loss, _ = trainer.get_batch_loss_metrics(trainer.model, cast(Any, concatenated(PAIRS)))
     facts = StepFacts(mean_chosen_length=mean_chosen_length(PAIRS))
     output = make_align_loss(AlignLossConfig(**ours))(our_streams(policy, None, pair_samples(PAIRS)), facts)
     loss = output.loss / len(PAIRS)
@@ -274,7 +274,7 @@ def test_orpo(load_transformers, as_ours, trl_options, tokenizer) -> None:
         train_dataset=dataset(ROWS),
         processing_class=tokenizer,
     )
-    their_loss, _ = trainer.get_batch_loss_metrics(trainer.model, concatenated(pairs))
+    their_loss, _ = trainer.get_batch_loss_metrics(trainer.model, cast(Any, concatenated(pairs)))
     facts = StepFacts(mean_chosen_length=mean_chosen_length(pairs))
     streams = our_streams(policy, None, pair_samples(pairs))
     loss = make_align_loss(AlignLossConfig(type="orpo", beta=0.3))(streams, facts).loss / len(pairs)
@@ -302,7 +302,7 @@ def test_reward_model(tiny_model: Path, trl_options, tokenizer, disturb) -> None
         {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected, "margin": margin}
         for (prompt, chosen, rejected), margin in zip(PAIRS, margins, strict=True)
     ]
-    their_loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
+    their_loss = trainer.compute_loss(cast(Any, trainer.model), trainer.data_collator(rows))
     samples = pair_samples(PAIRS)
     pairs = [
         scored(AlignRow((chosen, rejected), labels=(1.0, 0.0), margin=margin))

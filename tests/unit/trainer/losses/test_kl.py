@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tandem.config.losses import KlConfig, LossConfig
 from tandem.trainer.losses import PolicyStreams, make_policy_loss
-from tandem.trainer.losses.kl import kl_estimate, kl_losses, kl_rewards
+from tandem.trainer.losses.kl import Estimator, kl_estimate, kl_losses, kl_rewards
 
-ESTIMATORS = ["k1", "k2", "k3"]
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_the_gradients_in_the_loss_are_gradients_of() -> None:
     probabilities = logprobs.detach().exp()
     (of_reverse,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
     (of_forward,) = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), logits, retain_graph=True)
-    expected = {"k1": torch.zeros(3), "k2": of_reverse, "k3": of_forward}
+    expected: dict[Estimator, Tensor] = {"k1": torch.zeros(3), "k2": of_reverse, "k3": of_forward}
     for estimator, gradient in expected.items():
         mean = (probabilities * kl_estimate(logprobs, reference, estimator)).sum()
         (actual,) = torch.autograd.grad(mean, logits, retain_graph=True)

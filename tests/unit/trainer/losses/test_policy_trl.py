@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -243,7 +243,7 @@ def test_on_policy_distillation(load_transformers, as_ours) -> None:
         model=student,
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
     )
-    their_loss = IWOPDTrainer._compute_iw_opd_loss(
+    their_loss = cast(Any, IWOPDTrainer)._compute_iw_opd_loss(
         trainer, student(token_ids).logits[:, :-1], targets, labels, teacher_logprobs.detach()
     )
     policy = as_ours(student)

@@ -115,7 +115,7 @@ def prefill_inputs(
 
 
 def upload(arrays: Sequence[Array], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
-    """Flat copies of arrays of 4-byte numbers on the device, by one transfer that nobody waits for."""
+    """Flat copies of arrays of 4-byte numbers on the device, by one transfer, without waiting for it."""
     places = offsets([array.size for array in arrays])
     host = torch.empty(places[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     words = host.numpy()

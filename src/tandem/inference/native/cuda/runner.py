@@ -4,7 +4,7 @@
     prompts         inputs ─► forward pass ─► draw ─────────────────────────┴─► pinned memory, read a step later
 
 The token a row drew stays on the GPU, by slot, where its next step finds it. A graph replays fixed shapes on fixed
-buffers, so rows are rounded up to a bucket; padding rows write to a block that belongs to nobody. Weights change in
+buffers, so rows are rounded up to a bucket; padding rows write to the scratch block. Weights change in
 place, so graphs stay true when they do.
 """
 
@@ -77,7 +77,7 @@ class CudaRunner:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Compile the kernels and capture the graphs, the largest first: the others find room in its memory."""
-        slot = np.zeros(1, np.int64)  # still free; what is computed for it goes to the block that belongs to nobody
+        slot = np.zeros(1, np.int64)  # still free; what is computed for it goes to the scratch block
         self.state.block_table[slot] = self.spare_block
         self.launch(slot, np.full(1, 2), slot)
         self._launch_decode(slot, use_graph=False)
