@@ -16,7 +16,7 @@ def align(config: AlignConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.entrypoints.offline import Train, run_offline
     from tandem.trainer.offline.preferences import encode_align_row
-    from tandem.utils.functions import load_function
+    from tandem.utils.registry import load_function
 
     if config.loss.is_own:
         load_function(config.loss.type, config.loss.options, "loss")

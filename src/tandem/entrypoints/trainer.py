@@ -13,8 +13,8 @@ def main() -> None:
 def train(config: TrainerConfig) -> None:
     from tandem.launch.ranks import spread_over_ranks
     from tandem.utils.devices import refuse_missing_gpu
-    from tandem.utils.functions import load_function
     from tandem.utils.log import setup_logging
+    from tandem.utils.registry import load_function
     from tandem.utils.run_lock import hold_run
 
     setup_logging(config.log_level)

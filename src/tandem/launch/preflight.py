@@ -20,11 +20,10 @@ from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
-from tandem.utils.functions import load_function
 from tandem.utils.imports import is_import_path
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
-from tandem.utils.registry import load_callable
+from tandem.utils.registry import load_callable, load_function
 from tandem.utils.run_dir import RunDir
 
 HEALTH_TIMEOUT_S = 5

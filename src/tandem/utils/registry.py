@@ -1,7 +1,9 @@
 """A registry is a dict from names to things; wherever one of its names is taken, so is an import path."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from tandem.utils.errors import UserError
@@ -29,3 +31,18 @@ def load_callable(path: str, key: str) -> Any:
     if not callable(found):
         raise UserError(f"{key} = {path!r} is {type(found).__name__} {found!r:.80}, and has to be something to call")
     return found
+
+
+def load_function(path: str, options: Mapping[str, Any], section: str) -> Callable[..., Any]:
+    """The function that `section`.type names, with `section`.options as its keyword arguments.
+
+    It takes one argument besides. Raises UserError where it is no function, or does not take these options.
+    """
+    function = load_callable(path, f"{section}.type")
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as error:
+        raise UserError(
+            f"{section}.options = {dict(options)!r} does not suit {section}.type = {path!r}: {error}"
+        ) from error
+    return partial(function, **options)

@@ -21,7 +21,7 @@ from tandem.trainer.losses.preference import (
 from tandem.trainer.losses.sequences import sequence_lengths, sum_by_sequence
 from tandem.trainer.losses.types import LossOutput, require_losses
 from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
-from tandem.utils.functions import load_function
+from tandem.utils.registry import load_function
 
 
 @dataclass(frozen=True)

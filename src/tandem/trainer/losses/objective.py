@@ -17,7 +17,7 @@ from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_ter
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 from tandem.trainer.losses.sequences import discounted_sums
 from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams, require_losses
-from tandem.utils.functions import load_function
+from tandem.utils.registry import load_function
 
 PolicyLoss = Callable[[PolicyStreams], LossOutput]
 # A loss function: what `loss.type` names.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.utils.errors import UserError
-from tandem.utils.functions import load_function
+from tandem.utils.registry import load_function
 
 
 @pytest.fixture(autouse=True)
