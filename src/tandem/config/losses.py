@@ -25,7 +25,7 @@ DEFAULT_CLIPS: dict[str, tuple[float | None, float | None]] = {
 def refuse_stray_options(loss_type: str, options: dict[str, Any]) -> None:
     if options and not is_import_path(loss_type):
         raise ValueError(
-            f"options = {options!r} has no meaning with type = {loss_type!r}; leave it out (it is for a loss function "
+            f"options = {options!r} has no effect with type = {loss_type!r}; leave it out (it is for a loss function "
             "of your own)"
         )
 

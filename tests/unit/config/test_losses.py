@@ -41,9 +41,9 @@ def test_clips_have_usual_values_by_type() -> None:
         ("--loss.type grop", "loss.type = 'grop' is not valid; did you mean 'grpo'?"),
         (
             "--loss.type my.losses:mine --loss.clip-low 0.1",
-            "clip_low = 0.1 has no meaning with type = 'my.losses:mine'",
+            "clip_low = 0.1 has no effect with type = 'my.losses:mine'",
         ),
-        ('--loss.options {"clip":0.1}', "options = {'clip': 0.1} has no meaning with type = 'grpo'"),
+        ('--loss.options {"clip":0.1}', "options = {'clip': 0.1} has no effect with type = 'grpo'"),
     ],
 )
 def test_losses_that_are_refused(refusal, flags: str, message: str) -> None:
