@@ -207,7 +207,7 @@ def test_a_reward_model_is_trained_served_and_asked(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REWARD_KEY", "secret")
         asyncio.run(ask(url, pairs, run_dir.weights / "latest"))
-        environment = load_script("preference/judged").Scored(reward_url=url, api_key_var="REWARD_KEY")
+        environment = load_script("preference/scored").Scored(reward_url=url, api_key_var="REWARD_KEY")
         task = environment.eval_tasks[0]
         scores = [asyncio.run(environment.score(task, answer)) for answer in (task.answer, task.answer[::-1])]
         assert scores[0] > scores[1], "the environment's judge prefers a copy"

@@ -26,10 +26,10 @@ from tests.scale.vllm_server import (
     VllmServer,
     descendants,
     launch,
+    send_until_running,
     start,
     wait_until_gone,
     wait_until_ready,
-    wait_until_running,
 )
 from tokenizers import Tokenizer
 
@@ -238,9 +238,7 @@ def run_under_way(
         {"prompt": [PROMPT, [20, 21], PROMPT[:5]], "n": 2},
     ]
     rest = {"max_tokens": ENOUGH_TOKENS, "ignore_eos": True, "temperature": 0.5, **extra}
-    futures = [pool.submit(server.complete, **shape, **rest) for shape in shapes]
-    wait_until_running(server)
-    return futures
+    return send_until_running(server, lambda: [pool.submit(server.complete, **shape, **rest) for shape in shapes])
 
 
 def test_keep_gives_every_token_the_version_that_made_it(server: VllmServer, counting: dict[int, Path]) -> None:
@@ -298,28 +296,37 @@ def test_wait_lets_running_requests_finish_under_the_old_weights(server: VllmSer
 
 
 def test_a_stream_carries_versions(server: VllmServer, counting: dict[int, Path]) -> None:
-    server.update(counting[1], 1)
-    body = {"prompt": PROMPT, "n": 2, "max_tokens": 120, "ignore_eos": True, "temperature": 0.5, "stream": True}
+    """A stream may be over before the update is there; then it is tried again."""
+    for _ in range(20):
+        server.update(counting[1], 1)
+        versions = stream_across_an_update(server, counting[2], 2)
+        if all(set(versions[index]) == {1, 2} for index in (0, 1)):
+            return
+    pytest.fail("no update came in between")
+
+
+def stream_across_an_update(server: VllmServer, path: Path, version: int) -> dict[int, list[int]]:
+    """The versions of a stream's two samples, held against their tokens; the update is sent after some of them."""
+    body = {"prompt": PROMPT, "n": 2, "max_tokens": ENOUGH_TOKENS, "ignore_eos": True, "temperature": 0.5}
     token_ids: dict[int, list[int]] = {0: [], 1: []}
     versions: dict[int, list[int]] = {0: [], 1: []}
     with (
         ThreadPoolExecutor() as pool,
-        server.http.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as answer,
+        server.http.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as answer,
     ):
-        lines = answer.iter_lines()
         update = None
-        for line in lines:
+        for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
                 token_ids[choice["index"]] += choice["token_ids"]
                 versions[choice["index"]] += choice["weight_versions"]
             if update is None and len(token_ids[0]) > 5:
-                update = pool.submit(server.update, counting[2], 2)
+                update = pool.submit(server.update, path, version)
     for index in (0, 1):
-        assert len(token_ids[index]) == 120
+        assert len(token_ids[index]) == ENOUGH_TOKENS
         assert versions[index] == [token - FIRST_TOKEN for token in token_ids[index]]
-        assert set(versions[index]) == {1, 2}
+    return versions
 
 
 def cut_short(folder: Path) -> None:
@@ -460,9 +467,12 @@ def test_a_body_that_is_too_large_is_refused(server: VllmServer) -> None:
 def test_a_client_that_goes_away_leaves_nothing_counted(server: VllmServer, counting: dict[int, Path]) -> None:
     server.update(counting[1], 1)
     body = {"prompt": PROMPT, "max_tokens": ENOUGH_TOKENS, "n": 8, "ignore_eos": True, "return_token_ids": True}
-    for _ in range(4):
-        with pytest.raises(httpx.ReadTimeout):
+    num_gone = 0
+    while num_gone < 4:  # a busy machine may find the answer before it finds that it is late
+        try:
             server.http.post("/v1/completions", json=body, timeout=0.2)
+        except httpx.ReadTimeout:
+            num_gone += 1
     server.update(counting[2], 2)
     [choice] = server.complete(prompt=PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
     assert choice["weight_versions"] == seen_versions(choice) == [2] * 4
@@ -477,8 +487,7 @@ def test_sigterm_lets_running_requests_finish_and_leaves_no_process(
     assert family, "vLLM's engine is a process of its own"
     with ThreadPoolExecutor() as pool:
         body = {"prompt": PROMPT, "max_tokens": ENOUGH_TOKENS, "ignore_eos": True}
-        running = pool.submit(server.complete, **body)
-        wait_until_running(server)
+        [running] = send_until_running(server, lambda: [pool.submit(server.complete, **body)])
         assert server.stop() == 0
         assert len(running.result()[0]["token_ids"]) == ENOUGH_TOKENS
     wait_until_gone(family)

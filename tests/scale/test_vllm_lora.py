@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from tests.integration.processes import Starter
 from tests.ports import free_port
-from tests.scale.vllm_server import START_S, VllmServer, start, wait_until_running
+from tests.scale.vllm_server import START_S, VllmServer, send_until_running, start
 from transformers import AutoModelForCausalLM
 
 from tandem.config.lora import LoRAConfig
@@ -112,9 +112,10 @@ def test_requests_under_way_go_on_under_the_new_adapter_token_by_token(
     assert load(server, adapters[1], 1).status_code == 200
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
-        adapted = [pool.submit(server.complete, model=NAME, n=2, seed=seed, **body) for seed in range(2)]
-        plain = pool.submit(server.complete, **body)
-        wait_until_running(server)
+        asked = [{"model": NAME, "n": 2, "seed": 0}, {"model": NAME, "n": 2, "seed": 1}, {}]
+        *adapted, plain = send_until_running(
+            server, lambda: [pool.submit(server.complete, **options, **body) for options in asked]
+        )
         for version in (2, 3):
             time.sleep(0.3)
             assert load(server, adapters[version], version).status_code == 200
@@ -131,8 +132,7 @@ def test_wait_lets_requests_end_under_the_old_adapter(server: VllmServer, adapte
     assert load(server, adapters[1], 1).status_code == 200
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
-        future = pool.submit(server.complete, model=NAME, **body)
-        wait_until_running(server)
+        [future] = send_until_running(server, lambda: [pool.submit(server.complete, model=NAME, **body)])
         assert load(server, adapters[2], 2, mode="wait").status_code == 200
         assert future.result()[0]["weight_versions"] == [1] * NUM_TOKENS
     assert server.complete(model=NAME, **(body | {"max_tokens": 2}))[0]["weight_versions"] == [2, 2]

@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from tests.integration.processes import is_alive, wait_until
@@ -17,6 +18,7 @@ from tests.ports import free_port
 
 KEY = "correct-horse"
 SEQ_LEN = 512
+T = TypeVar("T")
 START_S = 420 * PATIENCE
 
 
@@ -108,14 +110,19 @@ def wait_until_ready(servers: Sequence[VllmServer], others: Sequence[subprocess.
                 raise AssertionError(f"the server did not start:\n{server.log.read_text()[-5000:]}")
 
 
-def wait_until_running(server: VllmServer) -> None:
-    """Until vLLM computes something."""
+def send_until_running(server: VllmServer, send: Callable[[], list[Future[T]]]) -> list[Future[T]]:
+    """Requests that vLLM computes now; those that have ended before that was seen are sent again."""
+    futures = send()
 
     def is_running() -> bool:
+        nonlocal futures
+        if all(future.done() for future in futures):
+            futures = send()
         lines = server.http.get("/metrics").text.splitlines()
         return any(float(line.split()[-1]) > 0 for line in lines if line.startswith("vllm:num_requests_running"))
 
     wait_until(is_running, 60, "vLLM to run a request")
+    return futures
 
 
 def descendants(pid: int) -> set[int]:

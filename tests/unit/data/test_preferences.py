@@ -72,11 +72,11 @@ def test_answers_of_several_turns(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("label", [True, False, 1, 0])
 @pytest.mark.parametrize("completion", ["good", GOOD, QUESTION + GOOD])
-def test_judged_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> None:
+def test_labeled_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> None:
     row = {"prompt": "ab", "completion": completion, "label": label}
-    judged = encode_labeled_row(row, as_it_is, tokenizer)
-    assert text_and_learned(judged.sample, tokenizer) == ("<user\nab><assistant\ngood>", "good>")
-    assert judged.label is bool(label)
+    labeled = encode_labeled_row(row, as_it_is, tokenizer)
+    assert text_and_learned(labeled.sample, tokenizer) == ("<user\nab><assistant\ngood>", "good>")
+    assert labeled.label is bool(label)
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,5 @@ def test_every_sample_of_a_row_is_fitted(tokenizer: Tokenizer) -> None:
 
     pair = encode_preference_row({"prompt": "ab", "chosen": "good", "rejected": "bad"}, fit, tokenizer)
     assert [len(sample.token_ids) for sample in pair] == [length - 1 for length in lengths] == [15, 14]
-    judged = encode_labeled_row({"prompt": "ab", "completion": "bad", "label": True}, fit, tokenizer)
-    assert len(judged.sample.token_ids) == 14
+    labeled = encode_labeled_row({"prompt": "ab", "completion": "bad", "label": True}, fit, tokenizer)
+    assert len(labeled.sample.token_ids) == 14

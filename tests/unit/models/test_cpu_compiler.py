@@ -81,7 +81,9 @@ def slow(tmp_path: Path, pipe: Pipe) -> Path:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_whoever_is_killed_while_compiling_leaves_no_compiler_behind(signum: int, slow: Path, pipe: Pipe) -> None:
-    code = f"from tandem.models.cpu import compiler; compiler.run({str(slow)!r})"
+    # Tests that run in the background of a shell ignore SIGINT, and so would what they start.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listen}; from tandem.models.cpu import compiler; compiler.run({str(slow)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     eventually(lambda: pipe.has(b"started"), "the compiler")
     process.send_signal(signum)

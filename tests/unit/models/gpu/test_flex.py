@@ -128,6 +128,6 @@ def test_attention_of_equal_lengths_is_that_of_rectangles() -> None:
     expected = Rectangles(lengths, torch.full_like(lengths, -1)).attend(q, k, v, None)
     learning = equal_lengths.attend(q.requires_grad_(), k, v, 128)
     with torch.no_grad():
-        judged = equal_lengths.attend(q, k, v, 128)
+        inferred = equal_lengths.attend(q, k, v, 128)
     torch.testing.assert_close(learning, expected)
-    assert learning.requires_grad and not judged.requires_grad and torch.equal(learning, judged)
+    assert learning.requires_grad and not inferred.requires_grad and torch.equal(learning, inferred)
