@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 LIST = Path(__file__).with_name("mutants.toml")
 REQUIRED_SHARE = 0.95
-TIMEOUT_S = 600
+TIMEOUT_S = 90
 # pytest's exit codes: a failed test, or an error while collecting, which a mutant may well cause.
 PASSED, KILLED = 0, (1, 2)
 

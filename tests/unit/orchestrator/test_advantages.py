@@ -74,16 +74,16 @@ def test_rewards_as_they_are_and_none_at_all() -> None:
 
 
 @pytest.mark.parametrize("type", RELATIVE)
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.235])
 def test_groups_of_equal_rewards_get_exact_zeros(type, reward: float) -> None:
-    """The mean of seven times 0.1 is not 0.1 in binary."""
+    """The mean of seven times 0.235 is not 0.235 in binary."""
     advantages = FUNCTIONS[type]([[reward] * 7, [0.0, 1.0, 2.0]])
     assert advantages[0] == [0.0] * 7
     assert any(advantages[1])
 
 
 def test_batches_of_equal_rewards_get_exact_zeros() -> None:
-    assert reinforce_pp_advantages([[0.1] * 3, [0.1] * 4]) == [[0.0] * 3, [0.0] * 4]
+    assert reinforce_pp_advantages([[0.235] * 3, [0.235] * 4]) == [[0.0] * 3, [0.0] * 4]
 
 
 @pytest.mark.parametrize("type", ["grpo", "reinforce_pp", "reinforce_pp_baseline"])

@@ -1,5 +1,7 @@
 """Groups to a training batch, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem.orchestrator.batches import batch_metrics, make_batch, make_sample
@@ -52,3 +54,13 @@ def test_metrics_by_hand(make_group) -> None:
         "completion_tokens/total": 6,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_shares_of_groups_and_completions(make_group) -> None:
+    """One group of three has nothing to compare, one completion of six was cut off."""
+    groups = [make_group(0), make_group(1), make_group(2, rewards=(0.5, 0.5))]
+    first = groups[0].rollouts[0]
+    groups[0].rollouts[0] = replace(first, completion=replace(first.completion, finish_reason="length"))
+    metrics = batch_metrics(groups, step=1)
+    assert metrics["groups/without_signal"] == pytest.approx(1 / 3)
+    assert metrics["completions/truncated"] == pytest.approx(1 / 6)

@@ -56,3 +56,10 @@ def test_the_options_reach_adamw_and_set_lr_reaches_every_group() -> None:
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.95), 1e-6)
     set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_a_group_with_a_learning_rate_of_its_own_keeps_its_ratio() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr_scale": 3.0}, {"params": [nn.Parameter(torch.ones(1))]}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    set_lr(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.5, 0.5]
