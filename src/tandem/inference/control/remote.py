@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from tandem.inference.control.loop import SHUTTING_DOWN, EngineLoop
-from tandem.inference.control.requests import Requests
+from tandem.inference.sglang.loop import SHUTTING_DOWN, EngineLoop
+from tandem.inference.sglang.requests import Requests
 from tandem.inference.control.updates import ControlPlane
 from tandem.inference.engine import EngineError, EngineStats, UpdateMode
 

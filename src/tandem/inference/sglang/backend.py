@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.inference.control.loop import EngineLoop
-from tandem.inference.control.requests import Adapter, Requests, Sample
+from tandem.inference.sglang.loop import EngineLoop
+from tandem.inference.sglang.requests import Adapter, Requests, Sample
 from tandem.inference.control.updates import EngineLost, LoadFailed
 from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UpdateMode
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable

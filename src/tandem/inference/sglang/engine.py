@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
 from tandem.inference.control.remote import RemoteEngine
-from tandem.inference.control.requests import Request
+from tandem.inference.sglang.requests import Request
 from tandem.inference.control.updates import ControlPlane
 from tandem.inference.engine import AdapterRefused, GenerationRequest, OnDone, OnPart, UpdateMode
 from tandem.inference.sglang.backend import SGLangBackend

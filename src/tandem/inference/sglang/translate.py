@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.inference.control.requests import Tokens
+from tandem.inference.sglang.requests import Tokens
 from tandem.inference.control.updates import EngineLost
 from tandem.inference.engine import (
     EngineError,

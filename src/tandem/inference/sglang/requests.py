@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.inference.control.adapters import AdapterRegistry
-from tandem.inference.control.loop import EngineLoop
+from tandem.inference.sglang.loop import EngineLoop
 from tandem.inference.control.updates import EngineLost
 from tandem.inference.engine import (
     EngineError,
