@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.inference.sglang.loop import EngineLoop
-from tandem.inference.sglang.requests import Adapter, Requests, Sample
 from tandem.inference.control.updates import EngineLost, LoadFailed
 from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UpdateMode
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
+from tandem.inference.sglang.loop import EngineLoop
 from tandem.inference.sglang.probe import Probed
+from tandem.inference.sglang.requests import Adapter, Requests, Sample
 from tandem.inference.sglang.translate import ending, generate_body, new_tokens, prompt_logprobs, token_versions
 
 logger = logging.getLogger(__name__)

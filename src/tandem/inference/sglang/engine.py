@@ -1,21 +1,35 @@
-"""The SGLang engine: what may be asked of a running SGLang server, and the engine's life: probe the server, watch it,
-leave it. What it has in common with other engines that are servers of their own: control/remote.py.
+"""The SGLang engine, as callers in any thread see it: a running SGLang server that is probed, watched and left.
+
+    caller threads ──submit, cancel──────────────► requests.py: a task for every request ─► the server
+                   ──pause, resume, weights, …───► control/updates.py: in turn ───────────►
+
+All of it runs in one event loop (loop.py) in a thread of its own.
 """
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.control.remote import RemoteEngine
-from tandem.inference.sglang.requests import Request
 from tandem.inference.control.updates import ControlPlane
-from tandem.inference.engine import AdapterRefused, GenerationRequest, OnDone, OnPart, UpdateMode
+from tandem.inference.engine import (
+    AdapterRefused,
+    EngineError,
+    EngineStats,
+    GenerationRequest,
+    OnDone,
+    OnPart,
+    UpdateMode,
+)
 from tandem.inference.sglang.backend import SGLangBackend
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
+from tandem.inference.sglang.loop import SHUTTING_DOWN, EngineLoop
 from tandem.inference.sglang.probe import probe
+from tandem.inference.sglang.requests import Request
 from tandem.inference.sglang.translate import Abilities, Limits, check_request
 from tandem.inference.weight_check import ServedModel
 from tandem.utils.errors import UserError
@@ -25,11 +39,14 @@ LOOKS = 3  # in vain, before it counts as gone
 FAREWELL_S = 5.0  # to abort what still runs when the engine stops
 
 
-class SGLangEngine(RemoteEngine):
+class SGLangEngine:
     def __init__(
         self, config: InferenceConfig, api_key: str | None, eos_token_ids: list[int], on_failure: Callable[[str], None]
     ) -> None:
-        super().__init__("sglang", on_failure)
+        self._on_failure = on_failure
+        self._loop = EngineLoop(self._refuse_and_tell)
+        self._thread = threading.Thread(target=self._run, name="sglang", daemon=True)
+        self._arrived: Future[None] = Future()
         self._config = config
         options = config.sglang
         self._limits = Limits(config.seq_len, options.allow_unseeded, options.allow_adjusted_logprobs)
@@ -39,6 +56,50 @@ class SGLangEngine(RemoteEngine):
         self._requests = self._backend.requests
         self._control = ControlPlane(self._backend, ServedModel(config.model.name), self._loop.fail)
         self._request_ids = count()
+
+    def start(self) -> None:
+        """Returns once the server answers and is the right one. Raises UserError otherwise."""
+        self._thread.start()
+        self._arrived.result()
+
+    @property
+    def version(self) -> int:
+        return self._requests.version
+
+    @property
+    def paused(self) -> bool:
+        return self._control.paused
+
+    @property
+    def failure(self) -> str | None:
+        return self._loop.failure
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._requests.stats
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        return self._requests.adapters.paths
+
+    def cancel(self, request_id: int) -> None:
+        self._loop.send(lambda: self._requests.forget(request_id), lambda error: None)
+
+    def pause(self, mode: UpdateMode = "keep") -> None:
+        self._loop.call(self._control.pause(mode))
+
+    def resume(self) -> None:
+        self._loop.call(self._control.resume())
+
+    def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+        self._loop.call(self._control.update(path, version, mode))
+
+    def reset_prefix_cache(self) -> None:
+        self._loop.call(self._control.reset_prefix_cache())
+
+    def stop(self) -> None:
+        self._loop.stop()
+        self._thread.join()
 
     def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
         check_request(request, self._abilities, self._limits)
@@ -76,6 +137,43 @@ class SGLangEngine(RemoteEngine):
         self._loop.call(unload())
 
     # From here on, everything runs in the loop.
+
+    def _run(self) -> None:
+        self._loop.run(self._live, self._end)
+        if not self._arrived.done():
+            self._arrived.set_exception(EngineError(self._loop.why_over))
+        self._requests.refuse_all(self._loop.why_over)
+
+    async def _live(self) -> None:
+        arrival = asyncio.ensure_future(self._tell_arrival())
+        is_stopped = await self._loop.until_stopped(arrival)
+        if is_stopped or arrival.exception() is not None:
+            return
+        watch = asyncio.ensure_future(self._watch())
+        await self._loop.until_stopped(watch)
+        if not watch.cancelled():
+            watch.result()
+
+    async def _tell_arrival(self) -> None:
+        """To `start`, which waits for it."""
+        try:
+            await self._arrive()
+        except BaseException as error:
+            self._arrived.set_exception(error if isinstance(error, Exception) else EngineError(SHUTTING_DOWN))
+            raise
+        self._arrived.set_result(None)
+
+    async def _end(self) -> None:
+        await asyncio.sleep(0)  # what was sent to the loop before the end has been taken in now
+        self._loop.cancel_operations()
+        self._requests.cancel_all()
+        rids = [sample.rid for sample in self._requests.in_flight]
+        self._requests.refuse_all(self._loop.why_over)
+        await self._leave(rids)
+
+    def _refuse_and_tell(self, reason: str) -> None:
+        self._requests.refuse_all(reason)
+        self._on_failure(reason)
 
     async def _arrive(self) -> None:
         config = self._config

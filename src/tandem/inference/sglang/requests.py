@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.inference.control.adapters import AdapterRegistry
-from tandem.inference.sglang.loop import EngineLoop
 from tandem.inference.control.updates import EngineLost
 from tandem.inference.engine import (
     EngineError,
@@ -29,6 +28,7 @@ from tandem.inference.engine import (
     PromptLogprob,
     TopLogprobs,
 )
+from tandem.inference.sglang.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 

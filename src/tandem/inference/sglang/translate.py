@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.inference.sglang.requests import Tokens
 from tandem.inference.control.updates import EngineLost
 from tandem.inference.engine import (
     EngineError,
@@ -21,6 +20,7 @@ from tandem.inference.engine import (
     TopLogprobs,
     UnusableWeights,
 )
+from tandem.inference.sglang.requests import Tokens
 
 NOT_A_NUMBER = "NaN happened"  # what SGLang says it matched when it drew a token outside the vocabulary
 MAX_STOP_STRINGS = 32
