@@ -20,7 +20,7 @@ import orjson
 
 from tandem.config.orchestrator import ClientConfig
 from tandem.types.identity import ServerIdentity, describe_run
-from tandem.types.rollout import ALL_TOKENS, Completion, SamplingOptions, require_logprobs
+from tandem.types.rollout import Completion, SamplingRequest, require_logprobs
 from tandem.utils.http import BUSY, OK, RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
 from tandem.utils.waiting import Deadline
 
@@ -81,30 +81,21 @@ class InferenceClient:
         """The server that was met has all it needs: completions come from it."""
         self.instance = self._met
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        options: SamplingOptions = ALL_TOKENS,
-    ) -> list[Completion]:
-        """`n` completions of one prompt. Everything is said: no default of the server or of the model's
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        """`sampling.n` completions of one prompt. Everything is said: no default of the server or of the model's
         generation_config.json takes its place."""
         body = {
             "prompt": prompt_ids,
-            "n": n,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
+            "n": sampling.n,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "logprobs": 0,
             "return_token_ids": True,
-            **asdict(options),
+            **asdict(sampling.options),
         } | self.model
         answer = await self._post("/v1/completions", body, self.instance)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])

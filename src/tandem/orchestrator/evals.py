@@ -12,7 +12,7 @@ from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.protocols import GroupMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.tasks import request_seed
-from tandem.types.rollout import ALL_TOKENS, Group, SamplingOptions, Task
+from tandem.types.rollout import ALL_TOKENS, Group, SamplingOptions, SamplingRequest, Task
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -67,16 +67,9 @@ class Evaluator:
         return reward
 
     async def _group(self, order: int, task: Task, prompt: Sequence[int]) -> Group:
-        return await self.maker.make_group(
-            task,
-            prompt,
-            order,
-            n=1,
-            max_tokens=self.max_tokens,
-            temperature=self.config.temperature,
-            seed=request_seed(self.seed, "eval", order),
-            options=self.options,
-        )
+        seed = request_seed(self.seed, "eval", order)
+        sampling = SamplingRequest(1, self.max_tokens, self.config.temperature, seed, self.options)
+        return await self.maker.make_group(task, prompt, order, sampling)
 
 
 def _failure(error: BaseException) -> Failure:

@@ -34,7 +34,7 @@ from tandem.orchestrator.tasks import Prompts, TaskOrder, request_seed, sampling
 from tandem.orchestrator.weight_sync import Policy
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
-from tandem.types.rollout import Group
+from tandem.types.rollout import Group, SamplingRequest
 from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
@@ -148,16 +148,15 @@ class Orchestrator:
 
     async def _make_group(self, order: int) -> Group:
         config = self.config
-        return await self.maker.make_group(
-            self.tasks[order],
-            self.prompts.train[self.tasks.place(order)],
-            order,
+        sampling = SamplingRequest(
             n=config.group_size,
             max_tokens=config.sampling.max_tokens,
             temperature=config.sampling.temperature,
             seed=request_seed(config.seed, "train", order),
             options=sampling_options(config.sampling, config.sampling.stop),
         )
+        prompt = self.prompts.train[self.tasks.place(order)]
+        return await self.maker.make_group(self.tasks[order], prompt, order, sampling)
 
     def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config

@@ -6,23 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tandem.types.rollout import ALL_TOKENS, Completion, Group, SamplingOptions, Task
+from tandem.types.rollout import Completion, Group, SamplingRequest, Task
 
 
 class Generator(Protocol):
     """Whoever completes prompts: the policy, and the server behind it."""
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        options: SamplingOptions = ALL_TOKENS,
-    ) -> list[Completion]:
-        """`n` completions of one prompt."""
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        """`sampling.n` completions of one prompt."""
         ...
 
 
@@ -72,17 +63,6 @@ class ServedVersion(Protocol):
 class GroupMaker(Protocol):
     """Whoever turns a task into a group."""
 
-    async def make_group(
-        self,
-        task: Task,
-        prompt: Sequence[int],
-        order: int,
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        options: SamplingOptions = ALL_TOKENS,
-    ) -> Group:
-        """`n` rollouts with rewards; TaskFailed where they do not come together."""
+    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+        """`sampling.n` rollouts with rewards; TaskFailed where they do not come together."""
         ...

@@ -6,6 +6,7 @@ failed.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.failures import failure_of
@@ -14,7 +15,7 @@ from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
 from tandem.orchestrator.protocols import Generator
 from tandem.orchestrator.tasks import request_seed
 from tandem.rewards.checked import checked_reward
-from tandem.types.rollout import ALL_TOKENS, Completion, Group, Rollout, SamplingOptions, Task
+from tandem.types.rollout import Completion, Group, Rollout, SamplingRequest, Task
 
 # Before the second attempt, before the third …: what failed may be a service that needs a moment.
 RETRY_DELAYS_S = (1.0, 4.0, 15.0)
@@ -40,37 +41,21 @@ class RolloutMaker:
         self.record = record
         self.delays_s = delays_s
 
-    async def make_group(
-        self,
-        task: Task,
-        prompt: Sequence[int],
-        order: int,
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        options: SamplingOptions = ALL_TOKENS,
-    ) -> Group:
-        """`n` rollouts with rewards; TaskFailed where they do not come together."""
+    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+        """`sampling.n` rollouts with rewards; TaskFailed where they do not come together."""
         prompt_ids = list(prompt)
         rollouts: list[Rollout] = []
         failed: list[RolloutFailure] = []
         for attempt in range(self.tries):
             if attempt:
                 await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
-            completions = await self.policy.generate(
-                prompt_ids,
-                n=n - len(rollouts),
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=request_seed(seed, "attempt", attempt) if attempt else seed,
-                options=options,
-            )
+            seed = request_seed(sampling.seed, "attempt", attempt) if attempt else sampling.seed
+            missing = replace(sampling, n=sampling.n - len(rollouts), seed=seed)
+            completions = await self.policy.generate(prompt_ids, missing)
             outcomes = await self._score_all(task, prompt_ids, completions)
             rollouts += [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
             failed = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailure)]
-            self.record(Attempt(task, order, attempt, n, failed))
+            self.record(Attempt(task, order, attempt, sampling.n, failed))
             if not failed:
                 return Group(task, order, rollouts)
         raise TaskFailed([one.failure for one in failed])

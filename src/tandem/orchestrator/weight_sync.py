@@ -12,7 +12,7 @@ from pathlib import Path
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
 from tandem.orchestrator.protocols import PolicyServer
 from tandem.transport.weights.manifest import is_adapter, newest_version
-from tandem.types.rollout import ALL_TOKENS, Completion, SamplingOptions
+from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import step_name
 
@@ -43,25 +43,14 @@ class Policy:
         self._loading = asyncio.Lock()
         self._lost: asyncio.Future[None] = loop.create_future()
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        options: SamplingOptions = ALL_TOKENS,
-    ) -> list[Completion]:
-        """`n` completions of one prompt. A server that has gone away is waited for."""
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        """`sampling.n` completions of one prompt. A server that has gone away is waited for."""
         try:
             while True:
                 if self.client.instance is None:
                     await self._restore()
                 try:
-                    return await self.client.generate(
-                        prompt_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, options=options
-                    )
+                    return await self.client.generate(prompt_ids, sampling)
                 except InstanceChanged:
                     continue
         except ServerLost as error:

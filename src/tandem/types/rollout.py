@@ -38,6 +38,17 @@ ALL_TOKENS = SamplingOptions()
 
 
 @dataclass(frozen=True)
+class SamplingRequest:
+    """How many completions of a prompt are drawn, and how."""
+
+    n: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    options: SamplingOptions = ALL_TOKENS
+
+
+@dataclass(frozen=True)
 class Completion:
     """What the inference server returned for one sample."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
-from tandem.types.rollout import Completion, Task
+from tandem.types.rollout import Completion, SamplingRequest, Task
 
 TASKS = [Task(index, [{"role": "user", "content": "abcdef"[index]}], "") for index in range(6)]
 
@@ -40,15 +40,15 @@ class FakeServer:
     async def load_adapter(self, path: Path, version: int) -> None:
         raise AssertionError("the trainer publishes whole models")
 
-    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
-        self.requests.append({"prompt": self.tokenizer.decode(prompt_ids)} | options)
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        self.requests.append({"prompt": self.tokenizer.decode(prompt_ids)} | vars(sampling))
         await asyncio.sleep(0)
         if self.lost_after is not None and len(self.requests) > self.lost_after:
             raise ServerLost("run 'theirs-1' has taken it")
         version = self.loaded[-1][1]
         return [
             Completion(self.tokenizer.encode("x" * length), [-0.25] * length, [version] * length, "stop")
-            for length in range(1, options["n"] + 1)
+            for length in range(1, sampling.n + 1)
         ]
 
 

@@ -16,7 +16,7 @@ from tandem.config.orchestrator import ClientConfig
 from tandem.orchestrator import client as client_module
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
 from tandem.types.identity import ServerIdentity
-from tandem.types.rollout import SamplingOptions
+from tandem.types.rollout import SamplingOptions, SamplingRequest
 
 DROP = 0  # instead of a status: close the connection without an answer
 RUN = "mine-1"
@@ -121,7 +121,7 @@ def with_client(
 
 
 def generate(client: InferenceClient) -> Any:
-    return client.generate([1, 2, 3], n=2, max_tokens=4, temperature=0.5, seed=9)
+    return client.generate([1, 2, 3], SamplingRequest(2, 4, temperature=0.5, seed=9))
 
 
 def choice(index: int, token: int) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_sampling_options_are_sent_and_the_stop_comes_back(server: FakeServer) -
     server.plan = [(200, {"choices": [stopped, choice(1, 51) | {"stop_reason": 151645}]})]
     options = SamplingOptions(top_p=0.9, top_k=20, min_p=0.05, stop=("\n", "END"))
     first, second = with_client(
-        server, lambda client: client.generate([1], n=2, max_tokens=4, temperature=0.5, seed=9, options=options)
+        server, lambda client: client.generate([1], SamplingRequest(2, 4, temperature=0.5, seed=9, options=options))
     )
     assert (first.stop, second.stop) == ("\n", None)
     ((_, _, body),) = server.requests

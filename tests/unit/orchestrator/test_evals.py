@@ -12,7 +12,7 @@ from tandem.envs.failures import Failure
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.tasks import request_seed
-from tandem.types.rollout import Group, SamplingOptions, Task
+from tandem.types.rollout import Group, SamplingOptions, SamplingRequest, Task
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
@@ -25,8 +25,8 @@ class FakeMaker:
         self.group = make_group
         self.requests: list[tuple[int, dict[str, Any]]] = []
 
-    async def make_group(self, task: Task, prompt: Sequence[int], order: int, **options: Any) -> Group:
-        self.requests.append((task.index, {"prompt": list(prompt)} | options))
+    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+        self.requests.append((task.index, {"prompt": list(prompt)} | vars(sampling)))
         return self.group(order, version=4, rewards=(task.index / 10,))
 
 
@@ -80,10 +80,10 @@ class FailingMaker(FakeMaker):
         super().__init__(make_group)
         self.failing = failing
 
-    async def make_group(self, task: Task, prompt: Sequence[int], order: int, **options: Any) -> Group:
+    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
         if task.index in self.failing:
             raise TaskFailed([Failure("RuntimeError: the service is asleep", "my_env.py:8 in score")])
-        return await super().make_group(task, prompt, order, **options)
+        return await super().make_group(task, prompt, order, sampling)
 
 
 def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -> None:

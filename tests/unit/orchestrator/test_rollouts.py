@@ -11,7 +11,7 @@ from tandem.envs.failures import Failure, UserCodeError
 from tandem.orchestrator.failures import Attempt, TaskFailed
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.tasks import request_seed
-from tandem.types.rollout import Completion, Group, SamplingOptions, Task
+from tandem.types.rollout import Completion, Group, SamplingOptions, SamplingRequest, Task
 
 WAITS = "waits behind another"
 OPTIONS = SamplingOptions(top_p=0.5)
@@ -27,9 +27,9 @@ class FakeClient:
         self.requests: list[dict[str, Any]] = []
         self.num_given = 0
 
-    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
-        self.requests.append({"prompt": prompt_ids} | options)
-        letters = [chr(ord("a") + self.num_given + index) for index in range(options["n"])]
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        self.requests.append({"prompt": prompt_ids} | vars(sampling))
+        letters = [chr(ord("a") + self.num_given + index) for index in range(sampling.n)]
         self.num_given += len(letters)
         return [Completion(self.tokenizer.encode(letter), [-0.1], [3], "stop") for letter in letters]
 
@@ -70,7 +70,7 @@ def make(
     )
     try:
         group = asyncio.run(
-            maker.make_group(TASK, PROMPT, 9, n=3, max_tokens=8, temperature=0.7, seed=11, options=OPTIONS)
+            maker.make_group(TASK, PROMPT, 9, SamplingRequest(3, 8, temperature=0.7, seed=11, options=OPTIONS))
         )
     except TaskFailed:
         group = None

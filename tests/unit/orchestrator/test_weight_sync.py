@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
 from tandem.orchestrator.weight_sync import Policy
 from tandem.transport.weights.manifest import write_manifest
-from tandem.types.rollout import Completion
+from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
@@ -48,7 +47,7 @@ class FakeClient:
         await self._answer(self._met)
         self.loaded.append((f"adapter {path.name}", version))
 
-    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         meant = self.instance
         assert meant is not None, "a server that has not been adopted is asked for nothing"
         await asyncio.sleep(0)
@@ -70,7 +69,7 @@ def make_policy(client: FakeClient, folder: Path, version: int = 0) -> Policy:
 
 
 async def generate(policy: Policy, token: int = 1) -> Completion:
-    (completion,) = await policy.generate([token], n=1, max_tokens=1, temperature=1.0, seed=0)
+    (completion,) = await policy.generate([token], SamplingRequest(1, 1, temperature=1.0, seed=0))
     return completion
 
 
@@ -288,7 +287,7 @@ def test_restoring_and_following_do_not_mix(tmp_path: Path) -> None:
 
 
 class LosingClient(FakeClient):
-    async def generate(self, prompt_ids: list[int], **options: Any) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         await asyncio.sleep(0)
         raise ServerLost("run 'theirs' has taken it")
 
