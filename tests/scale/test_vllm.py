@@ -40,6 +40,7 @@ from tandem.utils.files import read_json, write_json
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
 LONG_PROMPT = [1, 4, 101, *(6 + i * 7 % 95 for i in range(294)), 2, 101, 5]
 ENOUGH_TOKENS = 400  # for an update to arrive in between
+TRIES = 20  # on a busy machine requests may have ended before an update arrives; then they are sent again
 
 
 @pytest.fixture(scope="module")
@@ -242,17 +243,20 @@ def run_under_way(
 
 
 def test_keep_gives_every_token_the_version_that_made_it(server: VllmServer, counting: dict[int, Path]) -> None:
-    with ThreadPoolExecutor() as pool:
-        futures = run_under_way(server, pool, counting)
-        for version in (2, 3, 4, 5):
-            server.update(counting[version], version)
-            time.sleep(0.15)
-        choices = [choice for future in futures for choice in future.result()]
-    assert len(choices) == 1 + 3 + 6
-    for choice in choices:
-        assert len(choice["token_ids"]) == ENOUGH_TOKENS
-        assert choice["weight_versions"] == seen_versions(choice)
-    assert any(len(set(choice["weight_versions"])) >= 3 for choice in choices), "no update came in between"
+    for _ in range(TRIES):
+        with ThreadPoolExecutor() as pool:
+            futures = run_under_way(server, pool, counting)
+            for version in (2, 3, 4, 5):
+                server.update(counting[version], version)
+                time.sleep(0.15)
+            choices = [choice for future in futures for choice in future.result()]
+        assert len(choices) == 1 + 3 + 6
+        for choice in choices:
+            assert len(choice["token_ids"]) == ENOUGH_TOKENS
+            assert choice["weight_versions"] == seen_versions(choice)
+        if any(len(set(choice["weight_versions"])) >= 3 for choice in choices):
+            return
+    pytest.fail("no two updates came in between")
 
 
 def test_updates_in_a_row_are_exact_for_requests_that_come_and_go(
@@ -274,13 +278,19 @@ def test_updates_in_a_row_are_exact_for_requests_that_come_and_go(
 
 
 def test_abort_ends_running_requests_with_the_tokens_they_have(server: VllmServer, counting: dict[int, Path]) -> None:
-    with ThreadPoolExecutor() as pool:
-        futures = run_under_way(server, pool, counting)
-        server.update(counting[2], 2, mode="abort")
-        choices = [choice for future in futures for choice in future.result()]
-    for choice in choices:
-        assert choice["finish_reason"] == "abort" and len(choice["token_ids"]) < ENOUGH_TOKENS
-        assert choice["weight_versions"] == seen_versions(choice) == [1] * len(choice["token_ids"])
+    for _ in range(TRIES):
+        with ThreadPoolExecutor() as pool:
+            futures = run_under_way(server, pool, counting)
+            server.update(counting[2], 2, mode="abort")
+            choices = [choice for future in futures for choice in future.result()]
+        for choice in choices:
+            num_tokens = len(choice["token_ids"])
+            assert choice["finish_reason"] == ("abort" if num_tokens < ENOUGH_TOKENS else "length")
+            assert choice["weight_versions"] == seen_versions(choice) == [1] * num_tokens
+        if all(choice["finish_reason"] == "abort" for choice in choices):
+            break
+    else:
+        pytest.fail("no update came before the first request had ended")
     [after] = server.complete(prompt=PROMPT, max_tokens=3, temperature=0, ignore_eos=True)
     assert after["weight_versions"] == seen_versions(after) == [2, 2, 2]
 
@@ -296,8 +306,7 @@ def test_wait_lets_running_requests_finish_under_the_old_weights(server: VllmSer
 
 
 def test_a_stream_carries_versions(server: VllmServer, counting: dict[int, Path]) -> None:
-    """A stream may be over before the update is there; then it is tried again."""
-    for _ in range(20):
+    for _ in range(TRIES):
         server.update(counting[1], 1)
         versions = stream_across_an_update(server, counting[2], 2)
         if all(set(versions[index]) == {1, 2} for index in (0, 1)):
