@@ -15,6 +15,7 @@ from tandem.models.gpu import flex
 from tandem.trainer.build import load_trained
 from tandem.trainer.model.memory import DEFAULT, LEAST, MOST, tokens_per_microbatch
 from tandem.trainer.parallel.ranks import Ranks
+from tandem.transport.weights.filesystem import WeightsPublisher
 
 pytestmark = pytest.mark.gpu
 KERNELS = Path(__file__).parents[1] / "unit" / "models" / "gpu" / "interpreted.py"
@@ -106,3 +107,15 @@ def test_micro_batches_take_the_memory_that_is_left(tiny_model: Path) -> None:
     assert LEAST <= tokens_per_microbatch(stepper, 0, least=100, deterministic=False) < MOST
     del somebody
     torch.cuda.empty_cache()
+
+
+def test_weights_of_a_gpu_are_published_as_those_of_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
+    """Cast on the GPU, copied without waiting: twice, since the second time finds the memory of the first."""
+    torch.manual_seed(0)
+    for version in (1, 2):
+        tensors = {f"w{i}": torch.randn(257, 31 + i) for i in range(20)}
+        for device in ("cpu", "cuda"):
+            placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+            WeightsPublisher(tmp_path / device, tiny_model, "bfloat16", keep=1).publish(placed, version)
+        one, other = (tmp_path / device / "latest" / "model.safetensors" for device in ("cpu", "cuda"))
+        assert one.read_bytes() == other.read_bytes()

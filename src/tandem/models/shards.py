@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.utils.errors import UserError
-from tandem.utils.files import index_names
+from tandem.utils.files import INDEX, index_names
 
 # Tensor name -> (dtype, shape), as in a safetensors header.
 TensorHeaders = dict[str, tuple[str, list[int]]]
 
-INDEX = "model.safetensors.index.json"
 OUTPUT = "lm_head.weight"
 ROTARY = ".rotary_emb.inv_freq"
 FLOATS = ("F16", "BF16", "F32", "F64")

@@ -10,13 +10,22 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Of a model in several files; vLLM, SGLang and transformers know it by this name.
+INDEX = "model.safetensors.index.json"
+# Reading, writing and hashing so much by one thread takes longer than to start others.
+WORTH_THREADS_BYTES = 2**26
+MAX_THREADS = 8
 
 
 def fsync_path(path: Path) -> None:
@@ -78,18 +87,26 @@ def index_names(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def publish_directory(staging: Path, final: Path) -> None:
-    """Flush every file of `staging` and rename it to `final`, replacing an unfinished one."""
+def publish_directory(staging: Path, final: Path, *, flush: bool = True) -> None:
+    """Flush every file of `staging` and rename it to `final`, replacing an unfinished one. Without `flush` that is left
+    to the caller, for whom a crash may leave a directory that does not match its checksums."""
     readable = staging.stat().st_mode & 0o666
     for file in staging.rglob("*"):
         if file.is_file():
             file.chmod(readable)  # some libraries write files for their owner only
-        fsync_path(file)
-    fsync_path(staging)
+    if flush:
+        flush_directory(staging)
     if final.exists():
         shutil.rmtree(final)
     staging.rename(final)
-    fsync_path(final.parent)
+    if flush:
+        fsync_path(final.parent)
+
+
+def flush_directory(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        fsync_path(path)
+    fsync_path(folder)
 
 
 def staging_directory(final: Path) -> Path:
@@ -156,3 +173,11 @@ class Follower:
 def checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def for_each(work: Callable[[T], R], items: Sequence[T], size_bytes: int) -> list[R]:
+    """`work` of each item, by several threads where they are many bytes together. The first error is raised."""
+    if len(items) < 2 or size_bytes < WORTH_THREADS_BYTES:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(MAX_THREADS, len(items), os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, items))

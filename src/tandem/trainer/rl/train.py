@@ -56,6 +56,7 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         config.model.dtype,
         config.keep_weights,
         adapter_config=trained.adapter_config,
+        flush_beside=True,  # a run that goes on writes a damaged version again
     )
     publish = trained.publish if config.lora is None else trained.publish_adapter
     checkpoints = Checkpointer(
@@ -68,7 +69,7 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
     logger.info("ready on %s; waiting for the batch of step %d", ranks.device, start + 1)
 
     beside: dict[str, bytes] = {}
-    with closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
+    with closing(weights), closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
         for step in range(start + 1, config.max_steps + 1):
             waiting = time.monotonic()
             ranks.report(step, "waiting for the batch")

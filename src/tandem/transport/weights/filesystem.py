@@ -5,15 +5,26 @@ The trainer publishes; the orchestrator sees the manifest and tells the inferenc
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tandem.transport.weights.manifest import ADAPTER_CONFIG, DamagedWeights, verify_manifest, write_manifest
-from tandem.utils.files import json_text, publish_directory, read_json, staging_directory
+from tandem.utils.files import (
+    INDEX,
+    flush_directory,
+    for_each,
+    fsync_path,
+    json_text,
+    publish_directory,
+    read_json,
+    staging_directory,
+)
 from tandem.utils.run_dir import remove_old_steps, step_name
 
 # Everything beside the tensors that makes a directory a model.
@@ -27,11 +38,16 @@ SIDE_FILES = (
 )
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# A model larger than this is written as several files: by several threads, and hashed and checked by several.
+FILE_BYTES = 2**28
 
 
 class WeightsPublisher:
     """Writes versions: whole models in one precision, beside a copy of the files that came with the model; or, given
-    the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json."""
+    the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json.
+
+    With `flush_beside` a version can be loaded before it is on the disk, for those who can write it again: where the
+    machine loses its power meanwhile, it does not match its manifest. `close` waits until it is there."""
 
     def __init__(
         self,
@@ -42,6 +58,7 @@ class WeightsPublisher:
         config: Mapping[str, Any] | None = None,
         *,
         adapter_config: Mapping[str, Any] | None = None,
+        flush_beside: bool = False,
     ) -> None:
         self.folder = folder
         self.model_dir = model_dir
@@ -49,8 +66,10 @@ class WeightsPublisher:
         self.keep = keep
         self.config = config
         self.adapter_config = adapter_config
+        self._flusher = ThreadPoolExecutor(1, "flush weights") if flush_beside else None
+        self._flushing: Future[None] | None = None
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> Path:
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Path:
         """Write one version whole, then move `latest` to it and delete versions that are no longer needed."""
         final = self.folder / step_name(version)
         staging = staging_directory(final)
@@ -59,12 +78,21 @@ class WeightsPublisher:
         else:
             write_adapter(staging, tensors, self.adapter_config)
         write_manifest(staging, version)
-        publish_directory(staging, final)
+        self._wait_for_disk()
+        publish_directory(staging, final, flush=self._flusher is None)
         self._point_latest_to(final)
+        if self._flusher is not None:
+            self._flushing = self._flusher.submit(flush, final)
         remove_old_steps(self.folder, keep_from=version - self.keep + 1)
         return final
 
-    def republish(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    def close(self) -> None:
+        """Raises what kept the last version from the disk."""
+        if self._flusher is not None:
+            self._flusher.shutdown()
+        self._wait_for_disk()
+
+    def republish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Make sure that `version` is there, without touching it if it is: another process may be reading it."""
         final = self.folder / step_name(version)
         try:
@@ -74,7 +102,12 @@ class WeightsPublisher:
         else:
             self._point_latest_to(final)
 
-    def _write_model(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _wait_for_disk(self) -> None:
+        flushing, self._flushing = self._flushing, None
+        if flushing is not None:
+            flushing.result()
+
+    def _write_model(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         config = read_json(self.model_dir / "config.json") if self.config is None else dict(self.config)
         write_model(folder, tensors, config | {"dtype": self.dtype})
         copy_side_files(self.model_dir, folder)
@@ -95,15 +128,59 @@ def copy_side_files(model_dir: Path, folder: Path) -> None:
             shutil.copyfile(source, folder / name)
 
 
-def write_model(folder: Path, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> None:
+def flush(version: Path) -> None:
+    flush_directory(version)
+    fsync_path(version.parent)
+
+
+def write_model(folder: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
     """config.json and the tensors, in the precision the config names."""
-    dtype = getattr(torch, config["dtype"])
-    cast = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(cast, folder / "model.safetensors", metadata={"format": "pt"})
+    cast = on_cpu(tensors, getattr(torch, config["dtype"]))
+    parts = list(divide(cast, FILE_BYTES))
+    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    size_bytes = sum(tensor.nbytes for tensor in cast.values())
+    if len(parts) == 1:
+        names = ["model.safetensors"]
+    else:
+        places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_bytes(json_text(index))
+
+    def write(number: int) -> None:
+        save_file(parts[number], folder / names[number], metadata={"format": "pt"})
+
+    for_each(write, range(len(parts)), size_bytes)
     (folder / "config.json").write_bytes(json_text(config))
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+def divide(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Parts of at most so many bytes, or of one tensor. At least one part."""
+    part: dict[str, Tensor] = {}
+    size_bytes = 0
+    for name, tensor in tensors.items():
+        if part and size_bytes + tensor.nbytes > most_bytes:
+            yield part
+            part, size_bytes = {}, 0
+        part[name] = tensor
+        size_bytes += tensor.nbytes
+    yield part
+
+
+def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """In `dtype`. A GPU casts them itself, and copies them to pinned memory, all without being waited for."""
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        cast = tensor.detach().to(dtype).contiguous()
+        if cast.is_cuda:
+            pinned = torch.empty(cast.shape, dtype=dtype, pin_memory=True)
+            cast = pinned.copy_(cast, non_blocking=True)
+        copies[name] = cast
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+    return copies
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tandem.utils.files import checksum, is_plain, write_json
+from tandem.utils.files import checksum, for_each, is_plain, write_json
 from tandem.utils.run_dir import step_name, step_of
 
 MANIFEST = "manifest.json"
@@ -33,10 +33,11 @@ def is_adapter(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path, version: int, name: str = MANIFEST) -> None:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != name]
+    sizes = [path.stat().st_size for path in paths]
     files = {
-        str(path.relative_to(folder)): {"size_bytes": path.stat().st_size, "sha256": checksum(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != name
+        str(path.relative_to(folder)): {"size_bytes": size_bytes, "sha256": sha256}
+        for path, size_bytes, sha256 in zip(paths, sizes, for_each(checksum, paths, sum(sizes)), strict=True)
     }
     write_json(folder / name, {"version": version, "files": files})
 
@@ -82,11 +83,12 @@ def verify_manifest(folder: Path, version: int | None = None, name: str = MANIFE
     written_version, files = read_manifest(folder / name)
     if version is not None and written_version != version:
         raise DamagedWeights(f"{folder} holds version {written_version}, not {version}")
-    for file, (size_bytes, sha256) in files.items():
-        _verify_file(folder / file, size_bytes, sha256)
+    entries = [(folder / file, *entry) for file, entry in files.items()]
+    for_each(_verify_file, entries, sum(size_bytes for _, size_bytes, _ in entries))
 
 
-def _verify_file(path: Path, size_bytes: int, sha256: str) -> None:
+def _verify_file(entry: tuple[Path, int, str]) -> None:
+    path, size_bytes, sha256 = entry
     try:
         if not path.is_file():
             raise DamagedWeights(f"{path} is missing")

@@ -1,13 +1,18 @@
 """Published versions are whole models, and only the newest are kept."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.models.hf import read_tensors
+from tandem.models.shards import weight_files
+from tandem.transport.weights import filesystem
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.manifest import verify_manifest
+from tandem.transport.weights.manifest import DamagedWeights, verify_manifest
+from tandem.utils import files
 from tandem.utils.files import read_json, write_json
 
 
@@ -60,3 +65,52 @@ def test_an_unfinished_version_is_replaced(model_dir: Path, tmp_path: Path) -> N
     path = publish(WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=2), 1)
     verify_manifest(path, 1)
     assert not (path / "rubbish").exists()
+
+
+def test_a_large_model_is_divided_among_files(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "FILE_BYTES", 100)
+    monkeypatch.setattr(files, "WORTH_THREADS_BYTES", 0)
+    tensors = {f"w{i}": torch.full((10,), float(i)) for i in range(5)} | {"large": torch.arange(50.0)}
+    path = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=1).publish(tensors, 1)
+    verify_manifest(path, 1)
+    sizes = {file.name: list(load_file(file)) for file in sorted(path.glob("*.safetensors"))}
+    assert list(sizes.values()) == [["w0", "w1"], ["w2", "w3"], ["w4"], ["large"]]
+    assert weight_files(path) == [path / f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
+    found = read_tensors(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with (path / "model-00003-of-00004.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    with pytest.raises(DamagedWeights, match="model-00003-of-00004"):
+        verify_manifest(path, 1)
+
+
+def test_a_version_can_be_loaded_before_it_is_on_the_disk(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_flush, flushed = threading.Event(), []
+
+    def slow_flush(path: Path) -> None:
+        may_flush.wait()
+        flushed.append(path.name)
+
+    monkeypatch.setattr(filesystem, "flush", slow_flush)
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, flush_beside=True)
+    verify_manifest(publish(publisher, 1), 1)
+    assert flushed == []
+    may_flush.set()
+    publish(publisher, 2)
+    assert flushed[0] == "step_000001"  # at most one version is on its way
+    publisher.close()
+    assert flushed == ["step_000001", "step_000002"]
+
+
+def test_a_disk_that_fails_is_not_passed_over(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(filesystem, "flush", fail)
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, flush_beside=True)
+    publish(publisher, 1)
+    with pytest.raises(OSError, match="the disk is gone"):
+        publisher.close()
