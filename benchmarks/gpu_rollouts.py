@@ -197,7 +197,7 @@ def load_http(model: Path) -> Generate:
 
     async def one(session: Any, prompt: list[int], samples: int, new_tokens: int) -> int:
         body = {"model": str(model), "prompt": prompt, "n": samples, "max_tokens": new_tokens, "temperature": 1.0,
-                "ignore_eos": True, "logprobs": 0, "return_token_ids": True}  # fmt: skip
+                "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "detokenize": False}  # fmt: skip
         async with session.post("/v1/completions", data=orjson.dumps(body), headers=JSON) as answer:
             assert answer.status == 200, await answer.text()
             choices = orjson.loads(await answer.read())["choices"]

@@ -95,6 +95,7 @@ class InferenceClient:
             "frequency_penalty": 0.0,
             "logprobs": 0,
             "return_token_ids": True,
+            "detokenize": False,  # token ids are all that is read; vLLM passes over it
             **asdict(sampling.options),
         } | self.model
         answer = await self._post("/v1/completions", body, self.instance)

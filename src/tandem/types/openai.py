@@ -236,6 +236,10 @@ class CompletionRequest(GenerationOptions):
     best_of: int | None = Field(None, ge=1)
     """Must be n."""
 
+    detokenize: bool = True
+    """False: no text, neither of the completion nor of its tokens, for those who take token_ids. Not with stream, echo
+    or logprobs above 0."""
+
 
 class UpdateWeightsRequest(ApiModel):
     path: Writable

@@ -146,7 +146,7 @@ def test_choices_come_back_in_order_and_the_request_says_everything(server: Fake
     assert path == "/v1/completions"
     assert headers["Authorization"] == "Bearer secret"
     expected = {"prompt": [1, 2, 3], "n": 2, "max_tokens": 4, "temperature": 0.5, "seed": 9, "return_token_ids": True}
-    assert body | expected == body and body["logprobs"] == 0
+    assert body | expected == body and body["logprobs"] == 0 and body["detokenize"] is False
     # Nothing is left to the defaults of a server or of a model: they would change what is trained on.
     assert (body["top_p"], body["top_k"], body["min_p"]) == (1.0, 0, 0.0)
     assert (body["repetition_penalty"], body["presence_penalty"], body["frequency_penalty"]) == (1.0, 0.0, 0.0)

@@ -21,6 +21,7 @@ from tandem.types.openai import CompletionRequest, GenerationOptions
 
 Choice = dict[str, Any]
 NOTHING = GeneratedSample([], [], [], None, top_logprobs=[])
+NO_TEXTS: dict[str, Any] = {"tokens": [], "top_logprobs": None, "text_offset": []}
 
 
 class TextAnswers:
@@ -37,15 +38,18 @@ class TextAnswers:
     def choice(
         self, index: int, request: GenerationRequest, result: GenerationResult, sample: GeneratedSample
     ) -> Choice:
-        body = self.body
-        text = completion_text(
-            self.tokenizer,
-            sample,
-            skip_special=body.skip_special_tokens,
-            keep_stop=body.include_stop_str_in_output,
-        )
+        body, text = self.body, ""
+        if body.detokenize:
+            text = completion_text(
+                self.tokenizer,
+                sample,
+                skip_special=body.skip_special_tokens,
+                keep_stop=body.include_stop_str_in_output,
+            )
         logprobs = None
-        if body.logprobs is not None:
+        if body.logprobs is not None and not body.detokenize:
+            logprobs = NO_TEXTS | {"token_logprobs": sample.logprobs}
+        elif body.logprobs is not None:
             logprobs = text_logprobs(
                 self.name,
                 sample,

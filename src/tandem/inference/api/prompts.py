@@ -88,6 +88,8 @@ class PromptReader:
             raise BadRequest("max_tokens = 0 gives nothing without echo; give at least 1", "max_tokens")
         if body.best_of is not None and body.best_of != body.n:
             raise BadRequest(f"best_of = {body.best_of} is not supported: it must be n = {body.n}", "best_of")
+        if not body.detokenize:
+            refuse_texts(body)
         wanted = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             if body.stream:
@@ -251,6 +253,23 @@ class PromptReader:
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         if (beyond := token_beyond(token_ids, self.vocab_size)) is not None:
             raise BadRequest(f"token id {beyond} is outside the vocabulary of {self.vocab_size} tokens", param)
+
+
+def refuse_texts(body: CompletionRequest) -> None:
+    """What an answer without text cannot give."""
+    if not body.return_token_ids:
+        raise BadRequest("detokenize = false gives nothing without return_token_ids = true", "detokenize")
+    given = {
+        "stream": body.stream,
+        "echo": body.echo,
+        "logprobs": body.logprobs,
+        "prompt_logprobs": body.prompt_logprobs,
+    }
+    for name, value in given.items():
+        if value:
+            raise BadRequest(
+                f"detokenize = false is not available with {name}, which is answered with text", "detokenize"
+            )
 
 
 def uses_tools(body: ChatCompletionRequest) -> bool:

@@ -106,6 +106,24 @@ def test_prompts_in_all_forms(client: TestClient, engine: FakeEngine, prompt: An
         assert [version for choice in told for version in choice["weight_versions"]] == [3, 3, 3]
 
 
+def test_an_answer_without_text(client: TestClient) -> None:
+    asked: dict[str, Any] = {"max_tokens": 3, "n": 2, "logprobs": 0, "return_token_ids": True}
+    with_text, without = complete(client, **asked), complete(client, **asked, detokenize=False)
+    for one, other in zip(with_text["choices"], without["choices"], strict=True):
+        told = one["logprobs"] | {"tokens": [], "text_offset": []}
+        assert one["text"] and other == one | {"text": "", "logprobs": told}
+    assert without["usage"] == with_text["usage"]
+
+
+@pytest.mark.parametrize("option", [{"stream": True}, {"echo": True}, {"logprobs": 2}, {"prompt_logprobs": 1}])
+def test_text_is_refused_where_there_is_to_be_none(client: TestClient, option: dict[str, Any]) -> None:
+    body = {"prompt": "abc", "detokenize": False, "return_token_ids": True}
+    answer = client.post("/v1/completions", json=body | option)
+    assert answer.status_code == 400 and f"with {next(iter(option))}" in answer.json()["error"]["message"]
+    answer = client.post("/v1/completions", json={"prompt": "abc", "detokenize": False})
+    assert answer.status_code == 400 and "return_token_ids" in answer.json()["error"]["message"]
+
+
 def test_logprobs_with_alternatives(client: TestClient) -> None:
     [choice] = complete(client, max_tokens=2, logprobs=2)["choices"]
     assert choice["logprobs"] == {

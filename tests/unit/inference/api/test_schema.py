@@ -51,6 +51,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "min_tokens": {"max_tokens": 5},
+    "detokenize": {"return_token_ids": True},
     "tool_choice": {"tools": GOOD["tools"]},
 }
 WRONG: dict[str, Any] = {"string": 3.5, "integer": "x", "number": "x", "boolean": "x", "object": 3, "array": 3}
@@ -194,6 +195,12 @@ ASKED: list[tuple[str, str, dict[str, Any] | None, int]] = [
         "post",
         "/v1/completions",
         NEEDED["/v1/completions"] | {"logprobs": 1, "echo": True, "return_token_ids": True},
+        200,
+    ),
+    (
+        "post",
+        "/v1/completions",
+        NEEDED["/v1/completions"] | {"logprobs": 0, "detokenize": False, "return_token_ids": True},
         200,
     ),
     ("post", "/v1/completions", NEEDED["/v1/completions"] | {"model": "large"}, 404),
