@@ -116,6 +116,7 @@ SHAPES = {
     "Qwen3-0.6B": Shape("Qwen3ForCausalLM", 151936, 1024, 3072, 28, 16, 8, 128),
     "SmolLM2-135M": Shape("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64),
     "Qwen3-4B": Shape("Qwen3ForCausalLM", 151936, 2560, 9728, 36, 32, 8, 128),
+    "tiny": Shape("Qwen3ForCausalLM", 1024, 32, 64, 2, 4, 2, 16),  # to try the scripts themselves, without a GPU
 }
 WORKLOADS = [
     Workload("Qwen3-0.6B", 256, 1, 128, 512),
@@ -123,6 +124,7 @@ WORKLOADS = [
     Workload("Qwen3-0.6B", 64, 1, 512, 1024),
     Workload("SmolLM2-135M", 256, 1, 128, 512),
     Workload("Qwen3-4B", 128, 1, 128, 256),
+    Workload("tiny", 4, 2, 16, 8),
 ]
 
 Generate = Callable[[list[list[int]], int, int], int]
@@ -152,6 +154,7 @@ def make_model(shape: Shape, folder: Path) -> Path:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "unk_token": "w0"}
+    settings["chat_template"] = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -327,7 +330,7 @@ def main() -> None:
     parser.add_argument(
         "--sides", nargs="+", choices=SIDES, help="default: all with the first shape, tandem with others"
     )
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:3])
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)

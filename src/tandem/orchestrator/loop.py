@@ -12,6 +12,7 @@ The trainer is met only through the run directory, the inference server only thr
 
 import asyncio
 import logging
+import statistics
 import time
 from dataclasses import replace
 
@@ -140,9 +141,11 @@ class Orchestrator:
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
                 set_aside = sorted(self.tasks.set_aside)
                 state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders, set_aside)
+                collected = time.monotonic()
                 self._write_batch(groups, step, state)
-                seconds = time.monotonic() - started
-                self._log_step(groups, step, policy.version, seconds, buffer.num_dropped_stale)
+                written = time.monotonic()
+                times = {"step_s": written - started, "batch_s": written - collected}
+                self._log_step(groups, step, policy.version, times, buffer.num_dropped_stale)
         finally:
             await dispatcher.close()
 
@@ -166,19 +169,20 @@ class Orchestrator:
         self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)
 
-    def _log_step(self, groups: list[Group], step: int, version: int, seconds: float, num_stale: int) -> None:
+    def _log_step(self, groups: list[Group], step: int, version: int, times: dict[str, float], num_stale: int) -> None:
         shaping = shaping_metrics(groups, self.config.sampling.max_tokens, self.config.overlong)
         metrics = batch_metrics(groups, step) | shaping
-        tokens_per_s = metrics["completion_tokens/total"] / max(seconds, 1e-9)
-        times = {
-            "step_s": seconds,
+        tokens_per_s = metrics["completion_tokens/total"] / max(times["step_s"], 1e-9)
+        state = {
             "tokens_per_s": tokens_per_s,
+            "generate_s": statistics.fmean(group.generate_s for group in groups),
+            "score_s": statistics.fmean(group.score_s for group in groups),
             "version": version,
             "groups/stale": num_stale,
             "rollouts/failed": self.ledger.num_failed,
             "tasks/set_aside": len(self.tasks.set_aside),
         }
-        self.run_log.metrics(step, metrics | times)
+        self.run_log.metrics(step, metrics | times | state)
         logger.info(
             "step %d: reward %.3f, staleness %d, %.0f tokens/s",
             step,

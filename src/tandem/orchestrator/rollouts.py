@@ -5,6 +5,7 @@ failed.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -46,18 +47,23 @@ class RolloutMaker:
         prompt_ids = list(prompt)
         rollouts: list[Rollout] = []
         failed: list[RolloutFailure] = []
+        generate_s = score_s = 0.0
         for attempt in range(self.tries):
             if attempt:
                 await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
             seed = request_seed(sampling.seed, "attempt", attempt) if attempt else sampling.seed
             missing = replace(sampling, n=sampling.n - len(rollouts), seed=seed)
+            started = time.monotonic()
             completions = await self.policy.generate(prompt_ids, missing)
+            generated = time.monotonic()
             outcomes = await self._score_all(task, prompt_ids, completions)
+            generate_s += generated - started
+            score_s += time.monotonic() - generated
             rollouts += [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
             failed = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailure)]
             self.record(Attempt(task, order, attempt, sampling.n, failed))
             if not failed:
-                return Group(task, order, rollouts)
+                return Group(task, order, rollouts, generate_s, score_s)
         raise TaskFailed([one.failure for one in failed])
 
     async def _score_all(

@@ -95,6 +95,8 @@ class Group:
     task: Task
     order: int
     rollouts: list[Rollout]
+    generate_s: float = 0.0  # how long the server took, all attempts together
+    score_s: float = 0.0  # how long the reward function took
 
     @property
     def oldest_version(self) -> int:

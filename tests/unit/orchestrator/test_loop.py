@@ -245,6 +245,7 @@ def test_steps_are_logged_with_what_they_were_made_of(make_run) -> None:
         assert line["completion_tokens/total"] == 12
         assert (line["groups/stale"], line["rollouts/failed"], line["tasks/set_aside"]) == (0, 0, 0)
         assert line["tokens_per_s"] == pytest.approx(12 / line["step_s"])
+        assert 0 < line["batch_s"] < line["step_s"] and line["generate_s"] >= 0 and line["score_s"] >= 0
         assert "reward/shaped_mean" not in line
 
 

@@ -85,6 +85,7 @@ def test_a_group_in_which_all_goes_well(tokenizer: Tokenizer) -> None:
     (request,) = client.requests
     assert request == {"prompt": PROMPT, "n": 3, "max_tokens": 8, "temperature": 0.7, "seed": 11, "options": OPTIONS}
     assert attempts == [Attempt(TASK, 9, 0, 3, [])]
+    assert group.generate_s > 0 and group.score_s > 0
 
 
 @pytest.mark.parametrize("bad", [KeyError("x"), float("nan"), None, "text", 1e308])

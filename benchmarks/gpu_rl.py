@@ -1,0 +1,151 @@
+"""`rl` on one GPU, trainer and server as two processes on it: the `rl` section of `benchmarks/gpu.py`, which can also
+be run by itself.
+
+    python benchmarks/gpu_rl.py --output rl.json        # some 2 minutes on an H200
+
+32 prompts of 128 tokens × 8 completions of 512, the shape of Qwen3-0.6B with random weights, bfloat16, GRPO with
+default options, on-policy (max_staleness = 0) and overlapped (1). Medians over the steps after the first two.
+
+    step         from one batch to the next
+    generation   until the last group was there, scoring included (mean of a group beside it)
+    batch        packing and writing it
+    reading      the trainer sees the batch, checks and loads it
+    training     forward, backward, optimizer
+    publishing   the weights to the run directory
+    loading      until the server has them
+
+On-policy these follow one another and add up to the step. Overlapped, generation goes on beside the others.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_rollouts import SHAPES, Shape, make_in_process
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_UP_STEPS = 2
+PHASES = ("generation", "batch", "reading", "training", "publishing", "loading")
+
+
+def command(model: Path, shape: Shape, staleness: int, folder: Path, args: argparse.Namespace) -> list[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"prompt_tokens": args.prompt_tokens, "vocab_size": shape.vocab_size}
+    options: dict[str, object] = {
+        "output-dir": folder,
+        "model.name": model,
+        "model.dtype": "bfloat16",
+        "max-steps": args.steps,
+        "seq-len": args.prompt_tokens + args.new_tokens,
+        "show": "lines",
+        "orchestrator.prompts-per-step": args.prompts,
+        "orchestrator.group-size": args.samples,
+        "orchestrator.max-staleness": staleness,
+        "orchestrator.sampling.max-tokens": args.new_tokens,
+        "orchestrator.eval.num-prompts": 1,
+        "orchestrator.env.id": f"{Path(__file__).with_name('fixed_length.py')}:FixedLength",
+        "orchestrator.env.args": json.dumps(environment),
+        "trainer.optimizer.lr": 1e-6,
+        "trainer.checkpoint.every": None,
+        "inference.server.port": port,
+        "inference.max-sequences": args.prompts * args.samples,
+        "inference.gpu-memory-utilization": args.gpu_memory_utilization,
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "tandem.entrypoints.rl", *flags]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def phases(folder: Path) -> dict[str, float]:
+    """Seconds of each phase, from the times that the processes have logged."""
+    metrics = lines_of(folder / "metrics.jsonl")
+    batches = {line["step"]: line for line in metrics if line["process"] == "orchestrator" and "batch_s" in line}
+    trained = {line["step"]: line for line in metrics if line["process"] == "trainer"}
+    served = {e["version"]: e["time"] for e in lines_of(folder / "events.jsonl") if e["event"] == "version_served"}
+    steps: list[dict[str, float]] = []
+    for step in range(WARM_UP_STEPS + 1, max(trained) + 1):
+        batch, training = batches[step], trained[step]
+        began = training["time"] - training["publish_s"] - training["train_s"]
+        steps.append(
+            {
+                "step": training["time"] - trained[step - 1]["time"],
+                "generation": batch["step_s"] - batch["batch_s"],
+                "batch": batch["batch_s"],
+                "reading": max(0.0, began - batch["time"]),  # it begins before the samples are written for people
+                "training": training["train_s"],
+                "publishing": training["publish_s"],
+                "loading": served[step] - training["time"],
+                "generation of a group": batch["generate_s"],
+                "scoring of a group": batch["score_s"],
+                "completion tokens": batch["completion_tokens/total"],
+                "trainer memory, GiB": training["memory_gib"],
+            }
+        )
+        if batch["version"] == step - 1:  # on-policy: the orchestrator has waited for these weights first
+            steps[-1]["generation"] = batch["time"] - batch["batch_s"] - served.get(step - 1, batch["time"])
+    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+
+
+def measure(model: Path, shape: Shape, staleness: int, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    folder = scratch / f"staleness_{staleness}"
+    log = scratch / f"staleness_{staleness}.log"
+    began = time.time()
+    with log.open("wb") as output:
+        # The environment is imported by its path, which need not be on the path of modules.
+        done = subprocess.run(
+            command(model, shape, staleness, folder, args), stdout=output, stderr=subprocess.STDOUT, env=os.environ
+        )
+    row: dict[str, Any] = {"max_staleness": staleness, "whole_run_s": time.time() - began}
+    if done.returncode:
+        print(log.read_text()[-4000:], file=sys.stderr)
+        return row | {"error": f"exit status {done.returncode}"}
+    return row | {name: round(value, 3) for name, value in phases(folder).items()}
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["| rl, seconds | step | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 2) + "|"]
+    for row in rows:
+        name = f"max_staleness = {row['max_staleness']}"
+        cells = [row["error"]] if "error" in row else [f"{row[phase]:.2f}" for phase in ("step", *PHASES)]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="Qwen3-0.6B")
+    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.25, help="of the server")
+    parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        model = make_in_process(args.shape, scratch / args.shape)
+        for staleness in args.staleness:
+            rows.append(measure(model, SHAPES[args.shape], staleness, scratch, args))
+            print(json.dumps(rows[-1]), flush=True)
+    print("\n".join(table(rows)))
+    if args.output:
+        args.output.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
