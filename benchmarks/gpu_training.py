@@ -29,10 +29,13 @@ from tandem.models.spec import ModelSpec
 from tandem.trainer.build import make_stepper
 from tandem.trainer.model.language_model import LanguageModel
 from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.model.step import Predictions
+from tandem.trainer.model.throughput import memory_bytes
 from tandem.trainer.offline.sft import sft_loss
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.types.rollout import PackedBatch, TrainingSequence
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a CPU only to try the script itself
 PEAK_FLOPS = 808e12  # of bfloat16 matrix products as measured on an H200
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -48,6 +51,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": QWEN3
     | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "tiny": QWEN3
+    | {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "head_dim": 16},
 }
 Step = Callable[[], object]
 
@@ -60,13 +66,13 @@ class Work:
     rows: list[tuple[list[int], list[int]]]
 
     @classmethod
-    def sequences(cls, count: int, length: int) -> "Work":
-        return cls(f"{count}x{length}", [([3 + i], _draw(length - 1, seed=i)) for i in range(count)])
+    def sequences(cls, vocab_size: int, count: int, length: int) -> "Work":
+        return cls(f"{count}x{length}", [([3 + i], _draw(length - 1, i, vocab_size)) for i in range(count)])
 
     @classmethod
-    def groups(cls, prompts: int, completions: int, prompt_length: int, length: int) -> "Work":
+    def groups(cls, vocab_size: int, prompts: int, completions: int, prompt_length: int, length: int) -> "Work":
         rows = [
-            (_draw(prompt_length, seed=p), _draw(length, seed=1000 * (p + 1) + c))
+            (_draw(prompt_length, p, vocab_size), _draw(length, 1000 * (p + 1) + c, vocab_size))
             for p in range(prompts)
             for c in range(completions)
         ]
@@ -77,8 +83,8 @@ class Work:
         return pack([TrainingSequence(token_ids, mask) for token_ids, mask in rows])
 
 
-def _draw(count: int, seed: int) -> list[int]:
-    return torch.randint(3, 150_000, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+def _draw(count: int, seed: int, vocab_size: int) -> list[int]:
+    return torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def flops(shape: dict[str, Any], batch: PackedBatch) -> float:
@@ -91,15 +97,14 @@ def flops(shape: dict[str, Any], batch: PackedBatch) -> float:
 
 
 def ours(shape: dict[str, Any], work: Work, **parallel: Any) -> Step:
-    device = torch.device("cuda")
-    with device:
+    with DEVICE:
         decoder = Decoder(ModelSpec.from_config(shape))
     _randomize(decoder)
     decoder.compute_dtype = torch.bfloat16
     model = LanguageModel(decoder)
     config = ModelConfig(name=Path(), dtype="bfloat16")
-    options = OptimizerConfig(), ParallelConfig.model_validate(parallel), Ranks.single(device)
-    stepper = make_stepper(model, decoder.layers, config, *options)
+    options = OptimizerConfig(), ParallelConfig.model_validate(parallel), Ranks.single(DEVICE)
+    stepper = make_stepper(model, decoder.layers, config, *options, Predictions)
     batch = work.packed()
     tokens = tokens_per_microbatch(stepper, 0, least=4096, deterministic=False)
     micro_batches = divide(batch, 0, 1, tokens)
@@ -109,14 +114,14 @@ def ours(shape: dict[str, Any], work: Work, **parallel: Any) -> Step:
 def hugging_face(shape: dict[str, Any], work: Work, *, compiled: bool, rows_at_once: int) -> Step:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    with torch.device("cuda"):
+    with DEVICE:
         config = Qwen3Config(**{k: v for k, v in shape.items() if k != "architectures"}, attn_implementation="sdpa")
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     _randomize(model)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     ask = torch.compile(model) if compiled else model
-    ids = torch.tensor([prompt + rest for prompt, rest in work.rows], device="cuda")
+    ids = torch.tensor([prompt + rest for prompt, rest in work.rows], device=DEVICE)
     labels = ids.clone()
     labels[:, : len(work.rows[0][0])] = -100
 
@@ -147,19 +152,25 @@ def measure(make: Callable[[], Step], *, repeats: int = 5) -> dict[str, float]:
     step = make()
     began = time.perf_counter()
     step()
-    torch.cuda.synchronize()
+    synchronize()
     first_s = time.perf_counter() - began
     step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        synchronize()
         times.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() / 2**30
+    peak = memory_bytes(DEVICE) / 2**30
     return {"step_s": sorted(times)[repeats // 2], "first_step_s": first_s, "peak_gib": peak}
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def free_memory() -> None:
@@ -168,14 +179,25 @@ def free_memory() -> None:
 
 
 def run(shapes: list[str], peers: list[str]) -> Iterator[dict[str, Any]]:
-    """One row of the table after the other. Compiling takes the peer minutes: for one work a shape, and last."""
+    """One row of the table after the other. Compiling takes the peer minutes: for one work of the first shape."""
     for name in shapes:
-        works = [Work.sequences(4, 4096), *([Work.groups(7, 8, 128, 512)] if name == "0.6B" else [])]
+        works = works_of(name)
         ways = [("ours", work) for work in works]
-        ways += [(f"hf {peer}", work) for peer in peers for work in (works if peer == "eager" else works[:1])]
+        if "eager" in peers:
+            ways += [("hf eager", work) for work in works]
+        if "compiled" in peers and name == shapes[0]:
+            ways.append(("hf compiled", works[0]))
         for way, work in ways:
             yield {"section": "training", "shape": name, "work": work.name, "way": way} | _figures(name, work, way)
             torch._dynamo.reset()
+
+
+def works_of(shape: str) -> list[Work]:
+    vocab_size: int = SHAPES[shape]["vocab_size"]
+    if shape == "tiny":
+        return [Work.sequences(vocab_size, 2, 64), Work.groups(vocab_size, 2, 4, 16, 8)]
+    groups = [Work.groups(vocab_size, 7, 8, 128, 512)] if shape == "0.6B" else []
+    return [Work.sequences(vocab_size, 4, 4096), *groups]
 
 
 def _figures(name: str, work: Work, way: str) -> dict[str, Any]:
@@ -211,7 +233,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6B", "4B"])
     parser.add_argument("--peers", nargs="*", choices=["eager", "compiled"], default=["eager", "compiled"])
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
@@ -221,7 +243,8 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if args.output:
             args.output.write_text(json.dumps(rows, indent=1))
-    print("\n".join([f"{torch.cuda.get_device_name()}, torch {torch.__version__}", *table(rows)]))
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    print("\n".join([f"{name}, torch {torch.__version__}", *table(rows)]))
 
 
 if __name__ == "__main__":
