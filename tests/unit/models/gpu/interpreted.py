@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.data.packing import pack
 from tandem.models import ops
 from tandem.models.gpu import autograd, logprobs
+from tandem.models.hf import new_decoder
+from tandem.models.spec import ModelSpec
+from tandem.trainer.model import logprobs as trainer_logprobs
+from tandem.trainer.model.language_model import Inputs, LanguageModel
+from tandem.types.rollout import TrainingSequence
 
 EPS = 1e-6
 Case = tuple[str, Callable[[], float]]
@@ -132,12 +138,34 @@ def logprobs_case(
     return lambda: compare(kernel, twin, hidden, weight)
 
 
+def model_case() -> float:
+    """A whole model with all kernels at once, in the precision it is kept in, against the same without them."""
+    config = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 61, "hidden_size": 40, "intermediate_size": 72}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = LanguageModel(new_decoder(ModelSpec.from_config(config | {"tie_word_embeddings": True}), seed=0))
+    # Two completions of one prompt, and a sequence by itself.
+    rows = [([5, 6, 7, 8], [9, 10, 11]), ([5, 6, 7, 8], [12, 13]), ([3], [20, 21, 22, 23])]
+    batch = pack([TrainingSequence(prompt + rest, [0] * len(prompt) + [1] * len(rest)) for prompt, rest in rows])
+
+    def learned() -> list[Tensor]:
+        model.zero_grad()
+        predicted, entropy = model(Inputs.of(batch, torch.device("cpu")), 0.7, True)
+        (predicted.sum() + 0.1 * entropy.sum()).backward()
+        return [predicted.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = learned()
+    for module in (ops, trainer_logprobs):
+        module.has_kernels = lambda x: True
+    return relative_error(learned(), expected)
+
+
 def main() -> None:
     chunk_bytes = int(sys.argv[1])  # small enough that log-probs come in several chunks, some of them kept
     logprobs.memory_of = lambda device: chunk_bytes
     dtype = getattr(torch, sys.argv[2])
     torch.manual_seed(0)
-    print(json.dumps({name: case() for name, case in cases("cpu", dtype, scale=1)}))
+    errors = {name: case() for name, case in cases("cpu", dtype, scale=1)}
+    print(json.dumps(errors | {"model": model_case()}))
 
 
 if __name__ == "__main__":
