@@ -356,3 +356,14 @@ def test_tasks_in_a_pool_are_visited_less_often_but_those_under_way_are_finished
     visits = [sum(order % 10 == place for order in maker.orders) for place in range(10)]
     assert maker.orders[0] == 3
     assert 1 <= visits[3] - 1 <= 5 and all(count >= 20 for place, count in enumerate(visits) if place != 3)
+
+
+def test_groups_reach_the_curriculum_when_their_batch_is_cut(maker: Maker, tmp_path: Path) -> None:
+    """Those that are filtered too."""
+    curriculum = Curriculum(CurriculumConfig(), solved_reward=0.0, seed=0)
+
+    async def body(dispatcher: Dispatcher) -> None:
+        await dispatcher.next_batch(1, deadline())
+        assert curriculum.easy == {0, 1, 2}
+
+    run_with(maker, tmp_path, body, keep=lambda group: group if group.order else None, curriculum=curriculum)
