@@ -5,10 +5,19 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.advantages import AdvantageConfig, OverlongConfig
+from tandem.config.advantages import AdvantageConfig, LengthPenaltyConfig, OverlongConfig
 from tandem.config.base import Config
+from tandem.config.filters import CurriculumConfig, FilterConfig
 from tandem.config.inference import resolve_api_key
-from tandem.config.shared import LogOptions, MetricsConfig, ModelOptions, RunOptions, SeedOptions, root_url
+from tandem.config.shared import (
+    LogOptions,
+    MetricsConfig,
+    ModelOptions,
+    RunOptions,
+    SeedOptions,
+    SyncOptions,
+    root_url,
+)
 
 
 class ClientConfig(Config):
@@ -150,7 +159,7 @@ class EvalConfig(TruncationConfig):
         return self
 
 
-class OrchestratorConfig(LogOptions, SeedOptions, RunOptions, ModelOptions):
+class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """The orchestrator: tasks, rewards, advantages, staleness, batches."""
 
     client: ClientConfig = ClientConfig()
@@ -159,6 +168,16 @@ class OrchestratorConfig(LogOptions, SeedOptions, RunOptions, ModelOptions):
     advantage: AdvantageConfig = AdvantageConfig()
     overlong: OverlongConfig | None = None
     """Penalize long completions. Left out: no penalty."""
+
+    length_penalty: LengthPenaltyConfig | None = None
+    """Prefer short completions. Left out: no preference."""
+
+    solved_reward: float = 1.0
+    """A rollout with at least this reward counts as solved: in the curriculum and in length_penalty."""
+
+    filters: FilterConfig = FilterConfig()
+    curriculum: CurriculumConfig | None = None
+    """Visit easy and hard tasks less often. Left out: all tasks equally often."""
 
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -188,6 +207,11 @@ class OrchestratorConfig(LogOptions, SeedOptions, RunOptions, ModelOptions):
             raise ValueError(
                 f"group_size = {self.group_size} with advantage.type = {self.advantage.type!r}: advantages "
                 "relative to the group are always zero in a group of one; set group_size to 2 or more"
+            )
+        if self.max_staleness < self.sync_every - 1:
+            raise ValueError(
+                f"sync_every = {self.sync_every} with max_staleness = {self.max_staleness}: the last batch before a "
+                f"weight sync is {self.sync_every - 1} versions old; set max_staleness to {self.sync_every - 1} or more"
             )
         if self.overlong is not None and self.overlong.buffer_tokens > self.sampling.max_tokens:
             raise ValueError(

@@ -13,7 +13,7 @@ from pydantic import model_validator
 from tandem.config.base import FILES, Config
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions
+from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -23,11 +23,13 @@ SECTIONS: dict[str, type[Config]] = {
     "inference": InferenceConfig,
 }
 SHARED_KEYS = tuple(
-    name for options in (ModelOptions, RunOptions, SeedOptions, LogOptions) for name in options.model_fields
+    name
+    for options in (ModelOptions, RunOptions, SyncOptions, SeedOptions, LogOptions)
+    for name in options.model_fields
 )
 
 
-class RLConfig(LogOptions, StartOptions, SeedOptions, RunOptions, ModelOptions):
+class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig

@@ -116,6 +116,14 @@ class RunOptions(Config):
     with the configuration it was started with; other flags win over that."""
 
 
+class SyncOptions(Config):
+    """How often the inference server gets new weights."""
+
+    sync_every: int = Field(default=1, ge=1)
+    """Weight sync after every so many steps, and after the last. More than 1 saves time and makes rollouts older: needs
+    orchestrator.max_staleness of at least sync_every - 1."""
+
+
 class StartOptions(Config):
     """What a command that starts a run does with one that is there, and whether it starts anything."""
 

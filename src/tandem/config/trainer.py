@@ -11,11 +11,12 @@ from tandem.config.shared import (
     ModelOptions,
     RunOptions,
     SeedOptions,
+    SyncOptions,
 )
 from tandem.config.training import TrainingOptions
 
 
-class TrainerConfig(LogOptions, ComputeOptions, SeedOptions, TrainingOptions, RunOptions, ModelOptions):
+class TrainerConfig(LogOptions, ComputeOptions, SeedOptions, TrainingOptions, SyncOptions, RunOptions, ModelOptions):
     """The trainer: loss, optimizer, checkpoints, published weights."""
 
     updates_per_batch: int = Field(default=1, ge=1)

@@ -18,6 +18,7 @@ def make_batch(
         make_sample(*entry)
         for group, *numbers in zip(groups, rewards, advantages, strict=True)
         for entry in zip(group.rollouts, *numbers, strict=True)
+        if entry[0].is_trained
     ]
     return TrainBatch(step, temperature, pack(samples))
 

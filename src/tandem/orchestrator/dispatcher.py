@@ -4,6 +4,7 @@ version changes ──► start groups ──► in flight ──► buffer ─�
                           ▲                │           │
                           ├── failed: again┤           │
                           ├── stale: again ────────────┘
+                          ├── filtered: another in its place
                           └── task failed: set aside, another in its place
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from tandem.envs.failures import failure_of
 from tandem.orchestrator.buffer import GroupBuffer
+from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.failures import FailureLedger, TaskFailed
 from tandem.orchestrator.protocols import ServedVersion
 from tandem.orchestrator.tasks import TaskOrder
@@ -24,14 +26,18 @@ from tandem.utils.waiting import Deadline
 logger = logging.getLogger(__name__)
 
 MakeGroup = Callable[[int], Awaitable[Group]]
+FilterGroup = Callable[[Group], Group | None]
 
 
 class Dispatcher:
-    """`make_group(order)` produces group number `order`; orders in `retry` go first."""
+    """`make_group(order)` produces group number `order`; orders in `retry` go first. `keep` gives the part of a group
+    that is trained on, None where another group takes its place."""
 
     def __init__(
         self,
         make_group: MakeGroup,
+        keep: FilterGroup,
+        curriculum: Curriculum,
         buffer: GroupBuffer,
         policy: ServedVersion,
         tasks: TaskOrder,
@@ -44,6 +50,8 @@ class Dispatcher:
         tries: int,
     ) -> None:
         self.make_group = make_group
+        self.keep = keep
+        self.curriculum = curriculum
         self.buffer = buffer
         self.policy = policy
         self.tasks = tasks
@@ -68,6 +76,7 @@ class Dispatcher:
             self._start_groups()
             groups = self.buffer.take(step)
             if groups is not None:
+                self.curriculum.update()
                 self._start_groups()
                 return groups
             self._check(deadline)
@@ -112,6 +121,8 @@ class Dispatcher:
             return self._retry.pop(0)
         if self.buffer.num_started >= self._max_orders:
             return None  # the last step has its groups: nothing more will be trained on
+        while self.curriculum.skips(self.next_order, self.tasks.place(self.next_order)):
+            self.next_order += 1
         self.next_order += 1
         return self.next_order - 1
 
@@ -125,11 +136,19 @@ class Dispatcher:
             order = self._in_flight.pop(task)
             error = task.exception()
             if error is None:
-                self.buffer.add(task.result())
+                self._add(task.result())
             else:
                 self.buffer.give_up()
                 self._on_failure(order, error)
         self.ledger.check()
+
+    def _add(self, group: Group) -> None:
+        self.curriculum.count(group, self.tasks.place(group.order))
+        kept = self.keep(group)
+        if kept is None:
+            self.buffer.give_up()
+        else:
+            self.buffer.add(kept)
 
     def _on_failure(self, order: int, error: BaseException) -> None:
         if isinstance(error, TaskFailed):

@@ -23,13 +23,15 @@ from tandem.orchestrator.advantages import make_advantage_function
 from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.client import ServerLost
+from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
+from tandem.orchestrator.filters import GroupFilter
 from tandem.orchestrator.protocols import ServedVersion, Server
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
-from tandem.orchestrator.shaping import shape_rewards, shaping_metrics
+from tandem.orchestrator.shaping import RewardShaping
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import Prompts, TaskOrder, request_seed, sampling_options
 from tandem.orchestrator.weight_sync import Policy
@@ -66,6 +68,11 @@ class Orchestrator:
         self.start = resumed_from or OrchestratorState(step=0, next_order=0, unfinished=[])
         self.tasks = TaskOrder(environment.train_tasks, config.seed, self.start.set_aside)
         self.ledger = FailureLedger(self.run_dir, config.max_failed_share)
+        self.shaping = RewardShaping(config)
+        self.filter = GroupFilter(config.filters, self.shaping, config.prompts_per_step)
+        self.curriculum = Curriculum(
+            config.curriculum, config.solved_reward, config.seed, self.start.easy, self.start.hard
+        )
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
         self.policy = Policy(client, config.model.name, self.run_dir.weights, self.start.step, self.run_log)
@@ -125,6 +132,8 @@ class Orchestrator:
         buffer = GroupBuffer(step_size, config.max_staleness, self.start.step)
         dispatcher = Dispatcher(
             self._make_group,
+            self.filter,
+            self.curriculum,
             buffer,
             policy,
             self.tasks,
@@ -139,15 +148,23 @@ class Orchestrator:
             for step in range(self.start.step + 1, config.max_steps + 1):
                 started = time.monotonic()
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
-                set_aside = sorted(self.tasks.set_aside)
-                state = OrchestratorState(step, dispatcher.next_order, dispatcher.unfinished_orders, set_aside)
                 collected = time.monotonic()
-                self._write_batch(groups, step, state)
+                self._write_batch(groups, step, self._state(step, dispatcher))
                 written = time.monotonic()
                 times = {"step_s": written - started, "batch_s": written - collected}
                 self._log_step(groups, step, policy.version, times, buffer.num_dropped_stale)
         finally:
             await dispatcher.close()
+
+    def _state(self, step: int, dispatcher: Dispatcher) -> OrchestratorState:
+        return OrchestratorState(
+            step,
+            dispatcher.next_order,
+            dispatcher.unfinished_orders,
+            set_aside=sorted(self.tasks.set_aside),
+            easy=sorted(self.curriculum.easy),
+            hard=sorted(self.curriculum.hard),
+        )
 
     async def _make_group(self, order: int) -> Group:
         config = self.config
@@ -163,15 +180,15 @@ class Orchestrator:
 
     def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config
-        rewards = shape_rewards(groups, config.sampling.max_tokens, config.overlong)
+        rewards = [self.shaping.rewards(group) for group in groups]
         advantages = self.advantages(rewards)
         batch = make_batch(groups, rewards, advantages, step, config.sampling.temperature)
         self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)
 
     def _log_step(self, groups: list[Group], step: int, version: int, times: dict[str, float], num_stale: int) -> None:
-        shaping = shaping_metrics(groups, self.config.sampling.max_tokens, self.config.overlong)
-        metrics = batch_metrics(groups, step) | shaping
+        metrics = batch_metrics(groups, step) | self.shaping.metrics(groups)
+        metrics |= self.filter.take_metrics() | self.curriculum.metrics()
         tokens_per_s = metrics["completion_tokens/total"] / max(times["step_s"], 1e-9)
         state = {
             "tokens_per_s": tokens_per_s,

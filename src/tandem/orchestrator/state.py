@@ -11,12 +11,15 @@ from tandem.utils.run_dir import RunDir, step_name
 @dataclass(frozen=True)
 class OrchestratorState:
     """After the batch of `step`: tasks below `next_order` were started; `unfinished` of them not trained on.
-    Tasks that keep failing are `set_aside`, by their place among the training tasks."""
+    Tasks that keep failing are `set_aside`; those of the curriculum's pools are `easy` and `hard`. All by their places
+    among the training tasks."""
 
     step: int
     next_order: int
     unfinished: list[int]
     set_aside: list[int] = field(default_factory=list)
+    easy: list[int] = field(default_factory=list)
+    hard: list[int] = field(default_factory=list)
 
     def encode(self) -> bytes:
         """It goes with the batch, and from there into the checkpoint of the step."""

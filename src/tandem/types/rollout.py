@@ -78,6 +78,7 @@ class Rollout:
     completion: Completion
     text: str
     reward: float
+    is_trained: bool = True  # False: it counts in the group's advantages only
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,7 @@ SCALARS: dict[tuple[str, ...], st.SearchStrategy[Any]] = {
     ("output_dir",): st.sampled_from(["out/a", "out/b"]),
     ("max_steps",): st.integers(1, 500),
     ("seq_len",): st.integers(200, 4096),
+    ("sync_every",): st.integers(1, 2),
     ("seed",): st.integers(0, 9),
     ("checkpoint", "every"): st.integers(1, 9),
     ("checkpoint", "keep_last"): st.integers(1, 9),

@@ -15,6 +15,7 @@ from tandem.orchestrator.advantages import FUNCTIONS, make_advantage_function, t
 from tandem.orchestrator.advantages.functions import (
     dr_grpo_advantages,
     grpo_advantages,
+    maxrl_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     reward_advantages,
@@ -66,6 +67,16 @@ def test_reinforce_pp_with_the_groups_baseline_by_hand() -> None:
     first, second = reinforce_pp_baseline_advantages([[0.0, 4.0], [4.0, 4.0]])
     assert first == pytest.approx([-math.sqrt(2), math.sqrt(2)], abs=1e-5)
     assert second == [0.0, 0.0]
+
+
+def test_maxrl_by_hand() -> None:
+    """One solved of four: (1 − ¼) / ¼ = 3. Where nothing or everything is solved, there is nothing to learn."""
+    groups = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    assert maxrl_advantages(groups) == [[3.0, -1.0, -1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_maxrl_learns_nothing_from_a_mean_that_is_not_positive() -> None:
+    assert maxrl_advantages([[-1.0, 0.0], [-1.0, 1.0]]) == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_rewards_as_they_are_and_none_at_all() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import FakePolicy
 
+from tandem.config.filters import CurriculumConfig
 from tandem.envs.failures import Failure
 from tandem.orchestrator.buffer import GroupBuffer
+from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.failures import FailureLedger, TaskFailed, TooManyFailures
 from tandem.orchestrator.tasks import TaskOrder
@@ -72,6 +74,8 @@ def run_with(
     body: Callable[[Dispatcher], Awaitable[None]],
     *,
     tasks: TaskOrder | None = None,
+    keep: Callable[[Group], Group | None] | None = None,
+    curriculum: Curriculum | None = None,
     max_staleness: int = 0,
     start_step: int = 0,
     next_order: int = 0,
@@ -85,6 +89,8 @@ def run_with(
         run_log = RunLog(RunDir(root), "orchestrator")
         dispatcher = Dispatcher(
             maker,
+            keep or (lambda group: group),
+            curriculum or Curriculum(None, solved_reward=1.0, seed=0),
             GroupBuffer(2, max_staleness, start_step),
             maker.policy,
             tasks or task_order(),
@@ -320,3 +326,44 @@ def test_a_deadline_that_passes_while_rollouts_fail_names_their_reasons(maker: M
             await dispatcher.next_batch(1, Deadline("the trainer", timeout_s=0.1, hint="see its log"))
 
     run_with(maker, tmp_path, body)
+
+
+def test_another_group_takes_the_place_of_one_that_is_filtered(maker: Maker, tmp_path: Path) -> None:
+    """Also when on-policy, where no more than a batch of groups may be started."""
+
+    def keep(group: Group) -> Group | None:
+        return None if group.order in (0, 2) else group
+
+    async def body(dispatcher: Dispatcher) -> None:
+        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [1, 3]
+        assert maker.orders == [0, 1, 2, 3]
+        assert (dispatcher.next_order, dispatcher.unfinished_orders) == (4, [])
+
+    run_with(maker, tmp_path, body, keep=keep)
+
+
+def test_tasks_in_a_pool_are_visited_less_often_but_those_under_way_are_finished(maker: Maker, tmp_path: Path) -> None:
+    """Ten tasks, task 3 in the easy pool: after a while it has had about a tenth of the visits of others."""
+    curriculum = Curriculum(CurriculumConfig(), solved_reward=2.0, seed=0, easy=[3], hard=[])
+
+    async def body(dispatcher: Dispatcher) -> None:
+        for step in range(1, 101):
+            await dispatcher.next_batch(step, deadline())
+            curriculum.easy, curriculum.hard = {3}, set()
+            maker.policy.update()
+
+    run_with(maker, tmp_path, body, tasks=task_order(10), curriculum=curriculum, retry=[3], max_orders=200)
+    visits = [sum(order % 10 == place for order in maker.orders) for place in range(10)]
+    assert maker.orders[0] == 3
+    assert 1 <= visits[3] - 1 <= 5 and all(count >= 20 for place, count in enumerate(visits) if place != 3)
+
+
+def test_groups_reach_the_curriculum_when_their_batch_is_cut(maker: Maker, tmp_path: Path) -> None:
+    """Those that are filtered too."""
+    curriculum = Curriculum(CurriculumConfig(), solved_reward=0.0, seed=0)
+
+    async def body(dispatcher: Dispatcher) -> None:
+        await dispatcher.next_batch(1, deadline())
+        assert curriculum.easy == {0, 1, 2}
+
+    run_with(maker, tmp_path, body, keep=lambda group: group if group.order else None, curriculum=curriculum)

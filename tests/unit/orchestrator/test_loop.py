@@ -69,7 +69,8 @@ class Run:
         for step in range(first + 1, self.config.max_steps + 1):
             while not (self.dir.rollouts / step_name(step) / MARKER).exists():
                 await asyncio.sleep(0.001)
-            publish(self.dir, step)
+            if step % self.config.sync_every == 0 and not (self.dir.weights / step_name(step)).exists():
+                publish(self.dir, step)
 
     def batch(self, step: int) -> TrainBatch:
         return RolloutReader(self.dir.rollouts, timeout_s=1).read(step)
@@ -335,3 +336,37 @@ def test_every_prompt_is_tokenized_once(make_run, monkeypatch: pytest.MonkeyPatc
     run.start()
     assert len(run.training_requests) == 8 and len(run.eval_requests) == 6
     assert sorted(seen) == list("abcdef")
+
+
+def test_filtered_rollouts_leave_the_batch_and_are_counted(make_run) -> None:
+    """Of three completions the first is too short to be trained on; its reward still counts in the group's mean."""
+    run = make_run(max_steps=1, filters={"min_tokens": 2}).start()
+    assert run.advantages(1) == [[-0.5] * 2, [0.0] * 3] * 2
+    [line] = run.metrics("filters/rollouts/min_tokens")
+    assert line["filters/rollouts/min_tokens"] == 2.0
+
+
+def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_reason(make_run) -> None:
+    with pytest.raises(TooManyFailures, match="× equal_rewards"):
+        make_run(1.0, 1.0, 1.0, filters={"equal_rewards": True, "max_refills": 1}).start()
+
+
+def test_a_resumed_run_skips_what_an_uninterrupted_one_skips(make_run) -> None:
+    """A third of every group is solved, too little here: tasks that were visited are in the hard pool."""
+    options: dict[str, Any] = {"curriculum": {"hard_below": 0.5, "hard_share": 0.5}}
+    run = make_run(**options).start()
+    state = run.state(2)
+    assert state.hard == sorted({run.tasks.place(order) for order in range(state.next_order)})
+    assert run.state(4).next_order > 8, "some visits were skipped"
+    resumed = make_run(**options).start(resumed_from=state)
+    seeds = [request["seed"] for request in run.training_requests]
+    assert [request["seed"] for request in resumed.training_requests] == seeds[4:]
+    assert resumed.state(4) == run.state(4)
+
+
+def test_weights_are_synced_as_often_as_configured(make_run) -> None:
+    """The trainer publishes versions 2 and 4 only; batches of two steps are sampled from each version."""
+    run = make_run(sync_every=2, max_staleness=1, eval={"num_prompts": 1})
+    run.start()
+    assert [version for _, version in run.server.loaded] == [0, 2, 4]
+    assert [line["staleness/max"] for line in run.metrics("staleness/max")] == [0, 1, 0, 1]

@@ -1,9 +1,11 @@
-"""The penalty on long completions, by hand and against TRL's."""
+"""Penalties on length, by hand and against TRL's."""
+
+from typing import Any
 
 import pytest
 
-from tandem.config.advantages import OverlongConfig
-from tandem.orchestrator.shaping import overlong_penalty, shape_rewards, shaping_metrics
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.orchestrator.shaping import RewardShaping, length_bonuses, overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -24,17 +26,34 @@ def test_it_is_the_penalty_of_trl() -> None:
     assert ours == pytest.approx(theirs([[0] * length for length in lengths]))
 
 
+def shaping(**options: Any) -> RewardShaping:
+    defaults = {"model": {"name": "models/base"}, "sampling": {"max_tokens": 3}}
+    return RewardShaping(OrchestratorConfig.model_validate(defaults | options))
+
+
 def test_rewards_of_groups(make_group) -> None:
     """Completions of one, two and three tokens; the buffer is the last two of three."""
     groups = [make_group(0, rewards=(1.0, 1.0, 1.0)), make_group(1, rewards=(0.0, 0.5))]
-    overlong = OverlongConfig(buffer_tokens=2, penalty=0.5)
-    assert shape_rewards(groups, 3, overlong) == [[1.0, 0.75, 0.5], [0.0, 0.25]]
-    assert shaping_metrics(groups, 3, overlong) == pytest.approx(
-        {"reward/shaped_mean": 0.5, "completions/overlong": 0.6}
-    )
+    shaped = shaping(overlong={"buffer_tokens": 2, "penalty": 0.5})
+    assert [shaped.rewards(group) for group in groups] == [[1.0, 0.75, 0.5], [0.0, 0.25]]
+    assert shaped.metrics(groups) == pytest.approx({"reward/shaped_mean": 0.5, "completions/overlong": 0.6})
 
 
-def test_without_the_option_rewards_stay_as_they_are(make_group) -> None:
-    groups = [make_group(0, rewards=(1.0, 0.0))]
-    assert shape_rewards(groups, 3, None) == [[1.0, 0.0]]
-    assert shaping_metrics(groups, 3, None) == {}
+def test_without_the_options_rewards_stay_as_they_are(make_group) -> None:
+    group = make_group(0, rewards=(1.0, 0.0))
+    assert shaping().rewards(group) == [1.0, 0.0]
+    assert shaping().metrics([group]) == {}
+
+
+def test_short_completions_gain_only_where_they_solve_the_task() -> None:
+    assert length_bonuses([10, 20, 30], [True] * 3) == [0.5, 0.0, -0.5]
+    assert length_bonuses([10, 20, 30], [False] * 3) == [0.0, 0.0, -0.5]
+    assert length_bonuses([7, 7], [True, False]) == [0.0, 0.0]
+
+
+def test_the_length_penalty_is_weighted_and_knows_what_is_solved(make_group) -> None:
+    group = make_group(0, rewards=(0.5, 0.8, 0.8))
+    shaped = shaping(length_penalty={"weight": 0.2}, solved_reward=0.8)
+    assert shaped.rewards(group) == pytest.approx([0.5, 0.8, 0.7])
+    assert shaped.metrics([group]) == pytest.approx({"reward/shaped_mean": 2.0 / 3})
+    assert shaping(length_penalty={"weight": 0.2}, solved_reward=0.5).rewards(group)[0] == pytest.approx(0.6)

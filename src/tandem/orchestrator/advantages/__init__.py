@@ -11,6 +11,7 @@ from tandem.orchestrator.advantages.functions import (
     Groups,
     dr_grpo_advantages,
     grpo_advantages,
+    maxrl_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     reward_advantages,
@@ -29,6 +30,7 @@ FUNCTIONS: dict[str, AdvantageFunction] = {
     "rloo": rloo_advantages,
     "reinforce_pp": reinforce_pp_advantages,
     "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
+    "maxrl": maxrl_advantages,
     "reward": reward_advantages,
     "none": zero_advantages,
 }

@@ -43,6 +43,16 @@ def reinforce_pp_baseline_advantages(groups: Groups) -> Advantages:
     return [scaled(group, std) for group in differences]
 
 
+def maxrl_advantages(groups: Groups) -> Advantages:
+    """(r − mean) / mean of the group, for rewards from 0 to 1: the gradient of the log of the solve rate, up to the
+    order of the group's size. Zeros where the mean is not positive: nothing was solved."""
+    means = [statistics.fmean(group) for group in groups]
+    return [
+        [value / mean if mean > 0 else 0.0 for value in centred(group)]
+        for group, mean in zip(groups, means, strict=True)
+    ]
+
+
 def reward_advantages(groups: Groups) -> Advantages:
     """r, as it is."""
     return [list(group) for group in groups]

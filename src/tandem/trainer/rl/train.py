@@ -84,8 +84,9 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
             set_lr(trained.optimizer, lr)
             stats = learner.learn(batch)
             trained_at = time.monotonic()
-            ranks.report(step, "publishing")
-            publish(weights.publish, version=step)
+            if step % config.sync_every == 0 or step == config.max_steps:
+                ranks.report(step, "publishing")
+                publish(weights.publish, version=step)
             times = throughput.measure(batch.packed, trained_at - started) | {
                 "lr": lr,
                 "wait_s": started - waiting,

@@ -70,6 +70,15 @@ def test_every_step_publishes_a_whole_model(tiny_model: Path, make_samples, tmp_
     assert read_json_lines(tmp_path / "events.jsonl")[-1]["event"] == "finished"
 
 
+def test_weights_are_published_when_a_sync_is_due_and_after_the_last_step(
+    tiny_model: Path, make_samples, tmp_path: Path
+) -> None:
+    write_batches(tmp_path, make_samples, range(1, 6))
+    train_rl(config(tiny_model, tmp_path, max_steps=5, sync_every=2))
+    published = sorted(path.name for path in (tmp_path / "weights").glob("step_*"))
+    assert published == ["step_000002", "step_000004", "step_000005"]
+
+
 def test_the_whole_model_is_published_without_the_adapters_module(
     tiny_model: Path, make_samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,99 @@
+"""What is not trained on: single rollouts, and groups in whose place other prompts are sampled (dynamic sampling)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tandem.config.filters import FilterConfig
+from tandem.orchestrator.failures import TooManyFailures
+from tandem.orchestrator.shaping import RewardShaping
+from tandem.types.rollout import Group, Rollout
+
+NGRAM = 4
+
+
+class GroupFilter:
+    """Counts what it leaves out, by reason, until the next batch is cut."""
+
+    def __init__(self, config: FilterConfig, shaping: RewardShaping, prompts_per_step: int) -> None:
+        self.config = config
+        self.shaping = shaping
+        self.max_groups = config.max_refills * prompts_per_step
+        self.groups: Counter[str] = Counter()
+        self.rollouts: Counter[str] = Counter()
+
+    def __call__(self, group: Group) -> Group | None:
+        """The group with its filtered rollouts masked or dropped; None where the group is left out.
+        TooManyFailures where so many were left out that the step would never be complete."""
+        kept = self._without_filtered(group)
+        reason = "empty" if kept is None else self._reason_against(kept)
+        if reason is None:
+            return kept
+        self.groups[reason] += 1
+        if self.groups.total() > self.max_groups:
+            raise TooManyFailures(
+                f"orchestrator.filters left out {self.groups.total()} groups for one step ({_counts(self.groups)}; "
+                f"completions: {_counts(self.rollouts) or 'none'}), more than max_refills = {self.config.max_refills} "
+                "times prompts_per_step; loosen the filters, or choose tasks that the model solves sometimes"
+            )
+        return None
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was left out since the last call."""
+        metrics = {f"filters/groups/{reason}": float(count) for reason, count in self.groups.items()}
+        metrics |= {f"filters/rollouts/{reason}": float(count) for reason, count in self.rollouts.items()}
+        self.groups.clear()
+        self.rollouts.clear()
+        return metrics
+
+    def _without_filtered(self, group: Group) -> Group | None:
+        """None where nothing is left to train on, or one rollout alone that has nothing to be compared with."""
+        reasons = [rollout_reason(rollout, self.config) for rollout in group.rollouts]
+        if not any(reasons):
+            return group
+        self.rollouts.update(reason for reason in reasons if reason is not None)
+        if all(reasons):
+            return None
+        if self.config.action == "mask":
+            pairs = zip(group.rollouts, reasons, strict=True)
+            return replace(group, rollouts=[replace(one, is_trained=reason is None) for one, reason in pairs])
+        left = [rollout for rollout, reason in zip(group.rollouts, reasons, strict=True) if reason is None]
+        return replace(group, rollouts=left) if len(left) > 1 else None
+
+    def _reason_against(self, group: Group) -> str | None:
+        config, rewards = self.config, self.shaping.rewards(group)
+        mean = sum(group.rewards) / len(group.rewards)
+        if config.min_reward is not None and mean < config.min_reward:
+            return "min_reward"
+        if config.max_reward is not None and mean > config.max_reward:
+            return "max_reward"
+        if config.equal_rewards and len(set(rewards)) == 1:
+            return "equal_rewards"
+        return None
+
+
+def rollout_reason(rollout: Rollout, config: FilterConfig) -> str | None:
+    """The option by which a rollout is filtered; None: it stays."""
+    tokens = rollout.completion.token_ids
+    if config.truncated and rollout.completion.finish_reason == "length":
+        return "truncated"
+    if config.min_tokens is not None and len(tokens) < config.min_tokens:
+        return "min_tokens"
+    if config.max_tokens is not None and len(tokens) > config.max_tokens:
+        return "max_tokens"
+    if config.max_repetition is not None and repetition(tokens) > config.max_repetition:
+        return "max_repetition"
+    return None
+
+
+def repetition(token_ids: Sequence[int]) -> float:
+    """The share of the 4-grams that have come before; 0 without any."""
+    num_ngrams = len(token_ids) - NGRAM + 1
+    if num_ngrams < 1:
+        return 0.0
+    distinct = {tuple(token_ids[start : start + NGRAM]) for start in range(num_ngrams)}
+    return 1 - len(distinct) / num_ngrams
+
+
+def _counts(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())

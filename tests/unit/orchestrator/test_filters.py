@@ -1,0 +1,129 @@
+"""What is left out of training, why, and when that ends the run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.config.filters import FilterConfig
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.orchestrator.failures import TooManyFailures
+from tandem.orchestrator.filters import GroupFilter, repetition
+from tandem.orchestrator.shaping import RewardShaping
+from tandem.types.rollout import Group
+
+MakeGroup = Callable[..., Group]
+
+
+def make_filter(prompts_per_step: int = 2, overlong: dict[str, Any] | None = None, **options: Any) -> GroupFilter:
+    config = OrchestratorConfig.model_validate(
+        {"model": {"name": "m"}, "filters": options, "overlong": overlong, "sampling": {"max_tokens": 4}}
+    )
+    return GroupFilter(config.filters, RewardShaping(config), prompts_per_step)
+
+
+def test_without_options_everything_stays(make_group: MakeGroup) -> None:
+    keep = make_filter()
+    group = make_group(0, rewards=(1.0, 1.0))
+    assert keep(group) is group
+    assert keep.take_metrics() == {}
+
+
+def test_groups_without_signal_are_left_out_and_counted(make_group: MakeGroup) -> None:
+    keep = make_filter(equal_rewards=True)
+    assert keep(make_group(0, rewards=(1.0, 1.0))) is None
+    assert keep(make_group(1, rewards=(0.0, 0.0))) is None
+    assert keep(make_group(2, rewards=(1.0, 0.0))) is not None
+    assert keep.take_metrics() == {"filters/groups/equal_rewards": 2.0}
+    assert keep.take_metrics() == {}
+
+
+def test_rewards_are_compared_as_they_become_advantages(make_group: MakeGroup) -> None:
+    """Of equal rewards, the one of the longer completion is lower by a penalty: there is something to learn."""
+    keep = make_filter(equal_rewards=True, overlong={"buffer_tokens": 3})
+    assert keep(make_group(0, rewards=(1.0, 1.0))) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards", "reason"),
+    [
+        ({"min_reward": 0.3}, (0.0, 0.5), "min_reward"),
+        ({"max_reward": 0.7}, (1.0, 0.5), "max_reward"),
+        ({"min_reward": 0.25, "max_reward": 0.25}, (0.0, 0.5), None),
+    ],
+)
+def test_the_mean_reward_has_a_range(
+    make_group: MakeGroup, options: dict[str, Any], rewards: tuple[float, ...], reason: str | None
+) -> None:
+    keep = make_filter(**options)
+    assert (keep(make_group(0, rewards=rewards)) is None) == (reason is not None)
+    assert list(keep.groups) == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "filtered"),
+    [({"min_tokens": 2}, [0]), ({"max_tokens": 2}, [2]), ({"min_tokens": 2, "max_tokens": 2}, [0, 2])],
+)
+def test_masked_rollouts_count_in_advantages_only(
+    make_group: MakeGroup, options: dict[str, Any], filtered: list[int]
+) -> None:
+    """Completions of one, two and three tokens."""
+    kept = make_filter(**options)(make_group(0, rewards=(1.0, 0.0, 0.5)))
+    assert kept is not None and kept.rewards == [1.0, 0.0, 0.5]
+    assert [index for index, rollout in enumerate(kept.rollouts) if not rollout.is_trained] == filtered
+
+
+def test_dropped_rollouts_are_gone(make_group: MakeGroup) -> None:
+    keep = make_filter(min_tokens=2, action="drop")
+    kept = keep(make_group(0, rewards=(1.0, 0.0, 0.5)))
+    assert kept is not None and kept.rewards == [0.0, 0.5]
+    assert keep.take_metrics() == {"filters/rollouts/min_tokens": 1.0}
+
+
+@pytest.mark.parametrize(("action", "min_tokens"), [("mask", 4), ("drop", 4), ("drop", 3)])
+def test_a_group_with_nothing_left_to_learn_from_is_left_out(
+    make_group: MakeGroup, action: str, min_tokens: int
+) -> None:
+    """One rollout alone has no other to be compared with."""
+    keep = make_filter(min_tokens=min_tokens, action=action)
+    assert keep(make_group(0, rewards=(1.0, 0.0, 0.5))) is None
+    assert keep.take_metrics()["filters/groups/empty"] == 1.0
+
+
+def test_truncated_completions_are_those_that_ended_at_the_limit(make_group: MakeGroup) -> None:
+    group = make_group(0, rewards=(1.0, 0.0, 0.5))
+    cut = replace(group.rollouts[1], completion=replace(group.rollouts[1].completion, finish_reason="length"))
+    group = replace(group, rollouts=[group.rollouts[0], cut, group.rollouts[2]])
+    kept = make_filter(truncated=True)(group)
+    assert kept is not None and [rollout.is_trained for rollout in kept.rollouts] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [([], 0.0), ([1, 2, 3], 0.0), ([1, 2, 3, 4, 5], 0.0), ([1] * 13, 0.9), ([1, 2] * 4, 0.6)],
+)
+def test_repetition_by_hand(tokens: list[int], share: float) -> None:
+    """[1, 2] four times has five 4-grams, two of them different."""
+    assert repetition(tokens) == pytest.approx(share)
+
+
+def test_repetition_is_filtered_above_its_limit(make_group: MakeGroup) -> None:
+    group = make_group(0, rewards=(0.0,) * 5 + (1.0,))  # the last two have two and three 4-grams, all the same
+    kept = make_filter(max_repetition=0.5)(group)
+    assert kept is not None
+    assert [rollout.is_trained for rollout in kept.rollouts] == [True] * 5 + [False]
+
+
+def test_a_step_that_would_never_be_complete_ends_the_run(make_group: MakeGroup) -> None:
+    keep = make_filter(prompts_per_step=2, equal_rewards=True, max_refills=2)
+    for order in range(4):
+        assert keep(make_group(order, rewards=(0.0, 0.0))) is None
+    with pytest.raises(TooManyFailures, match=r"left out 5 groups for one step \(5 × equal_rewards.*max_refills = 2"):
+        keep(make_group(4, rewards=(0.0, 0.0)))
+
+
+@pytest.mark.parametrize("options", [{"min_reward": 1, "max_reward": 0}, {"min_tokens": 5, "max_tokens": 4}])
+def test_ranges_with_nothing_in_them_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="nothing would be left"):
+        FilterConfig.model_validate(options)
