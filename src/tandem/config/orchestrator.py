@@ -1,5 +1,6 @@
 """Options of the orchestrator."""
 
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -18,13 +19,19 @@ from tandem.config.shared import (
     SyncOptions,
     root_url,
 )
+from tandem.utils.errors import UserError
 
 
 class ClientConfig(Config):
     """How to reach the inference server."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """Address of the server, with or without /v1."""
+    """Address of the server, with or without /v1. Several: a list, or separated by commas. Requests go to the one with
+    the least to do; one that goes away is replaced by the others and gets its weights when it returns."""
+
+    servers_file: Path | None = None
+    """File with the addresses of the servers, one a line, instead of base_url. It is read again and again: servers may
+    be added and removed during the run."""
 
     api_key: str | None = None
     """API key to send. Prefer api_key_var."""
@@ -55,20 +62,50 @@ class ClientConfig(Config):
             raise ValueError("api_key and api_key_var are both given; give one of them")
         return self
 
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: Any) -> Any:
+        return ",".join(map(str, value)) if isinstance(value, list) else value
+
     @field_validator("base_url")
     @classmethod
-    def _is_an_address(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(f"{value!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
-        return root_url(value)
+    def _are_addresses(cls, value: str) -> str:
+        urls = [server_url(url.strip()) for url in value.split(",")]
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"{value!r} names a server twice; give each once")
+        return ",".join(urls)
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Where the servers are at the start."""
+        return self.base_url.split(",") if self.servers_file is None else read_servers(self.servers_file)
 
     def resolve_api_key(self) -> str | None:
         return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")
+
+
+def server_url(text: str) -> str:
+    """The address without /v1; ValueError if it is none."""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"{text!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
+    return root_url(text)
+
+
+def read_servers(path: Path) -> list[str]:
+    """The addresses in `client.servers_file`; empty lines and those after # count for nothing."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        urls = [server_url(line) for line in lines if line]
+    except (OSError, ValueError) as error:
+        raise UserError(f"client.servers_file = '{path}' cannot be used: {error}") from error
+    if not urls:
+        raise UserError(f"client.servers_file = '{path}' names no server; write one address a line")
+    return list(dict.fromkeys(urls))
 
 
 class EnvConfig(Config):

@@ -93,7 +93,8 @@ def _check_server(config: RLConfig) -> None:
                 load_callable(config.inference.engine, "inference.engine")
             check_model_dir(config.model.name)
         return
-    _check_address(config.orchestrator.client.base_url)
+    for url in config.orchestrator.client.base_urls:
+        _check_address(url)
 
 
 def _check_address(url: str) -> None:

@@ -20,7 +20,9 @@ BASE = Path("models/base")
 class FakeClient:
     """A client and the server behind it, which `restart` starts again."""
 
-    def __init__(self) -> None:
+    def __init__(self, base_url: str = "http://127.0.0.1:1") -> None:
+        self.base_url = base_url
+        self.on_trouble: Callable[[], None] = lambda: None
         self.loaded: list[tuple[str, int]] = []
         self.instance: str | None = None
         self.num_starts = 1
@@ -31,6 +33,9 @@ class FakeClient:
     def restart(self) -> None:
         self.num_starts += 1
         self.loaded.clear()
+
+    async def is_well(self) -> bool:
+        return True
 
     async def meet(self) -> None:
         await asyncio.sleep(0)
@@ -65,7 +70,7 @@ class FakeClient:
 
 
 def make_policy(client: FakeClient, folder: Path, version: int = 0) -> Policy:
-    return Policy(client, BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))
+    return Policy([client], BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))
 
 
 async def generate(policy: Policy, token: int = 1) -> Completion:
@@ -314,7 +319,7 @@ def test_a_new_server_that_refuses_the_weights_is_no_matter_of_one_group(tmp_pat
     async def run() -> None:
         policy = make_policy(client, tmp_path)
         await policy.load(BASE, 0)
-        policy.version = 1
+        policy.replicas[0].wanted = (BASE, 1)
         client.restart()
         generating = asyncio.ensure_future(generate(policy))
         with pytest.raises(ServerLost, match=r"restarted server cannot serve this run: .*checksum"):
