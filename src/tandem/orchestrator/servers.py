@@ -35,8 +35,8 @@ class ServerPool:
 
     async def wait_until_ready(self) -> list[Server]:
         """Those that are ready when the first is, or soon after."""
-        waiting = {asyncio.ensure_future(server.wait_until_ready()): server for server in self}
-        pending: Collection[asyncio.Future[None]] = waiting
+        waiting = {asyncio.create_task(server.wait_until_ready()): server for server in self}
+        pending = set(waiting)
         while pending and not _ended_well(waiting):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:
@@ -77,5 +77,5 @@ class ServerPool:
             policy.run_log.event("server_removed", server=url)
 
 
-def _ended_well(tasks: Collection[asyncio.Future[None]]) -> list[asyncio.Future[None]]:
+def _ended_well(tasks: Collection[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
     return [task for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
