@@ -29,6 +29,7 @@ SOURCES = ROOT / "src"
 LIST = Path(__file__).with_name("mutants.toml")
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 90
+TEST_TIMEOUT_S = 30  # a mutant that hangs one test is found out then
 # pytest's exit codes: a failed test, or an error while collecting, which a mutant may well cause.
 PASSED, KILLED = 0, (1, 2)
 
@@ -76,7 +77,7 @@ class Workplace:
         """pytest's exit code; a run without end counts as a failure, a crash too."""
         paths = [str(ROOT / "tests" / "unit" / test) for test in tests]
         quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        arguments = ["-x", *quiet, *paths]
+        arguments = ["-x", f"--timeout={TEST_TIMEOUT_S}", *quiet, *paths]
         assert self.worker.stdin is not None and self.worker.stdout is not None
         print(json.dumps(arguments), file=self.worker.stdin, flush=True)
         code, output = json.loads(self.worker.stdout.readline())

@@ -206,7 +206,8 @@ def test_a_second_signal_ends_the_run_at_once(make_process, tmp_path: Path) -> N
 
 
 def test_signals_during_the_clean_up_do_not_stop_it(make_process, tmp_path: Path, monkeypatch) -> None:
-    """Of somebody who keeps pressing Ctrl-C while processes are being ended."""
+    """Of somebody who keeps pressing Ctrl-C while processes are being ended: none counts as the second one."""
+    monkeypatch.setattr("tandem.launch.supervisor.REPEATED_WITHIN_S", 0.0)
     supervisor = Supervisor([make_process("trainer", SERVE), make_process("inference", SERVE)])
     stop = supervisor.stop
 
