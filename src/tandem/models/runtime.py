@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.config.shared import Device
 from tandem.utils.errors import UserError
+from tandem.utils.processes import usable_cores
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +31,7 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
     """Called once, before the first tensor. Ranks on one machine share its cores."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if threads is None and num_ranks > 1:
-        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        threads = max(1, usable_cores() // num_ranks)
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
