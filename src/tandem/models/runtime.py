@@ -42,8 +42,12 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
     if deterministic:
         # cuBLAS reads this when it starts; without it, it may add up in another order each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(deterministic)  # takes a second, for what it imports
+    if deterministic == torch.are_deterministic_algorithms_enabled():
+        return
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(deterministic)
+    else:  # the same but for the compiler, which need not be imported then: that takes two seconds
+        torch.set_deterministic_debug_mode("error" if deterministic else "default")
 
 
 def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:

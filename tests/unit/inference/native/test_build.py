@@ -1,5 +1,6 @@
 """What an engine is built of: how much memory the KV cache gets, and what has to be imported for it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,10 +67,13 @@ def test_no_more_blocks_than_the_rows_can_fill_and_at_least_one_sequence() -> No
 
 
 PROBE = """
-import sys
+import sys, torch
 from pathlib import Path
 from tandem.config.inference import InferenceConfig
 from tandem.inference.native.build import build_engine
+from tandem.models.runtime import setup_torch
+setup_torch(threads=1, seed=0, deterministic=True)
+assert torch.are_deterministic_algorithms_enabled()
 config = InferenceConfig.model_validate({"model": {"name": Path(sys.argv[1])}, "seq_len": 64, "device": "cpu"})
 build_engine(config, [], lambda: None, print)
 sys.exit("torch._dynamo" in sys.modules)
@@ -77,6 +81,8 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 def test_a_server_on_a_cpu_starts_without_the_compiler(tiny_model: Path) -> None:
-    """Whatever draws a weight on the meta device imports it, and that takes as long as all the rest."""
-    done = subprocess.run([sys.executable, "-c", PROBE, str(tiny_model)], capture_output=True, text=True, check=False)
+    """Little things import it (a weight drawn on the meta device), and that takes as long as all the rest."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", PROBE, str(tiny_model)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
