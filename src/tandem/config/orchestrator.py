@@ -21,6 +21,8 @@ from tandem.config.shared import (
 )
 from tandem.utils.errors import UserError
 
+OUTAGE_TIMEOUT_S = 600.0
+
 
 class ClientConfig(Config):
     """How to reach the inference server."""
@@ -52,9 +54,9 @@ class ClientConfig(Config):
     retries: int = Field(default=3, ge=0)
     """How often to resend a request that failed although the server is healthy."""
 
-    outage_timeout_s: float = Field(default=600.0, gt=0)
-    """How long to wait for a server that is gone. When it is back, it gets its weights again and open requests are
-    resent: nothing is lost."""
+    outage_timeout_s: float = Field(default=OUTAGE_TIMEOUT_S, gt=0)
+    """How long to wait for a server that is gone; weights_timeout_s has to allow for it. When it is back, it gets its
+    weights again and open requests are resent: nothing is lost."""
 
     @model_validator(mode="after")
     def _has_one_key(self) -> "ClientConfig":
@@ -259,6 +261,13 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
             raise ValueError(
                 f"deterministic = true needs max_staleness = 0, not {self.max_staleness}: if generation "
                 "and training overlap, the version that samples a token depends on timing"
+            )
+        outage_s = self.client.outage_timeout_s
+        if outage_s > self.weights_timeout_s and outage_s != OUTAGE_TIMEOUT_S:  # the default may give way
+            raise ValueError(
+                f"client.outage_timeout_s = {outage_s:g} is longer than weights_timeout_s = "
+                f"{self.weights_timeout_s:g}, the longest wait for the rollouts of a step, server or not; give "
+                f"weights_timeout_s at least {outage_s:g}"
             )
         if self.sampling.max_tokens >= self.seq_len:
             raise ValueError(

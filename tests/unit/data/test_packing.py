@@ -191,6 +191,21 @@ def test_one_group_is_cut_for_several_ranks() -> None:
     assert [[part.segment_lengths.tolist() for part in micro_batches] for micro_batches in ranks] == [[[3, 4, 4]]] * 2
 
 
+def test_a_completion_that_came_twice_is_computed_on_one_rank() -> None:
+    """However long it is beside what each of two ranks should compute."""
+    twins = [make(7, 10, [8, 9, 8, 9], [1] * 4, number) for number in range(2)]
+    ranks = divide_all(pack([*twins, make(7, 10, [50, 51, 52, 53], [1] * 4, 2)]), 2, 100)
+    assert [[part.num_tokens for part in micro_batches] for micro_batches in ranks] == [[14], [14]]
+    assert sorted(part.num_sequences for micro_batches in ranks for part in micro_batches) == [1, 2]
+
+
+def test_micro_batches_are_filled_to_the_bound() -> None:
+    """Sequences of 7, 7, 3 and 3 tokens in micro-batches of 10: two, with no room left."""
+    lengths = [(2, 5), (1, 2), (2, 5), (1, 2)]
+    samples = [sample(number, *shape, prompt=10 * number) for number, shape in enumerate(lengths)]
+    assert [part.num_tokens for part in divide(pack(samples), 0, 1, 10)] == [10, 10]
+
+
 @settings(max_examples=40)
 @given(shapes, st.integers(1, 3), st.integers(0, 5))
 def test_a_split_holds_every_sequence_once(cases, num_parts: int, seed: int) -> None:

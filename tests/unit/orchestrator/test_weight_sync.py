@@ -217,6 +217,21 @@ def test_a_run_resumed_at_an_adapter_first_puts_its_model_below(tmp_path: Path) 
     assert client.loaded == [("base", 0), ("adapter step_000003", 3)]
 
 
+def test_an_adapter_is_put_over_the_base_when_a_whole_model_was_served_before(tmp_path: Path) -> None:
+    """Over the weights of version 1 it would be another policy than the one that is trained."""
+    client = FakeClient()
+    publish(tmp_path, 1)
+    publish(tmp_path, 2, adapter=True)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path)
+        for version in (1, 2):
+            await policy.load(tmp_path / step_name(version), version)
+
+    asyncio.run(run())
+    assert client.loaded == [("step_000001", 1), ("base", 0), ("adapter step_000002", 2)]
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_server_that_was_started_again_is_given_its_version_before_anything_else(
     tmp_path: Path, adapter: bool
