@@ -4,23 +4,28 @@ from typing import Any
 
 import pytest
 
-from tandem.inference.engine import EngineError, GenerationRequest, PromptLogprob, Sampling, UnusableWeights
+from tandem.config.sglang import SGLangConfig
+from tandem.inference.engine import (
+    EngineError,
+    GeneratedSample,
+    GenerationRequest,
+    PromptLogprob,
+    Sampling,
+    UnusableWeights,
+)
 from tandem.inference.sglang.probe import version_numbers
 from tandem.inference.sglang.translate import (
     Abilities,
-    Limits,
-    Tokens,
+    Completion,
     UnknownWeights,
     check_request,
     ending,
     generate_body,
-    new_tokens,
     prompt_logprobs,
     sample_seed,
     token_versions,
 )
 
-LIMITS = Limits(seq_len=100)
 ANSWER: dict[str, Any] = {
     "finish_reason": {"type": "length", "length": 3},
     "prompt_tokens": 4,
@@ -115,14 +120,11 @@ def test_only_the_first_sample_asks_for_the_prompts_logprobs() -> None:
 @pytest.mark.parametrize(
     ("options", "abilities", "named"),
     [
-        ({"max_tokens": 98}, {}, "seq_len = 100"),
-        ({"max_tokens": 0}, {}, "max_tokens = 0"),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty"),
         ({"presence_penalty": 0.5}, {}, "allow_adjusted_logprobs"),
         ({"frequency_penalty": 0.5}, {}, "allow_adjusted_logprobs"),
         ({"logit_bias": ((1, 2.0),)}, {}, "allow_adjusted_logprobs"),
         ({"min_tokens": 2}, {}, "allow_adjusted_logprobs"),
-        ({"frequency_penalty": 2.5}, {}, "-2 to 2"),
         ({"ignore_eos": True, "stop_token_ids": (4,)}, {}, "ignore_eos"),
         ({"stop": ("x",), "min_tokens": 1}, {}, "min_tokens"),
         ({"stop": ("x",) * 33}, {}, "33 strings"),
@@ -138,7 +140,7 @@ def test_only_the_first_sample_asks_for_the_prompts_logprobs() -> None:
 )  # fmt: skip
 def test_what_sglang_would_do_otherwise_is_refused(options: Any, abilities: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        check_request(request(**options), Abilities(**abilities), LIMITS)
+        check_request(request(**options), Abilities(**abilities), SGLangConfig())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_what_sglang_would_do_otherwise_is_refused(options: Any, abilities: Any,
     ],
 )  # fmt: skip
 def test_what_sglang_does_as_asked_is_taken(options: Any, abilities: Any, limits: Any) -> None:
-    check_request(request(**options), Abilities(**abilities), Limits(100, **limits))
+    check_request(request(**options), Abilities(**abilities), SGLangConfig(**limits))
 
 
 def test_raw_logprobs_of_the_likeliest_token_are_asked_for_at_temperature_zero() -> None:
@@ -165,26 +167,39 @@ def test_raw_logprobs_of_the_likeliest_token_are_asked_for_at_temperature_zero()
 
 
 def test_tokens_and_alternatives_of_a_whole_answer() -> None:
-    assert new_tokens(ANSWER, 0, 1) == Tokens(
-        [34, 52, 90], [-4.25, -4.5, -5.0], [[(3, -3.5)], [(34, -3.25)], [(52, -3.0)]]
+    completion = Completion(num_top=1)
+    assert completion.add(ANSWER) == 0
+    assert completion.part(0, [4, 4, 5], "length") == GeneratedSample(
+        [34, 52, 90], [-4.25, -4.5, -5.0], [4, 4, 5], "length", None, [[(3, -3.5)], [(34, -3.25)], [(52, -3.0)]]
     )
 
 
 def test_the_new_tokens_of_a_stream_come_last_whether_it_repeats_the_others_or_not() -> None:
-    newest = ANSWER | {name: ANSWER[name][2:] for name in ("output_token_logprobs", "output_top_logprobs")}
-    expected = Tokens([90], [-5.0], [[(52, -3.0), (11, -4.0)]])
-    assert new_tokens(ANSWER, 2, 2) == expected == new_tokens(newest, 2, 2)
-    assert new_tokens(ANSWER, 3, 2) == Tokens()
+    names = ("output_token_logprobs", "output_top_logprobs")
+    first = ANSWER | {name: ANSWER[name][:2] for name in names} | {"output_token_logprobs_length": 2}
+    newest = ANSWER | {name: ANSWER[name][2:] for name in names}
+    for second in (ANSWER, newest):
+        completion = Completion(num_top=2)
+        assert (completion.add(first), completion.add(second), completion.add(second)) == (0, 2, 3)
+        expected = GeneratedSample([90], [-5.0], [7], None, None, [[(52, -3.0), (11, -4.0)]])
+        assert completion.part(2, [6, 6, 7]) == expected
+        assert completion.part(3, [6, 6, 7]) == GeneratedSample([], [], [], None, None, [])
+
+
+def test_tokens_of_an_adapter_carry_its_version() -> None:
+    completion = Completion(adapter_version=9)
+    completion.add(ANSWER)
+    assert completion.part(1, [4, 4, 5]).versions == [9, 9]
 
 
 def test_an_answer_with_too_few_logprobs_is_an_error() -> None:
     with pytest.raises(EngineError, match="3 log-probs where 4 of 4"):
-        new_tokens(ANSWER | {"output_token_logprobs_length": 4}, 0, 0)
+        Completion().add(ANSWER | {"output_token_logprobs_length": 4})
 
 
 def test_logprobs_that_are_no_numbers_mean_unusable_weights() -> None:
     with pytest.raises(UnusableWeights):
-        new_tokens(ANSWER | {"output_token_logprobs": [[None, 1, None]] * 3}, 0, 0)
+        Completion().add(ANSWER | {"output_token_logprobs": [[None, 1, None]] * 3})
 
 
 def test_prompt_logprobs_begin_at_the_second_token_and_rank_what_sglang_lists() -> None:
