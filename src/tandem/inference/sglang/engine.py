@@ -1,7 +1,7 @@
 """The SGLang engine, as callers in any thread see it: a running SGLang server that is probed, watched and left.
 
-    caller threads ──submit, cancel──────────────► requests.py: a task for every request ─► the server
-                   ──pause, resume, weights, …───► control/updates.py: in turn ───────────►
+    caller threads ──submit, cancel──────────────► backend.py: a task for every request ─► the server
+                   ──pause, resume, weights, …───► control/updates.py: in turn ──────────►
 
 All of it runs in one event loop in a thread of its own.
 """
@@ -11,19 +11,20 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.control.updates import ControlPlane
+from tandem.inference.control.updates import ControlPlane, EngineLost
 from tandem.inference.engine import (
     AdapterRefused,
     EngineError,
     EngineStats,
     GenerationRequest,
+    GenerationResult,
     OnDone,
     OnPart,
     UpdateMode,
@@ -31,12 +32,12 @@ from tandem.inference.engine import (
 from tandem.inference.sglang.backend import SGLangBackend
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.inference.sglang.probe import probe
-from tandem.inference.sglang.requests import Request, Requests
 from tandem.inference.sglang.translate import Abilities, check_request
 from tandem.inference.weight_check import ServedModel
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 SHUTTING_DOWN = "the engine is shutting down"
 WATCH_S = 5.0  # between two looks at whether the server is still the one we probed
 LOOKS = 3  # in vain, before it counts as gone
@@ -50,10 +51,10 @@ class SGLangEngine:
         self._config, self._on_failure = config, on_failure
         self._abilities = Abilities()
         self._client = SGLangClient(config.sglang.base_url, api_key, config.sglang.timeout_s)
-        self._requests = Requests(self._client, eos_token_ids, lambda reason: self._control.fail(reason))
-        self._backend = SGLangBackend(self._client, self._requests)
+        self._backend = SGLangBackend(self._client, eos_token_ids)
         self._control = ControlPlane(self._backend, ServedModel(config.model.name), self._fail)
         self._request_ids = count()
+        self._open: dict[int, Future[GenerationResult]] = {}  # requests that are not answered yet
         self._is_ending = False
         self._mutex = threading.Lock()  # between callers and the end of the loop
         self._loop = asyncio.new_event_loop()
@@ -93,29 +94,31 @@ class SGLangEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return self._requests.stats
+        return self._backend.stats
 
     @property
     def adapters(self) -> dict[str, str]:
-        return self._requests.adapters.paths
+        return self._backend.adapters.paths
 
     def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
         request.check_length(self._config.seq_len)
         check_request(request, self._abilities, self._config.sglang)
         if request.adapter is not None:
-            self._requests.adapters.get(request.adapter)
+            self._backend.adapters.get(request.adapter)
         request_id = next(self._request_ids)
         seed = request.sampling.seed
         if seed is None:
             # SGLang would give every request without one the same.
             seed = (self._config.seed << 32) ^ request_id
-        entry = Request(request_id, request, on_done, on_part, seed if self._abilities.deterministic else None)
-        if not self._send(lambda: self._begin(entry)):
-            on_done(EngineError(self._why_over))
+        seed = seed if self._abilities.deterministic else None
+        answer = self._open[request_id] = self._run(self._backend.generate(request, seed, on_part))
+        answer.add_done_callback(lambda _: self._answer(request_id, answer, on_done))
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        self._send(lambda: self._requests.forget(request_id))
+        answer = self._open.pop(request_id, None)
+        if answer is not None:
+            answer.cancel()
 
     def pause(self, mode: UpdateMode = "keep") -> None:
         self._call(self._control.pause(mode))
@@ -145,48 +148,51 @@ class SGLangEngine:
 
         self._call(unload())
 
-    def _send(self, action: Callable[[], None]) -> bool:
-        """Have the loop do it; whether it still does anything."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """In the loop, while there is one."""
         with self._mutex:
-            if not self._is_ending:
-                self._loop.call_soon_threadsafe(action)
-            return not self._is_ending
+            if not self._is_ending and self.failure is None:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        refused: Future[T] = Future()
+        refused.cancel()
+        return refused
 
     def _call(self, operation: Coroutine[Any, Any, None]) -> None:
-        """Run an operation in the loop and wait for it; raises if the engine ends before."""
-        with self._mutex:
-            if self._is_ending:
-                operation.close()
-                raise EngineError(self._why_over)
-            done = asyncio.run_coroutine_threadsafe(operation, self._loop)
+        """Run an operation and wait for it; raises if the engine ends before."""
         try:
-            done.result()
+            self._run(operation).result()
         except CancelledError:
-            raise EngineError(self._why_over) from None
-
-    @property
-    def _why_over(self) -> str:
-        return self.failure or SHUTTING_DOWN
+            raise EngineError(self.failure or SHUTTING_DOWN) from None
 
     # From here on, everything runs in the loop.
 
     async def _arrive(self) -> None:
         self._abilities, weights = await probe(self._client, self._config)
-        self._requests.history.append(weights)
+        self._backend.history.append(weights)
         self._control.version = weights.version
-        self._requests.sending.set()
+        self._backend.sending.set()
         self._watching = asyncio.ensure_future(self._watch())
 
-    def _begin(self, request: Request) -> None:
-        if self.failure is None:
-            self._requests.begin(request)
-        else:
-            request.on_done(EngineError(self.failure))
+    def _answer(self, request_id: int, answer: "Future[GenerationResult]", on_done: OnDone) -> None:
+        if self._open.pop(request_id, None) is None:  # nobody waits for it any more
+            return
+        error = EngineError(self.failure or SHUTTING_DOWN) if answer.cancelled() else answer.exception()
+        if isinstance(error, EngineLost):
+            self._control.fail(str(error))
+        on_done(error if isinstance(error, Exception) else answer.result())
 
     def _fail(self, reason: str) -> None:
         logger.error("%s", reason)
-        self._requests.refuse_all(reason)
+        self._cancel_all()
         self._on_failure(reason)
+
+    def _cancel_all(self) -> "set[asyncio.Task[Any]]":
+        """Whoever waits for a request or an operation is told why."""
+        others = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)} - self._backend.background
+        for task in others:
+            task.cancel()
+        return others
 
     async def _watch(self) -> None:
         """Notice when the server goes away, or comes back with other weights than we put there."""
@@ -194,7 +200,7 @@ class SGLangEngine:
         while self.failure is None:
             await asyncio.sleep(WATCH_S)
             async with self._control.turn:
-                expected = self._requests.history[-1].label
+                expected = self._backend.history[-1].label
                 try:
                     label = str((await self._client.info("/model_info")).get("weight_version"))
                 except (SGLangUnreachable, SGLangRefused) as error:
@@ -211,17 +217,14 @@ class SGLangEngine:
 
     async def _leave(self) -> None:
         """SGLang goes on without us: nothing of ours is left there, and it is not paused."""
-        self._requests.refuse_all(self._why_over)
-        others = asyncio.all_tasks() - {asyncio.current_task()} - self._requests.background
-        for task in others:
-            task.cancel()
+        others = self._cancel_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(*others, return_exceptions=True)
-                for adapter in self._requests.adapters.loaded.values():
-                    self._requests.in_background(self._backend.forget_adapter(adapter))
-                self._requests.in_background(self._client.post("/continue_generation"))
-                await asyncio.gather(*self._requests.background)
+                for adapter in self._backend.adapters.loaded.values():
+                    self._backend.in_background(self._backend.drop_adapter(adapter))
+                self._backend.in_background(self._client.post("/continue_generation"))
+                await asyncio.gather(*self._backend.background)
         await self._client.close()
 
 

@@ -11,8 +11,8 @@ import orjson
 
 from tandem.config.inference import InferenceConfig
 from tandem.inference.engine import EngineError
+from tandem.inference.sglang.backend import Weights
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
-from tandem.inference.sglang.requests import Weights
 from tandem.inference.sglang.translate import Abilities
 from tandem.inference.weight_check import ServedModel, compare_configs
 from tandem.utils.errors import UserError
@@ -28,23 +28,22 @@ UNHEALTHY = 503
 
 async def probe(client: SGLangClient, config: InferenceConfig) -> tuple[Abilities, Weights]:
     """What the server can do, and what it serves. Raises UserError with what is wrong and how to mend it."""
-    await _wait_until_healthy(client, config.sglang.startup_timeout_s)
     try:
+        await _wait_until_healthy(client, config.sglang.startup_timeout_s)
         model, server = await client.info("/model_info"), await client.info("/server_info")
-        check_server(server, config)
-        check_model(model, config.model.name)
         at_temperature = await logprobs_are_at_temperature(client)
-    except (SGLangRefused, SGLangUnreachable) as error:
+    except (EngineError, TimeoutError, orjson.JSONDecodeError) as error:
         raise UserError(f"sglang.base_url: {error}") from error
+    check_server(server, config)
+    check_model(model, config.model.name)
+    label = str(model["weight_version"])
+    logger.info("SGLang %s at %s serves %s (%s)", server["version"], client.base_url, model["model_path"], label)
     abilities = Abilities(
-        version=server["version"],
         deterministic=bool(server.get("enable_deterministic_inference")),
         has_tokenizer=not server.get("skip_tokenizer_init"),
         has_adapters=bool(server.get("enable_lora")),
         logprobs_at_temperature=at_temperature,
     )
-    label = str(model["weight_version"])
-    logger.info("SGLang %s at %s serves %s (%s)", abilities.version, client.base_url, model["model_path"], label)
     return abilities, Weights(label, model["model_path"], int(label) if label.isdecimal() else 0)
 
 
@@ -67,10 +66,7 @@ async def _wait_until_healthy(client: SGLangClient, timeout_s: float) -> None:
             if error.status == UNHEALTHY:  # it may have been left paused, by a client that died
                 with contextlib.suppress(EngineError):
                     await client.post("/continue_generation")
-        try:
-            deadline.check()
-        except TimeoutError as error:
-            raise UserError(str(error)) from error
+        deadline.check()
         await asyncio.sleep(POLL_S)
 
 

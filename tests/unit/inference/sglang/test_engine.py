@@ -313,7 +313,7 @@ def test_an_update_that_ends_what_runs(
     updating = threading.Thread(target=engine.update_weights, args=(publish(2), 2, mode))
     updating.start()
     if mode == "wait":
-        until(lambda: not engine._requests.sending.is_set(), "the update to begin")
+        until(lambda: not engine._backend.sending.is_set(), "the update to begin")
         later = ask(engine, GenerationRequest(PROMPT, sampling(2)))
         sglang.limit = None
         assert later.result(10).samples[0].versions == [2, 2]
@@ -502,7 +502,7 @@ def test_wait_loads_an_adapter_after_requests_have_ended(
     until_drawn(sglang, 1)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(engine.load_adapter, "mine", adapter_dir, 6, replace=True, mode="wait")
-        until(lambda: not engine._requests.sending.is_set(), "sending to pause")
+        until(lambda: not engine._backend.sending.is_set(), "sending to pause")
         later = ask(engine, request)
         assert not loading.done() and len(sglang.adapters) == 1
         sglang.limit = None
