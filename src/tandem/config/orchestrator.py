@@ -1,36 +1,31 @@
 """Options of the orchestrator."""
 
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from tandem.config.advantages import AdvantageConfig, LengthPenaltyConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.filters import CurriculumConfig, FilterConfig
-from tandem.config.inference import resolve_api_key
 from tandem.config.shared import (
+    KeyOptions,
     LogOptions,
     MetricsConfig,
     ModelOptions,
     RunOptions,
     SeedOptions,
+    ServerUrl,
     SyncOptions,
-    root_url,
 )
 
 
-class ClientConfig(Config):
+class ClientConfig(KeyOptions):
     """How to reach the inference server."""
 
-    base_url: str = "http://127.0.0.1:8000"
+    section = "client"
+
+    base_url: ServerUrl = "http://127.0.0.1:8000"
     """Address of the server, with or without /v1."""
-
-    api_key: str | None = None
-    """API key to send. Prefer api_key_var."""
-
-    api_key_var: str | None = None
-    """Environment variable that holds the API key."""
 
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """How long to wait for /health at the start."""
@@ -48,27 +43,6 @@ class ClientConfig(Config):
     outage_timeout_s: float = Field(default=600.0, gt=0)
     """How long to wait for a server that is gone. When it is back, it gets its weights again and open requests are
     resent: nothing is lost."""
-
-    @model_validator(mode="after")
-    def _has_one_key(self) -> "ClientConfig":
-        if self.api_key and self.api_key_var:
-            raise ValueError("api_key and api_key_var are both given; give one of them")
-        return self
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_an_address(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(f"{value!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
-        return root_url(value)
-
-    def resolve_api_key(self) -> str | None:
-        return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")
 
 
 class EnvConfig(Config):
