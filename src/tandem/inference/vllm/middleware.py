@@ -138,7 +138,7 @@ class Routes:
         reason = vllm.control.failure
         try:
             await vllm.backend.engine.check_health()
-        except Exception as error:
+        except Exception as error:  # which one it is, depends on the version of vLLM
             reason = f"the engine failed: {error}"
         if reason is not None:
             return Answer({"status": "failed", "reason": reason, **status}, 503)
