@@ -11,8 +11,9 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 COMPILE_KERNELS := $(BIN)/python -m tandem.models.cpu.library
-# Two tests at a time, each file by one worker. One thread a process: more would fight for the cores of the other's.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two tests at a time, each file by one worker, in the order of the folders: the slow files (integration, scale) first, so
+# that both workers end with short ones. One thread a process: more would fight for the cores of the other's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 MODEL := models/reverse_text
 DATA := models/reverse_text_sft.jsonl
 

@@ -1,6 +1,9 @@
 """Models that tests in every folder share. Each is made once a session by the script a user would run."""
 
+import fcntl
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +28,26 @@ def load_script() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture(scope="session")
+def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`make_once(name, make)`: the folder that `make` has filled, by whichever worker came first."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    (root / "shared").mkdir(exist_ok=True)
+
+    def make_once(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = root / "shared" / name, root / "shared" / f"{name}.done"
+        with (root / "shared" / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                make(folder)
+                done.touch()
+        return folder
+
+    return make_once
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, load_script: Callable[[str], ModuleType]) -> Path:
     """The reverse_text model: Qwen3, random weights, character tokenizer. Read it, do not change it."""
     target = tmp_path_factory.mktemp("models") / "reverse_text"
@@ -33,8 +56,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, load_script: Callable[[
 
 
 @pytest.fixture(scope="session")
-def smollm2_model(tmp_path_factory: pytest.TempPathFactory, load_script: Callable[[str], ModuleType]) -> Path:
+def smollm2_model(make_once: Callable[..., Path], load_script: Callable[[str], ModuleType]) -> Path:
     """SmolLM2-135M-Instruct in float32 (about 10 s to make, 538 MB). Read it, do not change it."""
-    target = tmp_path_factory.mktemp("models") / "smollm2"
-    load_script("smollm2/convert").main(target)
-    return target
+    return make_once("smollm2", lambda folder: load_script("smollm2/convert").main(folder))

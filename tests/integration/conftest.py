@@ -32,11 +32,14 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def warm_model(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, load_script: Callable[[str], ModuleType]
-) -> Path:
+def warm_model(make_once: Callable[..., Path], tiny_model: Path, load_script: Callable[[str], ModuleType]) -> Path:
     """The tiny model after a short warm-up with `sft`: right often enough for rewards to tell completions apart."""
-    folder = tmp_path_factory.mktemp("warm")
+    folder = make_once("warm", lambda folder: warm_up(folder, tiny_model, load_script))
+    return folder / "sft" / "weights" / "latest"
+
+
+def warm_up(folder: Path, tiny_model: Path, load_script: Callable[[str], ModuleType]) -> None:
+    folder.mkdir()
     data = folder / "data.jsonl"
     load_script("reverse_text/make_data").main(data)
     done = subprocess.run(
@@ -54,7 +57,6 @@ def warm_model(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "sft" / "weights" / "latest"
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tandem.utils.run_dir import RunDir
 CONFIGS = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig, "trainer": TrainerConfig}
 # What `make demo` leaves; a command that starts a run there would be refused.
 OF_THE_DEMO = {"outputs/reverse_text_sft", "outputs/reverse_text"}
-NUM_STEPS = 40  # of the run that is stopped
+NUM_STEPS = 20  # of the run that is stopped
 NUM_ROWS = 600  # enough for what the examples hold out
 
 

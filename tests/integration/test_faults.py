@@ -13,7 +13,7 @@ from tandem.config.shared import CheckpointConfig
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir
 
-LONG_RUN = ["--max-steps", "100000"]
+LONG_RUN = ["--max-steps", "100000", "--orchestrator.prompts-per-step", "4"]
 
 
 @pytest.fixture

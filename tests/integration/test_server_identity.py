@@ -1,5 +1,6 @@
 """Servers that die and return, and runs that meet where they should not: nobody trains on another's tokens."""
 
+import os
 import signal
 import subprocess
 import time
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.integration.processes import Starter, wait_until
+from tests.integration.processes import Starter, children_of, wait_until
 from tests.integration.servers import wait_until_healthy
+from tests.ports import free_port
 
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir, step_name
@@ -22,7 +24,7 @@ ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic"]
 LORA = ["--trainer.lora.rank", "8", "--trainer.lora.alpha", "16", "--trainer.optimizer.lr", "4e-3"]
 
 Run = Callable[..., list[str]]
-Serve = Callable[[], subprocess.Popen[str]]
+Serve = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -32,15 +34,15 @@ def url(free_port: int) -> str:
 
 @pytest.fixture
 def serve(starter: Starter, warm_model: Path, free_port: int, url: str, tmp_path: Path) -> Serve:
-    """Starts an inference server by hand, always on the same port."""
+    """Starts an inference server by hand, on the same port unless another is given."""
 
-    def start() -> subprocess.Popen[str]:
+    def start(port: int = free_port) -> subprocess.Popen[str]:
         process = starter.start(
             "inference",
-            *("--model.name", str(warm_model), "--server.port", str(free_port), "--seq-len", "64", "--threads", "1"),
+            *("--model.name", str(warm_model), "--server.port", str(port), "--seq-len", "64", "--threads", "1"),
             *("--max-sequences", "128", "--deterministic", "--server.weight-roots", str(tmp_path)),
         )
-        wait_until_healthy(process, url)
+        wait_until_healthy(process, f"http://127.0.0.1:{port}")
         return process
 
     return start
@@ -83,6 +85,10 @@ def trained_tasks(run: Path) -> list[int]:
     rows = [read_json_lines(RunDir(run).samples(step)) for step in range(1, STEPS + 1)]
     assert all(len(lines) == PROMPTS * GROUP for lines in rows)
     return [line["task"] for lines in rows for line in lines[::GROUP]]
+
+
+def event_names(run: Path) -> list[str]:
+    return [event["event"] for event in read_json_lines(RunDir(run).events)]
 
 
 def kill_amid_requests(server: subprocess.Popen[str]) -> None:
@@ -135,7 +141,7 @@ def test_a_server_that_is_killed_and_started_again_changes_no_bit(
     before = tmp_path / "disturbed" / "weights" / step_name(STEPS - 1) / file
     assert before.read_bytes() != two.read_bytes()
     assert len(set(trained_tasks(run))) == STEPS * PROMPTS
-    assert "group_failed" not in {event["event"] for event in read_json_lines(RunDir(run).events)}
+    assert "group_failed" not in event_names(run)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
@@ -157,6 +163,37 @@ def test_no_task_is_lost_or_trained_twice_when_generation_and_training_overlap(
     assert "group_failed" not in {event["event"] for event in events}
     instances = [event["instance"] for event in events if event["event"] == "server_restored"]
     assert len(set(instances)) == len(instances) <= 2
+
+
+def test_of_two_servers_one_may_die_and_return_and_every_task_is_trained_as_often_as_planned(
+    starter: Starter, serve: Serve, arguments: Run, url: str, tmp_path: Path
+) -> None:
+    """While it is away the other does its work; when it is back it takes part again, with the newest weights."""
+    other_port = free_port()
+    serve()
+    mortal = serve(other_port)
+    addresses = f"{url},http://127.0.0.1:{other_port}"
+    options = ["--max-steps", str(STEPS), "--orchestrator.client.base-url", addresses]
+    process = starter.start("rl", *arguments("run", *options))
+    run = tmp_path / "run"
+    wait_for_batch(run, 1, process)
+    kill_amid_requests(mortal)
+    wait_for_batch(run, 3, process)
+    trainer = children_of(process.pid)["trainer"]
+    os.kill(trainer, signal.SIGSTOP)  # so that the run is not over before the server is back
+    serve(other_port)
+    wait_until(lambda: "server_joined" in event_names(run), 60, "the server to take part again")
+    os.kill(trainer, signal.SIGCONT)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+    assert batches(run) == metrics(run, "trainer") == list(range(1, STEPS + 1))
+    tasks = trained_tasks(run)
+    assert len(tasks) == len(set(tasks)) == STEPS * PROMPTS
+    present = metrics(run, "orchestrator", "servers/present")
+    assert present[0] == present[-1] == 2 and min(present) == 1
+    assert [name for name in event_names(run) if name.startswith("server_")] == ["server_away", "server_joined"]
+    assert max(metrics(run, "trainer", "mismatch_kl")) < 0.05
 
 
 def test_a_server_that_stays_away_ends_the_run_with_its_name(

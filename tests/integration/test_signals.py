@@ -44,21 +44,22 @@ def sft_arguments(tiny_model: Path, tmp_path: Path, load_script) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_sft_saves_and_goes_on_in_the_same_bits(starter: Starter, sft_arguments, tmp_path: Path, number) -> None:
-    """No checkpoint was due: the one of the signal is the only one."""
+def test_sft_saves_and_goes_on_in_the_same_bits(starter: Starter, sft_arguments, tmp_path: Path) -> None:
+    """Stopped by one signal, then by the other. No checkpoint was due: those of the signals are the only ones."""
     cut, whole = RunDir(tmp_path / "cut"), RunDir(tmp_path / "whole")
-    arguments = [*sft_arguments, "--output-dir", str(cut.root)]
-    process = starter.start("sft", *arguments, "--max-steps", "100000")
-    wait_for_step(process, cut, 3)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 128 + number, output
-    saved = newest_checkpoint(cut)
-    assert saved is not None and [line["step"] for line in read_metrics(cut)] == list(range(1, saved + 1))
-    assert f"stopped by {number.name}; the checkpoint of step {saved} is saved" in output
-    (stopped,) = events(cut, "stopped")
-    assert (stopped["step"], stopped["signal"]) == (saved, number.name)
+    arguments, saved = [*sft_arguments, "--output-dir", str(cut.root)], 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = starter.start("sft", *arguments, "--max-steps", "100000", *(["--resume"] if saved else []))
+        wait_for_step(process, cut, saved + 3)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 128 + number, output
+        assert not saved or f"resuming after step {saved}" in output
+        saved = newest_checkpoint(cut)
+        assert saved is not None and [line["step"] for line in read_metrics(cut)] == list(range(1, saved + 1))
+        assert f"stopped by {number.name}; the checkpoint of step {saved} is saved" in output
+        stopped = events(cut, "stopped")[-1]
+        assert (stopped["step"], stopped["signal"]) == (saved, number.name)
 
     last = str(saved + 3)
     done = starter.run("sft", *arguments, "--max-steps", last, "--resume")
@@ -198,25 +199,19 @@ def test_a_stopped_supervisor_is_noticed_and_a_killed_one_takes_all_with_it(
     wait_until(lambda: not any(is_alive(pid) for pid in children.values()), 30, "the children to end")
 
 
-@pytest.fixture
-def live(starter: Starter, sft_arguments, tmp_path: Path):
-    process = starter.start(
-        "sft", *sft_arguments, "--output-dir", str(tmp_path / "run"), "--max-steps", "100000", "--checkpoint.every", "1"
-    )
-    wait_for_step(process, RunDir(tmp_path / "run"), 2)
-    return process
-
-
-@pytest.mark.parametrize("flag", ["--clean", "--resume", "--seed=1"])
-def test_a_live_run_is_left_alone(starter: Starter, live, sft_arguments, tmp_path: Path, flag: str) -> None:
-    done = starter.run("sft", *sft_arguments, "--output-dir", str(tmp_path / "run"), flag)
-    assert done.returncode == 2, done.stdout
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("sft: ")]
-    assert f"is in use by `sft` (pid {live.pid} on " in line and f"ps -fp {live.pid}" in line
+def test_a_live_run_is_left_alone(starter: Starter, sft_arguments, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
-    wait_for_step(live, run_dir, max(line["step"] for line in read_metrics(run_dir)) + 2)
-    steps = [line["step"] for line in read_metrics(run_dir)]
-    assert steps == list(range(1, len(steps) + 1)), "lines were lost"
+    arguments = [*sft_arguments, "--output-dir", str(run_dir.root)]
+    live = starter.start("sft", *arguments, "--max-steps", "100000", "--checkpoint.every", "1")
+    wait_for_step(live, run_dir, 2)
+    for flag in ("--clean", "--resume", "--seed=1"):
+        done = starter.run("sft", *arguments, flag)
+        assert done.returncode == 2, done.stdout
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("sft: ")]
+        assert f"is in use by `sft` (pid {live.pid} on " in line and f"ps -fp {live.pid}" in line
+        wait_for_step(live, run_dir, max(line["step"] for line in read_metrics(run_dir)) + 2)
+        steps = [line["step"] for line in read_metrics(run_dir)]
+        assert steps == list(range(1, len(steps) + 1)), f"lines were lost by {flag}"
 
 
 def test_of_two_at_once_one_wins(starter: Starter, sft_arguments, tmp_path: Path) -> None:

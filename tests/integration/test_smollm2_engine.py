@@ -1,7 +1,9 @@
 """The native engine against transformers on a real model, SmolLM2-135M-Instruct in float32."""
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from tandem.config.inference import InferenceConfig
 from tandem.data.text_stream import TextStream
@@ -30,6 +32,8 @@ OPENINGS = [
     "A list of fruits:\n- apple\n-", "Q: What is 7 times 8?\nA:", "🙂 🙃", "\tindented", "ALL CAPS TEXT",
 ]  # fmt: skip
 NEW_TOKENS = 16
+Running = Callable[..., AbstractContextManager[NativeEngine]]
+Reference = Callable[[list[int], list[int]], tuple[list[int], list[float]]]
 ENDLESS = Sampling(6, seed=0, ignore_eos=True)
 
 
@@ -52,25 +56,35 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(smollm2_model, dtype=torch.float32).eval()
+def reference(smollm2_model: Path) -> Reference:
+    """What transformers says of the tokens that follow a prompt: which would have been the likeliest, and the log-probs
+    of those that came. The same sequence is computed once, however many schedules it comes from."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_model, dtype=torch.float32).eval()
+
+    @functools.cache
+    def read(prompt: tuple[int, ...], following: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + following]), logits_to_keep=len(following) + 1).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(following)[:, None])[:, 0]
+        return logits.argmax(-1).tolist(), logprobs.tolist()
+
+    return lambda prompt, following: read(tuple(prompt), tuple(following))
 
 
 @pytest.fixture(scope="module")
-def make_engine(smollm2_model: Path, tokenizer: Tokenizer) -> Iterator[Callable[..., NativeEngine]]:
-    engines: list[NativeEngine] = []
+def running(smollm2_model: Path, tokenizer: Tokenizer) -> Running:
+    """`with running(**options) as engine`: none outlives its block, for each has weights of its own."""
 
-    def make(**options: Any) -> NativeEngine:
+    @contextmanager
+    def run(**options: Any) -> Iterator[NativeEngine]:
         base = {"model": {"name": smollm2_model}, "seq_len": 256, "check_invariants": True, "kv_cache_tokens": 8192}
         config = InferenceConfig.model_validate(base | options)
         engine = build_engine(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), print)
         engine.start()
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
+        yield engine
         engine.stop()
+
+    return run
 
 
 def generate(engine: NativeEngine, requests: list[GenerationRequest]) -> list[GenerationResult]:
@@ -80,18 +94,25 @@ def generate(engine: NativeEngine, requests: list[GenerationRequest]) -> list[Ge
     return [future.result(timeout=300) for future in futures]
 
 
-def test_greedy_text_is_that_of_transformers_on_fifty_prompts(
-    make_engine: Callable[..., NativeEngine], reference: Any, tokenizer: Tokenizer, prompts: list[list[int]]
+def test_greedy_tokens_are_those_of_transformers_on_fifty_prompts(
+    running: Running, reference: Reference, tokenizer: Tokenizer, prompts: list[list[int]]
 ) -> None:
+    """Each token is the likeliest after those before it: so are all that transformers would generate, at the cost of
+    one pass instead of one for every token."""
     assert len(prompts) == 50
     requests = [GenerationRequest(prompt, Sampling(NEW_TOKENS, 0.0)) for prompt in prompts]
-    results = generate(make_engine(), requests)
-    greedy = GenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_ids, pad_token_id=0
-    )
+    with running() as engine:
+        results = generate(engine, requests)
+    reasons = set()
     for prompt, result in zip(prompts, results, strict=True):
-        expected = reference.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist()
-        assert tokenizer.decode(result.samples[0].token_ids) == tokenizer.decode(expected)
+        [sample] = result.samples
+        likeliest, _ = reference(prompt, sample.token_ids)
+        assert sample.token_ids == likeliest
+        is_eos = [token in tokenizer.eos_token_ids for token in sample.token_ids]
+        assert any(is_eos) == (sample.finish_reason == "stop") and not any(is_eos[:-1])
+        assert len(sample.token_ids) == NEW_TOKENS or sample.finish_reason == "stop"
+        reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,37 +131,33 @@ def test_logprobs_do_not_depend_on_the_schedule(
     kv_cache_tokens: int,
     block_size: int,
     deterministic: bool,
-    make_engine: Callable[..., NativeEngine],
-    reference: Any,
+    running: Running,
+    reference: Reference,
     prompts: list[list[int]],
 ) -> None:
     """Batch sizes, chunks, preemptions, and in the second round cache hits."""
-    engine = make_engine(
+    requests = [GenerationRequest(prompts[at], ENDLESS, n) for at, n in chosen]
+    with running(
         tokens_per_step=tokens_per_step,
         max_sequences=max_sequences,
         kv_cache_tokens=kv_cache_tokens,
         block_size=block_size,
         deterministic=deterministic,
-    )
-    requests = [GenerationRequest(prompts[at], ENDLESS, n) for at, n in chosen]
-    for results in (generate(engine, requests), generate(engine, requests)):
+    ) as engine:
+        rounds = [generate(engine, requests), generate(engine, requests)]
+    for results in rounds:
         for request, result in zip(requests, results, strict=True):
             for sample in result.samples:
-                tokens = request.prompt_ids + sample.token_ids
-                with torch.no_grad():
-                    logits = reference(torch.tensor([tokens])).logits[0, len(request.prompt_ids) - 1 : -1]
-                expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-                assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
-    engine.stop()
+                _, expected = reference(request.prompt_ids, sample.token_ids)
+                assert sample.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_bfloat16_stays_near_float32(
-    make_engine: Callable[..., NativeEngine], smollm2_model: Path, prompts: list[list[int]]
-) -> None:
-    exact, rounded = make_engine(), make_engine(model={"name": smollm2_model, "dtype": "bfloat16"})
+def test_bfloat16_stays_near_float32(running: Running, smollm2_model: Path, prompts: list[list[int]]) -> None:
     requests = [GenerationRequest(prompt, Sampling(1), prompt_logprobs=0) for prompt in prompts[:8]]
-    for one, other in zip(generate(exact, requests), generate(rounded, requests), strict=True):
+    with running() as exact, running(model={"name": smollm2_model, "dtype": "bfloat16"}) as rounded:
+        pairs = list(zip(generate(exact, requests), generate(rounded, requests), strict=True))
+    for one, other in pairs:
         assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
-        pairs = zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
-        differences = [abs(a.logprob - b.logprob) for a, b in pairs]
+        tokens = zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
+        differences = [abs(a.logprob - b.logprob) for a, b in tokens]
         assert sum(differences) / len(differences) < 0.1

@@ -24,13 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
+from tandem.utils.processes import usable_cores
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 LIST = Path(__file__).with_name("mutants.toml")
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 90
+BASELINE_TIMEOUT_S = 900  # for all tests at once
+TEST_TIMEOUT_S = 30  # a mutant that hangs one test is found out then
 # pytest's exit codes: a failed test, or an error while collecting, which a mutant may well cause.
-PASSED, KILLED = 0, (1, 2)
+VERDICTS = {0: "SURVIVED", 1: "killed", 2: "killed"}
+NO_END = -1  # in their place: the tests took too long
+HANGS = "hangs"  # as good as killed, unless the machine has other work
 
 
 @dataclass(frozen=True)
@@ -68,23 +74,23 @@ class Workplace:
         self.sources = sources
         environment = os.environ | {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"  # two versions of a file may be of one second and one size
-        command = [sys.executable, "-m", "tests.mutants.worker", str(TIMEOUT_S)]
+        command = [sys.executable, "-m", "tests.mutants.worker"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.worker = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
-    def run_tests(self, tests: Sequence[str]) -> int:
-        """pytest's exit code; a run without end counts as a failure, a crash too."""
+    def judge(self, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
+        """What the tests say of the sources as they are now. A crash is a failure, too."""
         paths = [str(ROOT / "tests" / "unit" / test) for test in tests]
         quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        arguments = ["-x", *quiet, *paths]
+        arguments = ["-x", f"--timeout={TEST_TIMEOUT_S}", *quiet, *paths]
         assert self.worker.stdin is not None and self.worker.stdout is not None
-        print(json.dumps(arguments), file=self.worker.stdin, flush=True)
+        print(json.dumps([arguments, timeout_s]), file=self.worker.stdin, flush=True)
         code, output = json.loads(self.worker.stdout.readline())
-        if code < 0:
-            return KILLED[0]
-        if code not in (PASSED, *KILLED):
+        if code == NO_END or "Failed: Timeout" in output:
+            return HANGS
+        if code >= 0 and code not in VERDICTS:
             raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}: {output}")
-        return code
+        return VERDICTS.get(code, "killed")
 
     def close(self) -> None:
         assert self.worker.stdin is not None
@@ -102,11 +108,11 @@ class Workplace:
             path.write_text(source)
 
 
-def survives(mutant: Mutant, workplaces: "Queue[Workplace]") -> bool:
+def judge(mutant: Mutant, workplaces: "Queue[Workplace]") -> str:
     workplace = workplaces.get()
     try:
         with workplace.mutated(mutant):
-            return workplace.run_tests(mutant.tests) == PASSED
+            return workplace.judge(mutant.tests)
     finally:
         workplaces.put(workplace)
 
@@ -114,8 +120,9 @@ def survives(mutant: Mutant, workplaces: "Queue[Workplace]") -> bool:
 def check_baseline(mutants: Sequence[Mutant], workplace: Workplace) -> None:
     """Tests that fail anyway would kill every mutant."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    if workplace.run_tests(tests) != PASSED:
-        raise SystemExit(f"mutants: these tests fail without a mutant: {' '.join(tests)}")
+    verdict = workplace.judge(tests, BASELINE_TIMEOUT_S)
+    if verdict != VERDICTS[0]:
+        raise SystemExit(f"mutants: these tests fail without a mutant ({verdict}): {' '.join(tests)}")
 
 
 def run(mutants: Sequence[Mutant], num_workers: int) -> list[Mutant]:
@@ -129,11 +136,10 @@ def run(mutants: Sequence[Mutant], num_workers: int) -> list[Mutant]:
         check_baseline(mutants, workplaces.queue[0])
         survivors = []
         with ThreadPoolExecutor(num_workers) as pool:
-            outcomes = pool.map(lambda mutant: survives(mutant, workplaces), mutants)
-            for number, (mutant, survived) in enumerate(zip(mutants, outcomes, strict=True), start=1):
-                verdict = "SURVIVED" if survived else "killed"
+            outcomes = pool.map(lambda mutant: judge(mutant, workplaces), mutants)
+            for number, (mutant, verdict) in enumerate(zip(mutants, outcomes, strict=True), start=1):
                 print(f"{number:4d}/{len(mutants)} {verdict:8s} {mutant.file}: {mutant.original!r}", flush=True)
-                if survived:
+                if verdict == VERDICTS[0]:
                     survivors.append(mutant)
         while not workplaces.empty():
             workplaces.get().close()
@@ -145,7 +151,7 @@ def main(words: Sequence[str]) -> None:
     if not mutants:
         raise SystemExit(f"mutants: no file in {LIST.name} has {' or '.join(words)} in its path")
     started = time.monotonic()
-    survivors = run(mutants, num_workers=len(os.sched_getaffinity(0)))
+    survivors = run(mutants, num_workers=usable_cores())
     share = 1 - len(survivors) / len(mutants)
     for mutant in survivors:
         print(f"survived: {mutant.file}: {mutant.original!r} -> {mutant.replacement!r} ({' '.join(mutant.tests)})")

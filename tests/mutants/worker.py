@@ -1,5 +1,5 @@
-"""Runs tests again and again on sources that change in between: one line of JSON in (pytest's arguments), one line out
-(its exit code, and what it printed if that is no verdict).
+"""Runs tests again and again on sources that change in between: one line of JSON in (pytest's arguments, and how long
+they may take), one line out (its exit code, and the end of what it printed).
 
 Each run is a fork of this process, which has imported the heavy libraries but nothing of ours: importing torch takes
 longer than most of the tests.
@@ -18,8 +18,7 @@ import pytest
 import safetensors.torch  # noqa: F401
 import torch
 import transformers  # noqa: F401
-
-NO_END = -1  # in place of an exit code: the tests took too long
+from tests.mutants.run import NO_END
 
 
 def run_forked(arguments: Sequence[str], timeout_s: float) -> tuple[int, str]:
@@ -43,11 +42,11 @@ def run_forked(arguments: Sequence[str], timeout_s: float) -> tuple[int, str]:
         return os.waitstatus_to_exitcode(ended[1]), output.read()[-2000:]
 
 
-def main(timeout_s: float) -> None:
+def main() -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     for line in sys.stdin:
-        print(json.dumps(run_forked(json.loads(line), timeout_s)), flush=True)
+        print(json.dumps(run_forked(*json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main()

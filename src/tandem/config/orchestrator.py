@@ -1,15 +1,15 @@
 """Options of the orchestrator."""
 
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from tandem.config.advantages import AdvantageConfig, LengthPenaltyConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.filters import CurriculumConfig, FilterConfig
-from tandem.config.inference import resolve_api_key
 from tandem.config.shared import (
+    KeyOptions,
     LogOptions,
     MetricsConfig,
     ModelOptions,
@@ -18,19 +18,23 @@ from tandem.config.shared import (
     SyncOptions,
     root_url,
 )
+from tandem.utils.errors import UserError
+
+OUTAGE_TIMEOUT_S = 600.0
 
 
-class ClientConfig(Config):
+class ClientConfig(KeyOptions):
     """How to reach the inference server."""
 
+    section = "client"
+
     base_url: str = "http://127.0.0.1:8000"
-    """Address of the server, with or without /v1."""
+    """Address of the server, with or without /v1. Several: a list, or separated by commas. Requests go to the one with
+    the least to do; one that goes away is replaced by the others and gets its weights when it returns."""
 
-    api_key: str | None = None
-    """API key to send. Prefer api_key_var."""
-
-    api_key_var: str | None = None
-    """Environment variable that holds the API key."""
+    servers_file: Path | None = None
+    """File with the addresses of the servers, one a line, instead of base_url. It is read again and again: servers may
+    be added and removed during the run."""
 
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """How long to wait for /health at the start."""
@@ -45,30 +49,39 @@ class ClientConfig(Config):
     retries: int = Field(default=3, ge=0)
     """How often to resend a request that failed although the server is healthy."""
 
-    outage_timeout_s: float = Field(default=600.0, gt=0)
-    """How long to wait for a server that is gone. When it is back, it gets its weights again and open requests are
-    resent: nothing is lost."""
+    outage_timeout_s: float = Field(default=OUTAGE_TIMEOUT_S, gt=0)
+    """How long to wait for a server that is gone; weights_timeout_s has to allow for it. When it is back, it gets its
+    weights again and open requests are resent: nothing is lost."""
 
-    @model_validator(mode="after")
-    def _has_one_key(self) -> "ClientConfig":
-        if self.api_key and self.api_key_var:
-            raise ValueError("api_key and api_key_var are both given; give one of them")
-        return self
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: Any) -> Any:
+        return ",".join(map(str, value)) if isinstance(value, list) else value
 
     @field_validator("base_url")
     @classmethod
-    def _is_an_address(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError(f"{value!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
-        return root_url(value)
+    def _are_addresses(cls, value: str) -> str:
+        urls = [root_url(url.strip()) for url in value.split(",")]
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"{value!r} names a server twice; give each once")
+        return ",".join(urls)
 
-    def resolve_api_key(self) -> str | None:
-        return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")
+    @property
+    def base_urls(self) -> list[str]:
+        """Where the servers are at the start."""
+        return self.base_url.split(",") if self.servers_file is None else read_servers(self.servers_file)
+
+
+def read_servers(path: Path) -> list[str]:
+    """The addresses in `client.servers_file`; empty lines and those after # count for nothing."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        urls = [root_url(line) for line in lines if line]
+    except (OSError, ValueError) as error:
+        raise UserError(f"client.servers_file = '{path}' cannot be used: {error}") from error
+    if not urls:
+        raise UserError(f"client.servers_file = '{path}' names no server; write one address a line")
+    return list(dict.fromkeys(urls))
 
 
 class EnvConfig(Config):
@@ -222,6 +235,13 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
             raise ValueError(
                 f"deterministic = true needs max_staleness = 0, not {self.max_staleness}: if generation "
                 "and training overlap, the version that samples a token depends on timing"
+            )
+        outage_s = self.client.outage_timeout_s
+        if outage_s > self.weights_timeout_s and outage_s != OUTAGE_TIMEOUT_S:  # the default may give way
+            raise ValueError(
+                f"client.outage_timeout_s = {outage_s:g} is longer than weights_timeout_s = "
+                f"{self.weights_timeout_s:g}, the longest wait for the rollouts of a step, server or not; give "
+                f"weights_timeout_s at least {outage_s:g}"
             )
         if self.sampling.max_tokens >= self.seq_len:
             raise ValueError(

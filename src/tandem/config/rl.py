@@ -96,7 +96,13 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, M
     def _client_finds_server(self) -> "RLConfig":
         if self.inference is None:
             return self
-        client_port = urlsplit(self.orchestrator.client.base_url).port
+        client = self.orchestrator.client
+        if client.servers_file is not None or "," in client.base_url:
+            raise ValueError(
+                "orchestrator.client names several servers, and the inference section has `rl` start one; leave one of "
+                "them out"
+            )
+        client_port = urlsplit(client.base_url).port
         if client_port != self.inference.server.port:
             raise ValueError(
                 f"orchestrator.client.base_url = {self.orchestrator.client.base_url!r} does not lead to the server "

@@ -10,7 +10,7 @@ from tandem.config.changes import review_changes
 from tandem.config.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
-from tandem.models.files import check_model_dir
+from tandem.models.files import check_model_dir, within_positions
 from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.devices import refuse_missing_gpu
@@ -33,6 +33,7 @@ def run_offline(
     setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
     check_model_dir(config.model.name, config.model.impl)
+    config = within_positions(config, config.model.name)
     refuse_missing_trackers(config.metrics.report_to)
     refuse_missing_gpu(config.device, "device")
     with nullcontext() if config.dry_run else hold_run(run_dir.root, name):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from functools import partial
 from typing import Any
 
 from tandem.config.base import parse
@@ -32,6 +33,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
+    from tandem.orchestrator.servers import ServerPool
     from tandem.orchestrator.state import OrchestratorState
     from tandem.orchestrator.tasks import encode_prompts
     from tandem.transport.checkpoints import start_step
@@ -55,11 +57,14 @@ def orchestrate(config: OrchestratorConfig) -> None:
             run_dir.create()
             known = whole_config(config, run_dir)
             forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), config=known, start_step=step)
-            client = InferenceClient(config.client, new_run_name(run_dir.root))
+            run_name = new_run_name(run_dir.root)
+            servers = ServerPool(config.client.base_urls, partial(InferenceClient, config.client, run_name))
             try:
-                await Orchestrator(config, environment, prompts, tokenizer, client, forwarder, resumed_from).run()
+                await Orchestrator(
+                    config, environment, prompts, tokenizer, servers, run_name, forwarder, resumed_from
+                ).run()
             finally:
-                await client.close()
+                await servers.close()
                 forwarder.close()
 
     try:

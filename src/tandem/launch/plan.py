@@ -1,6 +1,5 @@
 """What would be started: one entry a process, with its configuration, its share of the cores and its log."""
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from tandem.config.rl import RLConfig, storable
 from tandem.config.sources import Tree
 from tandem.config.vllm import adapter_flags
+from tandem.utils.processes import usable_cores
 from tandem.utils.run_dir import RunDir
 
 API_KEY_VAR = "TANDEM_API_KEY"
@@ -31,7 +31,7 @@ class ProcessPlan:
 def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = None) -> list[ProcessPlan]:
     """The processes of a run in the order they are started."""
     run_dir = RunDir(config.output_dir)
-    threads = share_cores(config, num_cores or len(os.sched_getaffinity(0)))
+    threads = share_cores(config, num_cores or usable_cores())
     configs: dict[str, dict[str, Any]] = {}
     secrets: dict[str, str] = {}
     if config.inference is not None:

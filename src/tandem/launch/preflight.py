@@ -84,6 +84,7 @@ def _check_server(config: RLConfig) -> None:
     config.orchestrator.client.resolve_api_key()
     if config.inference is not None:
         config.inference.server.resolve_api_key()
+        config.inference.sglang.resolve_api_key()
         check_positions(config.model.name, config.seq_len)
         _listen(config.inference.server).close()
         if config.inference.engine == "vllm":
@@ -93,7 +94,8 @@ def _check_server(config: RLConfig) -> None:
                 load_callable(config.inference.engine, "inference.engine")
             check_model_dir(config.model.name)
         return
-    _check_address(config.orchestrator.client.base_url)
+    for url in config.orchestrator.client.base_urls:
+        _check_address(url)
 
 
 def _check_address(url: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.config.shared import Device
 from tandem.utils.errors import UserError
+from tandem.utils.processes import usable_cores
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,9 +29,9 @@ def choose_device(device: Device) -> torch.device:
 
 def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
     """Called once, before the first tensor. Ranks on one machine share its cores."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if threads is None and num_ranks > 1:
-        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if threads is None and local_world_size > 1:
+        threads = max(1, usable_cores() // local_world_size)
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -41,8 +42,12 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
     if deterministic:
         # cuBLAS reads this when it starts; without it, it may add up in another order each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(deterministic)  # takes a second, for what it imports
+    if deterministic == torch.are_deterministic_algorithms_enabled():
+        return
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(deterministic)
+    else:  # the same but for the compiler, which need not be imported then: that takes two seconds
+        torch.set_deterministic_debug_mode("error" if deterministic else "default")
 
 
 def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:

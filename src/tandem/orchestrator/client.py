@@ -11,6 +11,7 @@ loaded into, and only from those weights.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -42,15 +43,21 @@ class ServerLost(RuntimeError):
     """The run cannot go on with its server: it stays away, or another run has taken it."""
 
 
+class ServerGone(ServerLost):
+    """It stays away."""
+
+
 class InferenceClient:
-    """Made inside a running event loop, closed by whoever made it. `run` names the run to the server.
+    """Made inside a running event loop, closed by whoever made it. `run` names the run to the server. `on_trouble` is
+    called whenever the server is found not to be well.
 
     A server is met, given weights and then adopted: only an adopted one is asked for completions."""
 
-    def __init__(self, config: ClientConfig, run: str) -> None:
+    def __init__(self, config: ClientConfig, run: str, base_url: str) -> None:
         self.config = config
         self.run = run
-        self._http = HttpClient(config.base_url, config.resolve_api_key(), timeout_s=config.timeout_s)
+        self.on_trouble: Callable[[], None] = lambda: None
+        self._http = HttpClient(base_url, config.resolve_api_key(), timeout_s=config.timeout_s)
         self.base_url = self._http.base_url
         self.model: dict[str, str] = {}  # what requests ask for; nothing: the model that is served
         self.instance: str | None = None  # that serves the weights of this run
@@ -65,11 +72,14 @@ class InferenceClient:
 
     async def wait_until_ready(self) -> None:
         deadline = Deadline(
-            what=f"the inference server at {self.config.base_url}",
+            what=f"the inference server at {self.base_url}",
             timeout_s=self.config.startup_timeout_s,
             hint="is it running, and is client.base_url right? see logs/inference.log",
         )
         await self._look_until_well(deadline)
+
+    async def is_well(self) -> bool:
+        return await self._look() is not None
 
     async def meet(self) -> None:
         """Turn to the server that answers now, whichever it is. Whose weights it has is of no concern yet."""
@@ -195,11 +205,12 @@ class InferenceClient:
                 try:
                     await self._look_until_well(deadline)
                 except TimeoutError as error:
-                    raise ServerLost(str(error)) from error
+                    raise ServerGone(str(error)) from error
             return self._seen[1]
 
     async def _look_until_well(self, deadline: Deadline) -> None:
         while (instance := await self._look()) is None:
+            self.on_trouble()
             deadline.check()
             await asyncio.sleep(POLL_S)
         self._seen = (time.monotonic(), instance)

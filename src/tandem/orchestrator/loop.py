@@ -28,9 +28,10 @@ from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
 from tandem.orchestrator.filters import GroupFilter
-from tandem.orchestrator.protocols import ServedVersion, Server
+from tandem.orchestrator.protocols import ServedVersion
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
+from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import Prompts, TaskOrder, request_seed, sampling_options
@@ -54,14 +55,16 @@ class Orchestrator:
         environment: Environment,
         prompts: Prompts,
         tokenizer: Tokenizer,
-        client: Server,
+        servers: ServerPool,
+        run_name: str,
         forwarder: MetricsForwarder,
         resumed_from: OrchestratorState | None,
     ) -> None:
         self.config = config
         self.run_dir = RunDir(config.output_dir)
         self.run_log = RunLog(self.run_dir, "orchestrator")
-        self.client = client
+        self.servers = servers
+        self.run_name = run_name
         self.prompts = prompts
         self.forwarder = forwarder
         self._evaluating = False
@@ -75,7 +78,7 @@ class Orchestrator:
         )
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
-        self.policy = Policy(client, config.model.name, self.run_dir.weights, self.start.step, self.run_log)
+        self.policy = Policy(list(servers), config.model.name, self.run_dir.weights, self.start.step, self.run_log)
         tries, record = config.env.tries, self.ledger.training_attempt
         self.maker = RolloutMaker(self.policy, environment, tokenizer, tries=tries, record=record)
         self.evaluator = Evaluator(
@@ -99,17 +102,21 @@ class Orchestrator:
 
     async def _run(self, tasks: asyncio.TaskGroup) -> None:
         policy = self.policy
-        await self.client.wait_until_ready()
-        watching = tasks.create_task(policy.watch())
+        ready = await self.servers.wait_until_ready()
+        for replica in policy.replicas:
+            replica.is_present = replica.server in ready
+        watching = [tasks.create_task(policy.watch())]
         await self._serve_first_version()
-        self.run_log.event("started", version=policy.version, run=self.client.run)
+        self.run_log.event("started", version=policy.version, run=self.run_name)
         await self._evaluate_start()
-        forwarding = tasks.create_task(self._forward_metrics())
+        if (servers_file := self.config.client.servers_file) is not None:
+            watching.append(tasks.create_task(self.servers.follow_file(servers_file, policy)))
+        watching.append(tasks.create_task(self._forward_metrics()))
         following = tasks.create_task(policy.follow(self.config.max_steps, self._on_version))
         await self._write_batches(policy)
         await self._wait_for_last_version(policy, following)
-        forwarding.cancel()
-        watching.cancel()
+        for task in watching:
+            task.cancel()
 
     async def _serve_first_version(self) -> None:
         """Whatever the server served before, it now serves the weights this run starts from."""
@@ -198,6 +205,8 @@ class Orchestrator:
             "groups/stale": num_stale,
             "rollouts/failed": self.ledger.num_failed,
             "tasks/set_aside": len(self.tasks.set_aside),
+            "servers/present": self.policy.num_present,
+            "servers/requests_moved": self.policy.num_moved,
         }
         self.run_log.metrics(step, metrics | times | state)
         logger.info(
@@ -233,7 +242,7 @@ class Orchestrator:
 
     def _batch_deadline(self, step: int, version: int) -> Deadline:
         return Deadline(
-            what=f"the groups of step {step}: rollouts from {self.client.base_url}, their scores, or weights after "
+            what=f"the groups of step {step}: rollouts from {self.servers}, their scores, or weights after "
             f"version {version} from the trainer",
             timeout_s=self.config.weights_timeout_s,
             hint="see logs/inference.log and logs/trainer.log",

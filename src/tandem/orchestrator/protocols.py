@@ -2,7 +2,7 @@
 tested on its own."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,14 @@ class PolicyServer(Generator, Protocol):
         """The one that serves the weights of this run; None: none yet, or it went away."""
         ...
 
+    @property
+    def base_url(self) -> str: ...
+
+    on_trouble: Callable[[], None]
+    """Called whenever the server is found not to be well."""
+
+    async def is_well(self) -> bool: ...
+
     async def meet(self) -> None: ...
 
     def adopt(self) -> None: ...
@@ -37,15 +45,9 @@ class PolicyServer(Generator, Protocol):
 class Server(PolicyServer, Protocol):
     """What the loop asks of it besides."""
 
-    @property
-    def base_url(self) -> str: ...
-
-    @property
-    def run(self) -> str:
-        """The name of the run, as the server is told it."""
-        ...
-
     async def wait_until_ready(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class ServedVersion(Protocol):

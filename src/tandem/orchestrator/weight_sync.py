@@ -1,22 +1,25 @@
-"""The policy as the inference server serves it: follows the weights the trainer publishes, and samples from them.
+"""The policy as the inference servers serve it: follows the weights the trainer publishes, and samples from them.
 
-A restarted server knows nothing of the run. It is not asked for a completion before it has been given the
-version it should serve; requests that were open when it went away are sent again.
+A restarted server knows nothing of the run. It is not asked for a completion before it has been given the version it
+should serve; requests that were open when it went away are sent again, to another server where there is one.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
 from tandem.orchestrator.protocols import PolicyServer
-from tandem.transport.weights.manifest import is_adapter, newest_version
+from tandem.orchestrator.replica import Moved, Replica
+from tandem.transport.weights.manifest import newest_version
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import step_name
 
 POLL_S = 0.002
+LOADING_POLL_S = 0.1
 logger = logging.getLogger(__name__)
 
 VersionListener = Callable[[int, int], Awaitable[None]]
@@ -26,88 +29,98 @@ class Policy:
     """Knows the version being served. One task runs `follow`, one `watch`; others wait on `next_update`, a future that
     is done when another version is served, and then replaced by a new one.
 
-    A version is a whole model, or a LoRA adapter of `model_dir`, which then has to be served below it."""
+    Each request goes to the server with the fewest completions under way: all samples of a prompt to the same one,
+    which then computes the prompt once."""
 
     def __init__(
-        self, client: PolicyServer, model_dir: Path, weights_folder: Path, version: int, run_log: RunLog
+        self,
+        servers: Sequence[PolicyServer],
+        model_dir: Path,
+        weights_folder: Path,
+        version: int,
+        run_log: RunLog,
     ) -> None:
-        self.client = client
         self.model_dir = model_dir
         self.weights_folder = weights_folder
         self.version = version
         self.run_log = run_log
+        self.num_moved = 0  # requests that another server was asked for
         loop = asyncio.get_running_loop()
         self.next_update: asyncio.Future[int] = loop.create_future()
+        self.replicas: list[Replica] = []
+        self._keepers: dict[Replica, asyncio.Task[None]] = {}
         self._path = model_dir  # of the version being served
-        self._serves_base = False
-        self._loading = asyncio.Lock()
+        self._is_loaded = asyncio.Event()  # the first version
         self._lost: asyncio.Future[None] = loop.create_future()
+        for server in servers:
+            self.add(server)
+
+    @property
+    def num_present(self) -> int:
+        return sum(replica.is_present for replica in self.replicas)
+
+    def add(self, server: PolicyServer, *, is_present: bool = True) -> None:
+        replica = Replica(server, self.model_dir, (self._path, self.version), self.run_log)
+        replica.is_present = is_present
+        server.on_trouble = partial(self._on_trouble, replica)
+        self.replicas.append(replica)
+        self._keepers[replica] = asyncio.ensure_future(self._keep(replica))
+
+    def remove(self, server: PolicyServer) -> None:
+        """It is asked for nothing more; what it was asked for may end."""
+        for replica in [replica for replica in self.replicas if replica.server is server]:
+            self.replicas.remove(replica)
+            self._keepers.pop(replica).cancel()
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
-        """`sampling.n` completions of one prompt. A server that has gone away is waited for."""
+        """`sampling.n` completions of one prompt. If all servers have gone away, they are waited for."""
         try:
             while True:
-                if self.client.instance is None:
-                    await self._restore()
+                replica = min(self.replicas, key=lambda one: (not one.is_present, one.num_open))
                 try:
-                    return await self.client.generate(prompt_ids, sampling)
-                except InstanceChanged:
-                    continue
+                    return await replica.generate(prompt_ids, sampling)
+                except Moved:
+                    pass
+                except ServerGone:
+                    if not self._has_others(replica):
+                        raise
+                self.num_moved += 1
         except ServerLost as error:
-            if not self._lost.done():
-                self._lost.set_exception(error)
+            self._lose(error)
             # It is no failure of one group: the run ends, and this with it.
             return await asyncio.get_running_loop().create_future()
 
     async def watch(self) -> None:
         """Raises ServerLost as soon as a call of `generate` has met it. Run this as a task."""
-        await asyncio.shield(self._lost)
+        try:
+            await asyncio.shield(self._lost)
+        finally:
+            for keeper in self._keepers.values():
+                keeper.cancel()
 
     async def load(self, path: Path, version: int) -> None:
-        async with self._loading:
-            await self._load(path, version)
+        """Returns when every server that is there serves it; those that are away get it when they return."""
+        present = [replica for replica in self.replicas if replica.is_present]
+        for replica in self.replicas:
+            if replica not in present:
+                replica.wanted = (path, version)
+        loading = {asyncio.ensure_future(replica.load(path, version)): replica for replica in present}
+        try:
+            while pending := [task for task, replica in loading.items() if not task.done() and replica.is_present]:
+                await asyncio.wait(pending, timeout=LOADING_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in loading:
+                if task.done():
+                    task.result()
+        finally:
+            for task in loading:
+                task.cancel()
         self.version, self._path = version, path
+        self._is_loaded.set()
         self.next_update.set_result(version)
         self.next_update = asyncio.get_running_loop().create_future()
 
-    async def _restore(self) -> None:
-        """After the server was started again: have it serve what it served before."""
-        async with self._loading:
-            if self.client.instance is not None:
-                return  # another task has done it
-            try:
-                await self._load(self._path, self.version)
-            except InferenceError as error:
-                raise ServerLost(f"the restarted server cannot serve this run: {error}") from error
-            logger.info("the server was restarted; it serves version %d", self.version)
-            self.run_log.event("server_restored", version=self.version, instance=self.client.instance)
-
-    async def _load(self, path: Path, version: int) -> None:
-        while True:
-            try:
-                if self.client.instance is None:
-                    await self.client.meet()
-                    self._serves_base = False
-                await self._give(path, version)
-            except InstanceChanged:
-                continue
-            self.client.adopt()
-            return
-
-    async def _give(self, path: Path, version: int) -> None:
-        if is_adapter(path):
-            if not self._serves_base:
-                await self._serve(self.model_dir, 0)
-            await self.client.load_adapter(path, version)
-        else:
-            await self._serve(path, version)
-
-    async def _serve(self, path: Path, version: int) -> None:
-        await self.client.update_weights(path, version)
-        self._serves_base = path == self.model_dir
-
     async def follow(self, last_version: int, on_update: VersionListener) -> None:
-        """Hand each new version to the server as it appears, until `last_version` is served.
+        """Hand each new version to the servers as it appears, until `last_version` is served.
 
         `on_update(old, new)` runs before the next version is looked for: an evaluation started there
         meets one version only.
@@ -129,6 +142,43 @@ class Policy:
                     raise
                 continue
             await on_update(previous, newest)
+
+    def _on_trouble(self, replica: Replica) -> None:
+        """A server does not answer. If there are others, they take over; the last one is waited for."""
+        if self._has_others(replica):
+            if replica.is_present:
+                logger.warning("%s is away; %d servers are left", replica.server.base_url, self.num_present - 1)
+                self.run_log.event("server_away", server=replica.server.base_url)
+            replica.leave()
+
+    def _has_others(self, replica: Replica) -> bool:
+        return any(other.is_present for other in self.replicas if other is not replica)
+
+    async def _keep(self, replica: Replica) -> None:
+        """Notice that a server has gone away, and bring it back when it returns."""
+        await self._is_loaded.wait()
+        while True:
+            if replica.is_present:
+                await replica.keep()
+                self._on_trouble(replica)
+                continue
+            try:
+                await replica.bring_back()
+            except ServerGone:
+                continue  # again
+            except ServerLost as error:
+                self._lose(error)
+                return
+            except InferenceError as error:
+                logger.warning("%s cannot take part: %s", replica.server.base_url, error)
+                await asyncio.sleep(1.0)
+                continue
+            logger.info("%s takes part with version %d", replica.server.base_url, replica.wanted[1])
+            self.run_log.event("server_joined", server=replica.server.base_url, version=replica.wanted[1])
+
+    def _lose(self, error: ServerLost) -> None:
+        if not self._lost.done():
+            self._lost.set_exception(error)
 
 
 def last_change(folder: Path) -> int:

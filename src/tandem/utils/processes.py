@@ -100,6 +100,11 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
+def usable_cores() -> int:
+    """That this process may run on. macOS tells only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_first_rank() -> bool:
     """Of the processes that torchrun started, the one that writes what is there once; true without torchrun."""
     return os.environ.get("RANK", "0") == "0"

@@ -2,9 +2,12 @@
 
 import pytest
 
+from tandem.config.base import load_config
 from tandem.config.inference import InferenceConfig, ServerConfig
 from tandem.config.orchestrator import ClientConfig
+from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.sglang import SGLangConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.utils.errors import UserError
 
@@ -117,6 +120,16 @@ def test_deterministic_with_staleness(refusal, rl_toml) -> None:
     assert "deterministic = true needs max_staleness = 0, not 2" in message
 
 
+def test_a_wait_for_the_server_that_another_wait_would_cut_short(refusal, rl_toml) -> None:
+    """The default is no such wish: it gives way."""
+    message = refusal("@", rl_toml, "--orchestrator.client.outage-timeout-s", "3600")
+    assert "client.outage_timeout_s = 3600 is longer than weights_timeout_s = 1800" in message
+    assert message.endswith("give weights_timeout_s at least 3600")
+    enough = ("--orchestrator.client.outage-timeout-s", "3600", "--orchestrator.weights-timeout-s", "3600")
+    for options in (enough, ("--orchestrator.weights-timeout-s", "60")):
+        load_config(RLConfig, ["@", rl_toml, *options])
+
+
 def test_max_tokens_that_leave_no_room_for_a_prompt(refusal, rl_toml) -> None:
     message = refusal("@", rl_toml, "--orchestrator.sampling.max-tokens", "64")
     assert "sampling.max_tokens = 64 leaves no room for a prompt in seq_len = 64" in message
@@ -172,7 +185,9 @@ def test_keys_that_contradict_each_other(refusal, rl_toml) -> None:
     assert "one" not in message.replace("one of", "") and "two" not in message
 
 
-@pytest.mark.parametrize(("config", "option"), [(ServerConfig, "server"), (ClientConfig, "client")])
+@pytest.mark.parametrize(
+    ("config", "option"), [(ServerConfig, "server"), (ClientConfig, "client"), (SGLangConfig, "sglang")]
+)
 def test_an_api_key_variable_that_is_not_set(monkeypatch, config, option) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(UserError, match=rf"{option}\.api_key_var = 'NO_SUCH_KEY' names an environment variable"):

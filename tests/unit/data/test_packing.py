@@ -30,9 +30,9 @@ def make(prompt: int, num_prompt: int, completion: list[int], mask: list[int], n
 
 
 def divide_all(
-    batch: PackedBatch, num_ranks: int, bound: int, groups: NDArray[np.int64] | None = None
+    batch: PackedBatch, world_size: int, bound: int, groups: NDArray[np.int64] | None = None
 ) -> list[list[PackedBatch]]:
-    return [divide(batch, rank, num_ranks, bound, groups) for rank in range(num_ranks)]
+    return [divide(batch, rank, world_size, bound, groups) for rank in range(world_size)]
 
 
 def unpack(batch: PackedBatch) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
@@ -142,10 +142,10 @@ def test_some_sequences_are_taken_whole_and_nothing_else(cases, data) -> None:
 
 @settings(max_examples=80)
 @given(shapes, st.integers(1, 4), st.integers(14, 60))
-def test_ranks_get_every_sequence_once_and_as_many_micro_batches(cases, num_ranks: int, bound: int) -> None:
+def test_ranks_get_every_sequence_once_and_as_many_micro_batches(cases, world_size: int, bound: int) -> None:
     samples = samples_of(cases)
-    ranks = divide_all(pack(samples), num_ranks, bound)
-    assert len(ranks) == num_ranks
+    ranks = divide_all(pack(samples), world_size, bound)
+    assert len(ranks) == world_size
     assert len({len(micro_batches) for micro_batches in ranks}) == 1
     parts = [part for micro_batches in ranks for part in micro_batches]
     assert all(part.num_tokens <= bound for part in parts)
@@ -155,10 +155,10 @@ def test_ranks_get_every_sequence_once_and_as_many_micro_batches(cases, num_rank
 
 @settings(max_examples=50)
 @given(shapes, st.integers(1, 3))
-def test_groups_stay_together(cases, num_ranks: int) -> None:
+def test_groups_stay_together(cases, world_size: int) -> None:
     samples = samples_of(cases * 2)
     groups = np.arange(len(samples)) // 2
-    for micro_batches in divide_all(pack(samples), num_ranks, 60, groups):
+    for micro_batches in divide_all(pack(samples), world_size, 60, groups):
         for part in micro_batches:
             marks = {int(entry[2]["advantages"][0]) // 1000 - 1 for entry in unpack(part)}
             assert all((number ^ 1) in marks for number in marks)
@@ -189,6 +189,21 @@ def test_one_group_is_cut_for_several_ranks() -> None:
     """Four completions of one prompt on two ranks: two each, the prompt on both."""
     ranks = divide_all(pack([sample(number, 3, 4, prompt=7) for number in range(4)]), 2, 100)
     assert [[part.segment_lengths.tolist() for part in micro_batches] for micro_batches in ranks] == [[[3, 4, 4]]] * 2
+
+
+def test_a_completion_that_came_twice_is_computed_on_one_rank() -> None:
+    """However long it is beside what each of two ranks should compute."""
+    twins = [make(7, 10, [8, 9, 8, 9], [1] * 4, number) for number in range(2)]
+    ranks = divide_all(pack([*twins, make(7, 10, [50, 51, 52, 53], [1] * 4, 2)]), 2, 100)
+    assert [[part.num_tokens for part in micro_batches] for micro_batches in ranks] == [[14], [14]]
+    assert sorted(part.num_sequences for micro_batches in ranks for part in micro_batches) == [1, 2]
+
+
+def test_micro_batches_are_filled_to_the_bound() -> None:
+    """Sequences of 7, 7, 3 and 3 tokens in micro-batches of 10: two, with no room left."""
+    lengths = [(2, 5), (1, 2), (2, 5), (1, 2)]
+    samples = [sample(number, *shape, prompt=10 * number) for number, shape in enumerate(lengths)]
+    assert [part.num_tokens for part in divide(pack(samples), 0, 1, 10)] == [10, 10]
 
 
 @settings(max_examples=40)

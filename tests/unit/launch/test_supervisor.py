@@ -145,6 +145,12 @@ pathlib.Path(sys.argv[1], "left").write_text(str(child.pid))
     wait_until(lambda: not is_running(int((tmp_path / "left").read_text())))
 
 
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For processes that will not end however long they are given."""
+    monkeypatch.setattr("tandem.launch.supervisor.GRACE_S", 0.5)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everybody_and_is_told(make_process, number: signal.Signals) -> None:
     supervisor = Supervisor([make_process("inference", SERVE), make_process("trainer", SERVE)])
@@ -194,7 +200,7 @@ def test_the_trainer_saves_before_a_signal_ends_the_run(make_process, tmp_path: 
     assert_all_ended(supervisor)
 
 
-def test_a_second_signal_ends_the_run_at_once(make_process, tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_run_at_once(make_process, tmp_path: Path, short_grace: None) -> None:
     slow = SAVE.replace("time.sleep(float", "time.sleep(600) or (float")
     supervisor = Supervisor([make_process("trainer", slow)], save_timeout_s=600)
     sending = signals_when_ready(tmp_path, signal.SIGINT, signal.SIGINT, apart_s=1.2)
@@ -206,7 +212,8 @@ def test_a_second_signal_ends_the_run_at_once(make_process, tmp_path: Path) -> N
 
 
 def test_signals_during_the_clean_up_do_not_stop_it(make_process, tmp_path: Path, monkeypatch) -> None:
-    """Of somebody who keeps pressing Ctrl-C while processes are being ended."""
+    """Of somebody who keeps pressing Ctrl-C while processes are being ended: none counts as the second one."""
+    monkeypatch.setattr("tandem.launch.supervisor.REPEATED_WITHIN_S", 0.0)
     supervisor = Supervisor([make_process("trainer", SERVE), make_process("inference", SERVE)])
     stop = supervisor.stop
 
@@ -226,7 +233,7 @@ def fail() -> None:
     raise RuntimeError("the view fails")
 
 
-def test_a_save_that_takes_too_long_is_given_up(make_process, tmp_path: Path, caplog) -> None:
+def test_a_save_that_takes_too_long_is_given_up(make_process, tmp_path: Path, caplog, short_grace: None) -> None:
     slow = SAVE.replace("time.sleep(float", "time.sleep(600) or (float")
     supervisor = Supervisor([make_process("trainer", slow)], save_timeout_s=0.5)
     sending = signals_when_ready(tmp_path, signal.SIGTERM)

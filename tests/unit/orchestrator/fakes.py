@@ -1,7 +1,7 @@
 """A server, an environment and a policy that satisfy the protocols of the orchestrator (orchestrator/protocols.py)."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ class FakeServer:
     """Completion number i of a group has i + 1 tokens, of the version that was loaded last."""
 
     base_url = "http://127.0.0.1:1"
-    run = "wired-1"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.on_trouble: Callable[[], None] = lambda: None
         self.tokenizer = tokenizer
         self.loaded: list[tuple[str, int]] = []
         self.requests: list[dict[str, Any]] = []
@@ -26,6 +26,12 @@ class FakeServer:
         self.lost_after: int | None = None  # requests
 
     async def wait_until_ready(self) -> None:
+        pass
+
+    async def is_well(self) -> bool:
+        return True
+
+    async def close(self) -> None:
         pass
 
     async def meet(self) -> None:

@@ -108,7 +108,7 @@ def with_client(
     url = server if isinstance(server, str) else server.url
 
     async def run() -> Any:
-        client = InferenceClient(ClientConfig(base_url=url, **options), RUN)
+        client = InferenceClient(ClientConfig(base_url=url, **options), RUN, url)
         if adopted:
             client._met, client._owns, client._versions = "first", True, {7}
             client.adopt()

@@ -10,6 +10,7 @@ from tests.unit.orchestrator.fakes import FakeEnvironment, FakePolicy
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.tasks import Prompts
 
 
@@ -19,7 +20,7 @@ def make_orchestrator(root: Path, timeout_s: float) -> Orchestrator:
     unused: Any = None
     environment = FakeEnvironment(rewards=[])
     prompts = Prompts([array("I")] * len(environment.train_tasks), [array("I")] * len(environment.eval_tasks))
-    return Orchestrator(config, environment, prompts, unused, unused, unused, None)
+    return Orchestrator(config, environment, prompts, unused, ServerPool([], unused), "run-1", unused, None)
 
 
 def wait(root: Path, version: int, evaluating: bool) -> None:

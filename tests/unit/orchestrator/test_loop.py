@@ -15,6 +15,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
@@ -23,6 +24,8 @@ from tandem.types.rollout import SamplingOptions, Task, TrainBatch
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir, step_name
+
+RUN = "wired-1"
 
 
 class Run:
@@ -54,8 +57,9 @@ class Run:
             trainer = asyncio.ensure_future(self._train(first))
             forwarder = MetricsForwarder(self.dir.metrics, [])
             prompts = encode_prompts(self.environment, self.tokenizer, self.config)
+            servers = ServerPool([self.server.base_url], lambda url: self.server)
             loop = Orchestrator(
-                self.config, self.environment, prompts, self.tokenizer, self.server, forwarder, resumed_from
+                self.config, self.environment, prompts, self.tokenizer, servers, RUN, forwarder, resumed_from
             )
             try:
                 await asyncio.wait_for(loop.run(), 60)

@@ -20,7 +20,9 @@ BASE = Path("models/base")
 class FakeClient:
     """A client and the server behind it, which `restart` starts again."""
 
-    def __init__(self) -> None:
+    def __init__(self, base_url: str = "http://127.0.0.1:1") -> None:
+        self.base_url = base_url
+        self.on_trouble: Callable[[], None] = lambda: None
         self.loaded: list[tuple[str, int]] = []
         self.instance: str | None = None
         self.num_starts = 1
@@ -31,6 +33,9 @@ class FakeClient:
     def restart(self) -> None:
         self.num_starts += 1
         self.loaded.clear()
+
+    async def is_well(self) -> bool:
+        return True
 
     async def meet(self) -> None:
         await asyncio.sleep(0)
@@ -65,7 +70,7 @@ class FakeClient:
 
 
 def make_policy(client: FakeClient, folder: Path, version: int = 0) -> Policy:
-    return Policy(client, BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))
+    return Policy([client], BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))
 
 
 async def generate(policy: Policy, token: int = 1) -> Completion:
@@ -212,6 +217,21 @@ def test_a_run_resumed_at_an_adapter_first_puts_its_model_below(tmp_path: Path) 
     assert client.loaded == [("base", 0), ("adapter step_000003", 3)]
 
 
+def test_an_adapter_is_put_over_the_base_when_a_whole_model_was_served_before(tmp_path: Path) -> None:
+    """Over the weights of version 1 it would be another policy than the one that is trained."""
+    client = FakeClient()
+    publish(tmp_path, 1)
+    publish(tmp_path, 2, adapter=True)
+
+    async def run() -> None:
+        policy = make_policy(client, tmp_path)
+        for version in (1, 2):
+            await policy.load(tmp_path / step_name(version), version)
+
+    asyncio.run(run())
+    assert client.loaded == [("step_000001", 1), ("base", 0), ("adapter step_000002", 2)]
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_server_that_was_started_again_is_given_its_version_before_anything_else(
     tmp_path: Path, adapter: bool
@@ -314,7 +334,7 @@ def test_a_new_server_that_refuses_the_weights_is_no_matter_of_one_group(tmp_pat
     async def run() -> None:
         policy = make_policy(client, tmp_path)
         await policy.load(BASE, 0)
-        policy.version = 1
+        policy.replicas[0].wanted = (BASE, 1)
         client.restart()
         generating = asyncio.ensure_future(generate(policy))
         with pytest.raises(ServerLost, match=r"restarted server cannot serve this run: .*checksum"):

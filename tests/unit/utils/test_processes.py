@@ -19,6 +19,7 @@ from tandem.utils.processes import (
     process_state,
     run_entrypoint,
     start_time,
+    usable_cores,
 )
 
 
@@ -91,3 +92,11 @@ def test_a_process_whose_supervisor_is_gone_does_not_start(monkeypatch: pytest.M
     monkeypatch.setattr("ctypes.CDLL", lambda _name: type("Libc", (), {"prctl": staticmethod(lambda *_: 0)}))
     with pytest.raises(SystemExit, match="the supervisor is gone"):
         die_with_supervisor()
+
+
+def test_cores_are_counted_where_nobody_says_which_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS does not."""
+    assert usable_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert usable_cores() == 6

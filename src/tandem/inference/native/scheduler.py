@@ -250,6 +250,8 @@ class Scheduler:
         candidates = group.samples[:num_free]
         if self.closed:
             candidates = [sample for sample in candidates if sample.has_begun]
+        if not candidates:
+            return 0
         shared = len(group.request.prompt) // self.blocks.block_size
         if self.isolate:
             own = self.blocks.blocks_for(group.request.max_length) - shared

@@ -1,5 +1,8 @@
-"""How much memory the KV cache gets."""
+"""What an engine is built of: how much memory the KV cache gets, and what has to be imported for it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,3 +64,25 @@ def test_no_more_blocks_than_the_rows_can_fill_and_at_least_one_sequence() -> No
     assert cache_blocks(config, SPEC, 2, 25 * BLOCK_BYTES) == 25
     with pytest.raises(UserError, match="gpu_memory_utilization"):
         cache_blocks(config, SPEC, 2, 9 * BLOCK_BYTES)
+
+
+PROBE = """
+import sys, torch
+from pathlib import Path
+from tandem.config.inference import InferenceConfig
+from tandem.inference.native.build import build_engine
+from tandem.models.runtime import setup_torch
+setup_torch(threads=1, seed=0, deterministic=True)
+assert torch.are_deterministic_algorithms_enabled()
+config = InferenceConfig.model_validate({"model": {"name": Path(sys.argv[1])}, "seq_len": 64, "device": "cpu"})
+build_engine(config, [], lambda: None, print)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_server_on_a_cpu_starts_without_the_compiler(tiny_model: Path) -> None:
+    """Little things import it (a weight drawn on the meta device), and that takes as long as all the rest."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", PROBE, str(tiny_model)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

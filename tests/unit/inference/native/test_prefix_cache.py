@@ -94,6 +94,17 @@ def test_a_later_request_computes_only_what_is_new(make_engine: Callable[..., Na
     assert engine.stats.cached_prompt_tokens == 16 + 8 + 12
 
 
+def test_log_probs_of_a_prompt_are_whole_though_it_is_cached(make_engine: Callable[..., NativeEngine]) -> None:
+    engine = make_engine()
+    asked = GenerationRequest(prompt_of(18), GREEDY, prompt_logprobs=0)
+    first = result_of(engine, asked)
+    again = result_of(engine, asked)
+    assert first.prompt_logprobs is not None and again.prompt_logprobs is not None
+    assert [entry.token_id for entry in again.prompt_logprobs] == asked.prompt_ids[1:]
+    expected = [entry.logprob for entry in first.prompt_logprobs]
+    assert [entry.logprob for entry in again.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
+
+
 def test_the_next_turn_shares_what_was_generated(make_engine: Callable[..., NativeEngine]) -> None:
     engine = make_engine()
     prompt = prompt_of(6)

@@ -166,3 +166,10 @@ def test_adjusted_logits_decide_the_draw_and_leave_the_logprob() -> None:
         drawn = sample(torch.tensor([LOGITS] * 50), rows(50, temperature), adjusted)
         assert set(drawn.tokens.tolist()) == {0}
         assert drawn.logprobs == pytest.approx(np.log(0.125), abs=1e-6)
+
+
+def test_top_logprobs_are_those_of_the_model_whatever_the_logits_were_adjusted_to() -> None:
+    adjusted = torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]])
+    drawn = sample(torch.tensor([LOGITS]), rows(1, num_top=2), adjusted)
+    assert drawn.top_tokens.tolist() == [[2, 1]]
+    assert drawn.top_logprobs == pytest.approx(np.log([[0.5, 0.25]]), abs=1e-6)

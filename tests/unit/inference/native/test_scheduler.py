@@ -1,5 +1,7 @@
 """Admission, chunking, forking and preemption, without a model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -113,6 +115,61 @@ def test_a_requeued_group_shares_its_prompt_again() -> None:
     # The prompt once, then the three generated tokens of each sample.
     assert step(scheduler) == [[(0, 10)]]
     assert step(scheduler) == [[(0, 3)] * 3]
+
+
+def test_prompts_are_computed_in_the_order_they_came() -> None:
+    """Of 5 tokens a step, the first prompt takes its 4; the second one gets what is left."""
+    scheduler = make_scheduler(tokens_per_step=5)
+    add(scheduler, make_request(0, prompt_length=4, max_tokens=1))
+    add(scheduler, make_request(1, prompt_length=7, max_tokens=1))
+    assert step(scheduler) == [[(0, 4), (1, 1)]]
+    assert step(scheduler) == [[(1, 5)]]
+
+
+def test_sequences_that_begin_alike_lie_side_by_side() -> None:
+    """Attention reads their common beginning once for those that are neighbours."""
+    scheduler = make_scheduler()
+    for request_id in (0, 1, 2, 3):
+        add(scheduler, replace(make_request(request_id % 2, prompt_length=9, max_tokens=8), id=request_id))
+        step(scheduler)
+    [decoded] = step(scheduler)
+    prompts = [request_id % 2 for request_id, _ in decoded]
+    assert prompts in ([0, 0, 1, 1], [1, 1, 0, 0])
+
+
+def test_samples_that_lose_their_rows_wait_in_order_before_those_that_have_not_begun() -> None:
+    scheduler = make_scheduler(slots=3)
+    add(scheduler, make_request(0, prompt_length=6, max_tokens=5, n=5))
+    step(scheduler)
+    scheduler.requeue_all()
+    [group] = scheduler.queue
+    assert [(sample.index, sample.has_begun) for sample in group.samples] == [
+        (0, True),
+        (1, True),
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_while_closed_only_what_has_begun_goes_on(isolate: bool) -> None:
+    """New weights wait for the running sequences; whatever began meanwhile would be of the old ones."""
+    scheduler = make_scheduler(slots=4, isolate=isolate)
+    begun, late = make_request(0, prompt_length=6, max_tokens=4, n=2), make_request(1, prompt_length=3, max_tokens=2)
+    add(scheduler, begun)
+    step(scheduler)
+    scheduler.requeue_all()
+    scheduler.closed = True
+    add(scheduler, late)
+    while scheduler.has_begun:
+        step(scheduler)
+    assert None not in begun.results
+    step(scheduler)
+    assert [group.request for group in scheduler.queue] == [late] and late.results == [None]
+    scheduler.closed = False
+    step(scheduler)
+    assert not scheduler.queue
 
 
 @settings(max_examples=80, deadline=None)

@@ -66,6 +66,18 @@ def test_the_gradients_of_chunks_are_added_up_in_float32(monkeypatch) -> None:
     assert weight.grad is not None and weight.grad.flatten().tolist() == [200.0, -200.0]
 
 
-def test_the_entropy_carries_no_gradient(case) -> None:
+def test_the_entropy_carries_no_gradient_unless_asked(case) -> None:
     hidden, weight, labels = case
     assert not token_logprobs(hidden.requires_grad_(), weight, labels, 1.0)[1].requires_grad
+
+
+@pytest.mark.parametrize("rows", [4, 11])
+def test_the_gradient_of_the_entropy_is_that_of_the_plain_softmax(case, monkeypatch, rows: int) -> None:
+    """An entropy bonus learns from it, in chunks or not."""
+    monkeypatch.setattr(logprobs_module, "MAX_LOGITS", rows * 13)
+    hidden, weight, labels = case[0].requires_grad_(), case[1].requires_grad_(), case[2]
+    distribution = torch.log_softmax(hidden @ weight.T / 0.8, dim=-1)
+    expected = torch.autograd.grad(-(distribution.exp() * distribution).sum(), (hidden, weight))
+    _, entropy = token_logprobs(hidden, weight, labels, 0.8, entropy_gradient=True)
+    for found, plain in zip(torch.autograd.grad(entropy.sum(), (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(found, plain)

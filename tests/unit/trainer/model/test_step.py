@@ -119,6 +119,23 @@ def test_metrics_are_averages_over_tokens(make_stepper, make_samples, take_step)
     assert stats["grad_norm"] > 0
 
 
+def test_the_entropy_is_that_of_a_token_whatever_the_loss_is_divided_by(make_stepper, make_samples) -> None:
+    """Losses are divided by tokens, sequences or a constant, and rollouts without advantage are not computed."""
+    stepper, batch = make_stepper(), pack(make_samples(7))
+    loss = micro_batch_loss(LossConfig(), make_policy_loss(LossConfig()))
+    stats = stepper.step([batch], loss, denominator=10.0 * batch.num_loss_tokens)
+    assert stats["entropy"] == pytest.approx(math.log(102), rel=0.02)
+
+
+def test_a_step_learns_from_its_own_batch_only(make_stepper, make_samples, take_step) -> None:
+    """What was computed before, here without moving the model, leaves nothing in the gradient."""
+    stepper = make_stepper()
+    plain_sgd(stepper, 0.0)
+    take_step(stepper, make_samples(8))
+    again = take_step(stepper, make_samples(9))["grad_norm"]
+    assert again == pytest.approx(take_step(make_stepper(), make_samples(9))["grad_norm"], rel=1e-5)
+
+
 def test_the_gradient_norm_is_clipped(make_stepper, make_samples, take_step) -> None:
     """With plain SGD of rate 1 the update is the gradient: as long as the bound, and no longer."""
     stepper = make_stepper()

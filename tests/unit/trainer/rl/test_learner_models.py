@@ -388,6 +388,21 @@ class RecordingStepper:
         return StepMetrics({"loss": 0.0})
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_rollout_without_advantage_is_computed_where_the_loss_learns_from_it(models, samples, kl_coef: float) -> None:
+    """Its policy gradient is zero; a KL term pulls at it all the same."""
+
+    def computed(samples: list[TrainingSequence]) -> list[list[int]]:
+        stepper = RecordingStepper()
+        learner = Learner(settings(models, {"kl": {"coef": kl_coef}}), stepper, {})  # type: ignore[arg-type]
+        learner.learn(train_batch(samples))
+        return stepper.updates
+
+    first, *others = samples
+    silent = replace(first, streams={**first.streams, "advantages": [0.0] * len(first.token_ids)})
+    assert computed([silent, *others]) == computed(samples if kl_coef else others)
+
+
 def test_a_batch_is_cut_into_updates_by_its_step(models, samples) -> None:
     """Alike when the step is repeated, otherwise in the next one."""
     config = settings(models, {"type": "reinforce"}, updates_per_batch=2)

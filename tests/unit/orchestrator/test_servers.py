@@ -1,0 +1,304 @@
+"""Several servers behind one policy: who is asked, who gets which weights, and what happens when one goes away."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.config.orchestrator import ClientConfig, read_servers
+from tandem.orchestrator import replica as replica_module
+from tandem.orchestrator import servers as servers_module
+from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
+from tandem.orchestrator.servers import ServerPool
+from tandem.orchestrator.weight_sync import Policy
+from tandem.types.rollout import Completion, SamplingRequest
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json_lines
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir
+
+BASE = Path("models/base")
+
+
+class Machine:
+    """A client with the server behind it. `down`: it answers nothing. `slow`: requests wait until it is set."""
+
+    def __init__(self, url: str) -> None:
+        self.base_url = url
+        self.on_trouble: Callable[[], None] = lambda: None
+        self.instance: str | None = None
+        self.versions: list[int] = []  # that were loaded, in all its lives
+        self.asked: list[list[int]] = []
+        self.answered = 0
+        self.down = False
+        self.slow = asyncio.Event()
+        self.slow.set()
+        self.gives_up = False
+        self.refuses: set[int] = set()
+
+    async def wait_until_ready(self) -> None:
+        while self.down:
+            if self.gives_up:
+                raise TimeoutError(f"no server at {self.base_url}")
+            await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        pass
+
+    async def is_well(self) -> bool:
+        return not self.down
+
+    async def meet(self) -> None:
+        await self._answer()
+
+    def adopt(self) -> None:
+        self.instance = "only"
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        await self._answer()
+        if version in self.refuses:
+            raise InferenceError(f"version {version} does not match its checksum")
+        self.versions.append(version)
+
+    async def load_adapter(self, path: Path, version: int) -> None:
+        raise AssertionError("whole models only")
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        self.asked.append(prompt_ids)
+        await self.slow.wait()
+        await self._answer()
+        self.answered += 1
+        return [Completion(prompt_ids, [0.0], [self.versions[-1]], "stop")] * sampling.n
+
+    async def _answer(self) -> None:
+        """As the client does it: while the server is not well, it is looked for."""
+        await asyncio.sleep(0)
+        while self.down:
+            self.on_trouble()
+            if self.gives_up:
+                raise ServerGone(f"waited for {self.base_url}")
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(servers_module, "POLL_S", 0.005)
+    monkeypatch.setattr(servers_module, "GRACE_S", 0.05)
+
+
+def run_with(root: Path, count: int, body: Callable[[Policy, list[Machine]], Awaitable[None]]) -> None:
+    async def run() -> None:
+        machines = [Machine(f"http://host{number}:8000") for number in range(count)]
+        policy = Policy(machines, BASE, root, 0, RunLog(RunDir(root), "orchestrator"))
+        await policy.load(BASE, 0)
+        watching = asyncio.ensure_future(policy.watch())
+        try:
+            await asyncio.wait_for(body(policy, machines), 30)
+        finally:
+            watching.cancel()
+
+    asyncio.run(run())
+
+
+async def ask(policy: Policy, token: int = 1, n: int = 1) -> list[Completion]:
+    return await policy.generate([token], SamplingRequest(n, 1, temperature=1.0, seed=0))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def events(root: Path) -> list[str]:
+    return [event["event"] for event in read_json_lines(root / "events.jsonl")]
+
+
+def test_requests_go_where_the_fewest_completions_are_under_way(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        for machine in machines:
+            machine.slow.clear()
+        waiting = [asyncio.ensure_future(ask(policy, token, n)) for token, n in enumerate([8, 2, 2, 2, 2, 4])]
+        await asyncio.sleep(0.01)
+        assert [machine.asked for machine in machines] == [[[0], [5]], [[1], [2], [3], [4]]]
+        for machine in machines:
+            machine.slow.set()
+        assert [len(completions) for completions in await asyncio.gather(*waiting)] == [8, 2, 2, 2, 2, 4]
+
+    run_with(tmp_path, 2, body)
+
+
+def test_every_server_gets_every_version_before_it_counts(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        await policy.load(tmp_path, 1)
+        assert [machine.versions for machine in machines] == [[0, 1]] * 3
+        assert policy.version == 1
+
+    run_with(tmp_path, 3, body)
+
+
+def test_the_work_of_a_server_that_goes_away_is_done_by_others_and_it_returns_with_the_newest_version(
+    tmp_path: Path,
+) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        first, second = machines
+        first.slow.clear()
+        second.slow.clear()
+        waiting = [asyncio.ensure_future(ask(policy, token)) for token in range(10)]
+        await asyncio.sleep(0.01)
+        first.down = True
+        first.slow.set()
+        second.slow.set()
+        answers = await asyncio.gather(*waiting)
+        assert [completion.token_ids for [completion] in answers] == [[token] for token in range(10)]
+        assert (first.answered, second.answered, policy.num_moved) == (0, 10, 5)
+        await policy.load(tmp_path, 1)  # does not wait for the one that is away
+        assert (first.versions, second.versions, policy.num_present) == ([0], [0, 1], 1)
+        first.down = False
+        await until(lambda: policy.num_present == 2)
+        assert first.versions == [0, 1]
+        await asyncio.gather(*(ask(policy, token) for token in range(4)))
+        assert first.answered == 2
+
+    run_with(tmp_path, 2, body)
+    assert events(tmp_path) == ["server_away", "server_joined"]
+
+
+def test_a_server_that_only_stops_answering_is_noticed_by_looking(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        machines[0].slow.clear()
+        waiting = asyncio.ensure_future(ask(policy))
+        await until(lambda: bool(machines[0].asked))
+        machines[0].down = True  # the request hangs, without an error
+        await waiting
+        assert machines[1].answered == 1
+        machines[0].down = False
+        await until(lambda: policy.num_present == 2)
+        assert machines[0].versions == [0, 0], "it may have been started again: it is given its weights in any case"
+
+    run_with(tmp_path, 2, body)
+
+
+def test_the_last_server_is_waited_for_and_the_first_to_return_takes_over(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        for machine in machines:
+            machine.down = True
+        waiting = [asyncio.ensure_future(ask(policy, token)) for token in range(4)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting) and policy.num_present == 1
+        absent = next(one for one in policy.replicas if not one.is_present).server
+        absent.down = False  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.gather(*waiting)
+
+    run_with(tmp_path, 2, body)
+
+
+def test_the_run_ends_when_no_server_is_left_that_could_return(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        for machine in machines:
+            machine.down = machine.gives_up = True
+        waiting = [asyncio.ensure_future(ask(policy)) for _ in range(2)]
+        with pytest.raises(ServerLost, match="waited for http://host"):
+            await policy.watch()
+        for task in waiting:
+            task.cancel()
+
+    run_with(tmp_path, 2, body)
+
+
+def test_a_server_that_goes_away_while_it_loads_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        machines[1].down = True
+        await policy.load(tmp_path, 1)
+        assert machines[0].versions == [0, 1] and policy.version == 1
+        machines[1].down = False
+        await until(lambda: policy.num_present == 2)
+        assert machines[1].versions == [0, 1]
+
+    run_with(tmp_path, 2, body)
+
+
+def test_weights_that_one_server_refuses_are_an_error(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        machines[1].refuses = {1}
+        with pytest.raises(InferenceError, match="checksum"):
+            await policy.load(tmp_path, 1)
+
+    run_with(tmp_path, 2, body)
+
+
+def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
+    made: dict[str, Machine] = {}
+    path = tmp_path / "servers.txt"
+    path.write_text("http://a:1/v1  # the first\n\nhttp://b:1\n")
+
+    def connect(url: str) -> Machine:
+        made[url] = Machine(url)
+        return made[url]
+
+    async def run() -> None:
+        pool = ServerPool(read_servers(path), connect)
+        policy = Policy(list(pool), BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"))
+        await policy.load(BASE, 0)
+        following = asyncio.ensure_future(pool.follow_file(path, policy))
+        path.write_text("http://b:1\nhttp://c:1\n")
+        await until(lambda: policy.num_present == 2 and "http://c:1" in made)
+        await asyncio.gather(*(ask(policy, token) for token in range(4)))
+        assert Counter({url: machine.answered for url, machine in made.items()}) == {
+            "http://a:1": 0,
+            "http://b:1": 2,
+            "http://c:1": 2,
+        }
+        assert made["http://c:1"].versions == [0]
+        path.write_text("not an address\n")
+        await asyncio.sleep(0.02)
+        assert list(pool.by_url) == ["http://b:1", "http://c:1"]
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert events(tmp_path)[:2] == ["server_added", "server_removed"]
+
+
+def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path) -> None:
+    async def run() -> None:
+        pool = ServerPool(["http://a:1", "http://b:1", "http://c:1"], Machine)
+        first, second, third = (pool.by_url[url] for url in pool.by_url)
+        assert isinstance(second, Machine) and isinstance(third, Machine)
+        second.down = third.down = third.gives_up = True
+        assert await pool.wait_until_ready() == [first]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_without_any_server_the_start_ends_with_a_name(tmp_path: Path) -> None:
+    async def run() -> None:
+        pool = ServerPool(["http://a:1", "http://b:1"], Machine)
+        for server in pool:
+            assert isinstance(server, Machine)
+            server.down = server.gives_up = True
+        with pytest.raises(TimeoutError, match="no server at http://a:1"):
+            await pool.wait_until_ready()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_addresses_in_every_form() -> None:
+    urls = ["http://a:1", "http://b:2"]
+    assert ClientConfig(base_url="http://a:1/v1, http://b:2/").base_urls == urls
+    assert ClientConfig.model_validate({"base_url": ["http://a:1", "http://b:2/v1"]}).base_urls == urls
+    with pytest.raises(ValueError, match="names a server twice"):
+        ClientConfig(base_url="http://a:1,http://a:1/v1")
+    with pytest.raises(ValueError, match="'b:2' is not the address"):
+        ClientConfig(base_url="http://a:1,b:2")
+
+
+@pytest.mark.parametrize(("text", "message"), [("# none yet\n", "names no server"), ("host:8000", "not the address")])
+def test_a_file_that_names_no_server_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "servers.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        _ = ClientConfig(servers_file=path).base_urls
+    with pytest.raises(UserError, match="cannot be used"):
+        _ = ClientConfig(servers_file=tmp_path / "missing").base_urls
