@@ -15,6 +15,7 @@ from tandem.models.gpu import flex
 from tandem.trainer.build import load_trained
 from tandem.trainer.model.memory import DEFAULT, LEAST, MOST, tokens_per_microbatch
 from tandem.trainer.parallel.ranks import Ranks
+from tandem.transport.weights import filesystem
 from tandem.transport.weights.filesystem import WeightsPublisher
 
 pytestmark = pytest.mark.gpu
@@ -109,8 +110,12 @@ def test_micro_batches_take_the_memory_that_is_left(tiny_model: Path) -> None:
     torch.cuda.empty_cache()
 
 
-def test_weights_of_a_gpu_are_published_as_those_of_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("most_pinned_bytes", [0, filesystem.MOST_PINNED_BYTES])
+def test_weights_of_a_gpu_are_published_as_those_of_a_cpu(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_pinned_bytes: int
+) -> None:
     """Cast on the GPU, copied without waiting: twice, since the second time finds the memory of the first."""
+    monkeypatch.setattr(filesystem, "MOST_PINNED_BYTES", most_pinned_bytes)
     torch.manual_seed(0)
     for version in (1, 2):
         tensors = {f"w{i}": torch.randn(257, 31 + i) for i in range(20)}

@@ -40,6 +40,8 @@ SIDE_FILES = (
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # A model larger than this is written as several files: by several threads, and hashed and checked by several.
 FILE_BYTES = 2**28
+# PyTorch keeps pinned memory for the next time, and rounds it up: larger models leave the GPU by way of other memory.
+MOST_PINNED_BYTES = 2**33
 
 
 class WeightsPublisher:
@@ -167,14 +169,15 @@ def divide(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str,
 
 
 def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """In `dtype`. A GPU casts them itself, and copies them to pinned memory, all without being waited for."""
+    """In `dtype`. A GPU casts them itself, and copies them to pinned memory without being waited for one by one."""
+    fits = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize <= MOST_PINNED_BYTES
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         cast = tensor.detach().to(dtype).contiguous()
-        if cast.is_cuda:
-            pinned = torch.empty(cast.shape, dtype=dtype, pin_memory=True)
-            cast = pinned.copy_(cast, non_blocking=True)
-        copies[name] = cast
+        if cast.is_cuda and fits:
+            copies[name] = torch.empty(cast.shape, dtype=dtype, pin_memory=True).copy_(cast, non_blocking=True)
+        else:
+            copies[name] = cast.cpu()
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
     return copies
