@@ -5,6 +5,7 @@ new messages (data/dialogue.py). Where that cannot be, because the template rewr
 changed it, another training sequence begins.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +42,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self._call_format = choose_format(tokenizer)
+        # One prompt at each pass of the event loop: thousands may be asked for at once, and others wait for it too.
+        self.encoding = asyncio.Lock()
 
     def calls(self, tools: Sequence[dict[str, Any]] | None) -> CallFormat | None:
         if not tools:
@@ -67,7 +70,9 @@ class Conversation:
     async def chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, max_tokens: int | None
     ) -> dict[str, Any]:
-        thread = self._thread(messages, tools)
+        async with self.format.encoding:
+            await asyncio.sleep(0)
+            thread = self._thread(messages, tools)
         dialogue, number = thread.dialogue, self._num_turns
         self._num_turns += 1
         completion = await self._generate(dialogue, max_tokens, request_seed(self.sampling.seed, "turn", number))
