@@ -13,6 +13,7 @@ from tandem.config.orchestrator import EnvConfig, OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import Mixture, open_environments, try_environments
 from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts
 from tandem.transport.rollouts.filesystem import MARKER
 from tandem.transport.weights.manifest import write_manifest
@@ -82,7 +83,8 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
     async def run() -> None:
         prompts = encode_prompts(environment, tokenizer, options)
         forwarder = MetricsForwarder(run_dir.metrics, [])
-        loop = Orchestrator(options, environment, prompts, tokenizer, server, forwarder, None)
+        servers = ServerPool([server.base_url], lambda url: server)
+        loop = Orchestrator(options, environment, prompts, tokenizer, servers, "mixed-1", forwarder, None)
         trainer = asyncio.ensure_future(train())
         await asyncio.wait_for(loop.run(), 60)
         await trainer
