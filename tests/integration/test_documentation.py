@@ -21,6 +21,7 @@ from tandem.config.base import load_config
 from tandem.config.inference import InferenceConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.short_names import RL, spell_out
 from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
 from tandem.launch import preflight
@@ -170,7 +171,7 @@ def test_no_command_of_a_page_is_in_the_way_of_another(page: Path, after_demo: P
     for shown in commands_of(page):
         if shown.program not in ("rl", "sft", "align") or "--help" in shown.words or "--resume" in shown.words:
             continue
-        config = load_config(CONFIGS[shown.program], shown.arguments)
+        config = load_config(CONFIGS[shown.program], spell_out(shown.arguments, RL if shown.program == "rl" else {}))
         assert config.clean or str(config.output_dir) not in taken, f"{shown}: {config.output_dir} holds another run"
         taken |= set() if config.dry_run else {str(config.output_dir)}
 
