@@ -26,8 +26,7 @@ def own_run(config: OrchestratorConfig) -> None:
 
 def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
-    from tandem.envs.process import open_environment
-    from tandem.envs.trial import try_environment
+    from tandem.envs.mixture import open_environments, try_environments
     from tandem.orchestrator.advantages import try_advantages
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
@@ -46,9 +45,9 @@ def orchestrate(config: OrchestratorConfig) -> None:
     try_advantages(config.advantage, config.group_size)
 
     async def run() -> None:
-        async with open_environment(config.env) as environment:
+        async with open_environments(config) as environment:
             prompts = encode_prompts(environment, tokenizer, config)
-            await try_environment(environment, config.env)
+            await try_environments(environment, config)
             refuse_missing_trackers(config.metrics.report_to)
             step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
             resumed_from = OrchestratorState.load(run_dir, step) if step else None
