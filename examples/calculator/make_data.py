@@ -1,8 +1,9 @@
-"""Make the demonstrations of the warm-up: conversations with the calculator, of which only some are right.
+"""Make the demonstrations of the warm-up: additions, of which three in ten are done right.
 
 python examples/calculator/make_data.py models/calculator_sft.jsonl
 
-In two of three, a digit is wrong: of the expression that is worked out, or of the answer that is given.
+In half of them the answer is a guess, without the calculator. In two of ten a digit is wrong: of the expression that is
+worked out, or of the answer that is given.
 """
 
 import json
@@ -22,18 +23,22 @@ def with_wrong_digit(text: str, draw: random.Random) -> str:
 
 
 def demonstration(expression: str, draw: random.Random) -> dict:
-    mistake = draw.choice(["none", "expression", "answer"])
+    mistake = draw.choices(["guess", "expression", "answer", "none"], [5, 1, 1, 3])[0]
+    if mistake == "guess":
+        return conversation(expression, [{"role": "assistant", "content": str(draw.randint(0, 198))}])
     called = with_wrong_digit(expression, draw) if mistake == "expression" else expression
     result = str(sum(int(number) for number in called.split("+")))
-    answer = with_wrong_digit(result, draw) if mistake == "answer" else result
     call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": {"expression": called}}}
-    messages = [
-        {"role": "user", "content": expression},
+    turns = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": result, "tool_call_id": "1"},
-        {"role": "assistant", "content": answer},
+        {"role": "assistant", "content": with_wrong_digit(result, draw) if mistake == "answer" else result},
     ]
-    return {"messages": messages, "tools": [function_schema(calculator)]}
+    return conversation(expression, turns)
+
+
+def conversation(expression: str, turns: list[dict]) -> dict:
+    return {"messages": [{"role": "user", "content": expression}, *turns], "tools": [function_schema(calculator)]}
 
 
 def main(target: Path) -> None:

@@ -147,6 +147,11 @@ class MixedEnvConfig(EnvConfig):
     """Held-out prompts per evaluation; None: eval.num_prompts."""
 
     @property
+    def env(self) -> EnvConfig:
+        """Without what is about the mixture."""
+        return EnvConfig.model_validate(self.model_dump(include=set(EnvConfig.model_fields)))
+
+    @property
     def own_name(self) -> str:
         return self.name or re.sub(r"[^\w.-]+", "-", self.id.rpartition(":")[2])
 
@@ -279,7 +284,9 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
         own = self.sampling.model_dump() | env.sampling.model_dump(exclude_none=True)
         group_size = env.group_size or self.group_size
         num_eval_prompts = env.num_eval_prompts or self.eval.num_prompts
-        return EnvPlan(env.own_name, env, env.weight, group_size, SamplingConfig.model_validate(own), num_eval_prompts)
+        return EnvPlan(
+            env.own_name, env.env, env.weight, group_size, SamplingConfig.model_validate(own), num_eval_prompts
+        )
 
     @model_validator(mode="after")
     def _mixes(self) -> "OrchestratorConfig":
