@@ -7,13 +7,16 @@ from typing import Any
 
 from tandem.config.base import parse
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.short_names import ORCHESTRATOR as SHORT
 from tandem.utils.files import read_json
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
 from tandem.utils.run_dir import RunDir
 
+DESCRIPTION = "Writes training batches from the rollouts of a server."
+
 
 def main() -> None:
-    config = parse(OrchestratorConfig, "orchestrator", "Writes training batches from the rollouts of a server.")
+    config = parse(OrchestratorConfig, "orchestrator", DESCRIPTION, short_names=SHORT)
     run_entrypoint("orchestrator", lambda: own_run(config))
 
 
