@@ -143,6 +143,9 @@ class MixedEnvConfig(EnvConfig):
 
     sampling: OwnSamplingConfig = OwnSamplingConfig()
 
+    filters: FilterConfig | None = None
+    """What of it is not trained on, in place of orchestrator.filters."""
+
     num_eval_prompts: int | None = Field(default=None, ge=1)
     """Held-out prompts per evaluation; None: eval.num_prompts."""
 
@@ -224,6 +227,7 @@ class EnvPlan:
     weight: float
     group_size: int
     sampling: SamplingConfig
+    filters: FilterConfig
     num_eval_prompts: int
 
 
@@ -276,16 +280,20 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
     def plans(self) -> dict[str, EnvPlan]:
         """The environments by name; a single one has none."""
         if not self.envs:
-            plan = EnvPlan("", self.env, 1.0, self.group_size, self.sampling, self.eval.num_prompts)
+            plan = EnvPlan("", self.env, 1.0, self.group_size, self.sampling, self.filters, self.eval.num_prompts)
             return {"": plan}
         return {env.own_name: self._plan(env) for env in self.envs}
 
     def _plan(self, env: MixedEnvConfig) -> EnvPlan:
-        own = self.sampling.model_dump() | env.sampling.model_dump(exclude_none=True)
-        group_size = env.group_size or self.group_size
-        num_eval_prompts = env.num_eval_prompts or self.eval.num_prompts
+        sampling = self.sampling.model_dump() | env.sampling.model_dump(exclude_none=True)
         return EnvPlan(
-            env.own_name, env.env, env.weight, group_size, SamplingConfig.model_validate(own), num_eval_prompts
+            name=env.own_name,
+            env=env.env,
+            weight=env.weight,
+            group_size=env.group_size or self.group_size,
+            sampling=SamplingConfig.model_validate(sampling),
+            filters=env.filters or self.filters,
+            num_eval_prompts=env.num_eval_prompts or self.eval.num_prompts,
         )
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ or `env.id = "owner/name"`. The package calls the model through OpenAI's client.
 go to the model of the episode and never leave the process.
 """
 
+import importlib
 import json
 import time
 from typing import Any
@@ -91,10 +92,12 @@ def hub_environment(env_id: str, **args: Any) -> VerifiersEnvironment:
 
 def open_client(model: Model) -> Any:
     """An OpenAI client whose requests the model of an episode answers."""
-    import httpx
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-    async def answer(request: httpx.Request) -> httpx.Response:
+    # Versions of OpenAI's client are made with httpx or httpx2, and take only their own.
+    httpx: Any = importlib.import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+
+    async def answer(request: Any) -> Any:
         body = json.loads(request.content)
         if not request.url.path.endswith("/chat/completions"):
             return httpx.Response(404, json={"error": {"message": f"{request.url.path}: only chats can be answered"}})

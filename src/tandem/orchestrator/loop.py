@@ -13,6 +13,7 @@ The trainer is met only through the run directory, the inference server only thr
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -73,7 +74,9 @@ class Orchestrator:
         self.tasks = TaskOrder(environment.train_tasks, config.seed, self.start.set_aside, weights)
         self.ledger = FailureLedger(self.run_dir, config.max_failed_share)
         self.shaping = RewardShaping(config)
-        self.filter = GroupFilter(config.filters, self.shaping, config.prompts_per_step)
+        self.filters = {
+            name: GroupFilter(plan.filters, self.shaping, config.prompts_per_step) for name, plan in self.plans.items()
+        }
         self.curriculum = Curriculum(
             config.curriculum, config.solved_reward, config.seed, self.start.easy, self.start.hard
         )
@@ -153,7 +156,7 @@ class Orchestrator:
         buffer = GroupBuffer(step_size, config.max_staleness, self.start.step)
         dispatcher = Dispatcher(
             self._make_group,
-            self.filter,
+            self._keep,
             self.curriculum,
             buffer,
             policy,
@@ -185,6 +188,9 @@ class Orchestrator:
             hard=sorted(self.curriculum.hard),
         )
 
+    def _keep(self, group: Group) -> Group | None:
+        return self.filters[group.task.environment](group)
+
     async def _make_group(self, order: int) -> Group:
         task = self.tasks[order]
         plan = self.plans[task.environment]
@@ -208,7 +214,8 @@ class Orchestrator:
 
     def _log_step(self, groups: list[Group], step: int, version: int, seconds: float, num_stale: int) -> None:
         metrics = batch_metrics(groups, step) | self.shaping.metrics(groups)
-        metrics |= self.filter.take_metrics() | self.curriculum.metrics()
+        filtered = sum((Counter(one.take_metrics()) for one in self.filters.values()), Counter())
+        metrics |= filtered | self.curriculum.metrics()
         metrics |= self._metrics_by_environment(groups, step)
         tokens_per_s = metrics["completion_tokens/total"] / max(seconds, 1e-9)
         times = {

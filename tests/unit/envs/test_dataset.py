@@ -106,7 +106,7 @@ def test_a_function_is_an_environment() -> None:
     assert (len(made.train_tasks), len(made.eval_tasks)) == (6, 2)
     task = made.train_tasks[0]
     assert made.score(task, task.answer) == 1.0 and task.info["level"] == "easy"
-    assert adds.__name__ == "adds" and adds.__doc__ == "Additions."
+    assert adds.__doc__ == "Additions."
 
 
 def test_a_function_that_takes_a_model_plays_episodes() -> None:

@@ -23,7 +23,14 @@ from tandem.utils.run_dir import RunDir, step_name
 
 ENVS = [
     {"name": "long", "id": "reverse-text", "weight": 3, "sampling": {"max_tokens": 20}},
-    {"name": "short", "id": "reverse-text", "group_size": 2, "sampling": {"stop": ["x"]}, "num_eval_prompts": 1},
+    {
+        "name": "short",
+        "id": "reverse-text",
+        "group_size": 2,
+        "sampling": {"stop": ["x"]},
+        "num_eval_prompts": 1,
+        "filters": {"min_tokens": 2},
+    },
 ]
 
 
@@ -86,6 +93,7 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
     # Completions of 1, 2 and 3 tokens for three groups, of 1 and 2 for the fourth.
     assert (step["long/groups"], step["short/groups"]) == (3, 1)
     assert (step["long/reward/mean"], step["short/reward/mean"]) == (2.0, -1.5)
+    assert step["filters/rollouts/min_tokens"] == 1, "of the other environment, none is filtered"
     assert step["reward/mean"] == pytest.approx((3 * 6 - 3) / 11)
     evaluated = {key: value for line in lines for key, value in line.items() if key.startswith("eval/")}
     assert (evaluated["eval/long/reward"], evaluated["eval/short/reward"], evaluated["eval/reward"]) == (1.0, -1.0, 0.0)
