@@ -43,8 +43,15 @@ def after_demo(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_
     shutil.copytree(warm_model.parents[1], folder / "outputs" / "reverse_text_sft", symlinks=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for script, target in (("reverse_text", "reverse_text_sft.jsonl"), ("preference", "preference")):
+        for script, target in (
+            ("reverse_text", "reverse_text_sft.jsonl"),
+            ("preference", "preference"),
+            ("calculator", "calculator_sft.jsonl"),
+        ):
             run_script(f"examples/{script}/make_data.py", f"models/{target}")
+        run_script("examples/calculator/make_model.py", "models/calculator")
+        for name in ("calculator", "mixed"):  # what their warm-up would leave
+            shutil.copytree("models/calculator", f"outputs/{name}_sft/weights/latest")
         for path in (folder / "models").rglob("*.jsonl"):
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:NUM_ROWS]))
         yield folder

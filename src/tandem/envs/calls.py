@@ -23,6 +23,7 @@ from tandem.envs.model import Clock
 MAX_THREADS = 8
 # How long a cancelled task may take to end.
 CANCEL_S = 1.0
+CALLED_OFF = "the episode was called off"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Calls:
                 return task.result()
             return await _cancelled(task, hung_at(clock.over.result(), _suspended_at(steps)))
         except asyncio.CancelledError:
-            return await _cancelled(task, Failure("the episode was called off"))
+            return await _cancelled(task, Failure(CALLED_OFF))
         finally:
             clock.stop()
 

@@ -32,7 +32,7 @@ from typing import Any
 import orjson
 
 from tandem.config.orchestrator import EnvConfig
-from tandem.envs.calls import Calls, Outcome
+from tandem.envs.calls import CALLED_OFF, Calls, Outcome
 from tandem.envs.failures import Failure, failure_of, place_of
 from tandem.envs.model import Clock, RemoteModel
 from tandem.envs.protocol import HasTasks
@@ -98,7 +98,12 @@ class Worker:
             number = payload["call"]
             answer = self._play if payload["method"] == "rollout" else self._answer
             task = self._running[number] = asyncio.ensure_future(answer(calls, payload))
-            task.add_done_callback(lambda _: self._running.pop(number))
+            task.add_done_callback(lambda ended: self._forget(number, ended))
+
+    def _forget(self, number: int, ended: asyncio.Task[None]) -> None:
+        del self._running[number]
+        if ended.cancelled():  # before it began; every call is answered
+            self.channel.send({"call": number} | failed(Failure(CALLED_OFF), lingers=False))
 
     async def _answer(self, calls: Calls, payload: Payload) -> None:
         number = payload["call"]
@@ -141,7 +146,11 @@ def reply(function: Callable[..., Any], outcome: Outcome, check: Callable[[Any],
             return {"value": check(outcome.value)}
         except BadReward as error:
             failure = Failure(str(error), place_of(function))
-    return {"failure": asdict(failure), "lingers": outcome.lingers}
+    return failed(failure, lingers=outcome.lingers)
+
+
+def failed(failure: Failure, *, lingers: bool) -> Payload:
+    return {"failure": asdict(failure), "lingers": lingers}
 
 
 def describe_tasks(environment: HasTasks) -> Payload:

@@ -5,7 +5,6 @@ new messages (data/dialogue.py). Where that cannot be, because the template rewr
 changed it, another training sequence begins.
 """
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from tandem.data.dialogue import Dialogue
 from tandem.data.messages import parse_json, read_messages
 from tandem.data.tokenizer import Tokenizer
-from tandem.data.tool_calls import CallFormat, choose_format, read_text
+from tandem.data.tool_calls import CallFormat, FoundCall, choose_format, read_text
 from tandem.envs.failures import failure_of
 from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull
@@ -72,7 +71,7 @@ class Conversation:
         dialogue, number = thread.dialogue, self._num_turns
         self._num_turns += 1
         completion = await self._generate(dialogue, max_tokens, request_seed(self.sampling.seed, "turn", number))
-        message = self._message(completion, dialogue.calls)
+        message = self._message(completion, dialogue.calls, number)
         thread.turns.append(Turn(dialogue.new_ids, completion, begins_sequence=not thread.turns))
         dialogue.add_reply(message, completion.token_ids)
         self.text = message["content"]
@@ -120,7 +119,7 @@ class Conversation:
         (completion,) = await self.policy.generate(dialogue.token_ids, sampling)
         return completion
 
-    def _message(self, completion: Completion, calls: CallFormat | None) -> Message:
+    def _message(self, completion: Completion, calls: CallFormat | None, turn: int) -> Message:
         """What the model wrote, as a message. A call whose arguments cannot be read is text like any other."""
         text = self.format.tokenizer.decode(completion.token_ids)
         if completion.stop is not None:
@@ -128,7 +127,7 @@ class Conversation:
         if calls is None:
             return {"role": "assistant", "content": text}
         content, found = read_text(calls, text)
-        tool_calls = [_tool_call(call.name, call.arguments) for call in found]
+        tool_calls = [_tool_call(call, f"{turn:04d}call{place}") for place, call in enumerate(found)]
         if not tool_calls or None in tool_calls:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
@@ -161,11 +160,12 @@ def open_episodes(environment: Environment, tokenizer: Tokenizer, seq_len: int) 
     return Episodes(environment, tokenizer, seq_len)
 
 
-def _tool_call(name: str, arguments: str) -> dict[str, Any] | None:
+def _tool_call(call: FoundCall, call_id: str) -> dict[str, Any] | None:
+    """None where the arguments are no table. Ids count up, so that a run can be repeated: some templates show them."""
     try:
-        table = parse_json(arguments, "arguments")
+        arguments = parse_json(call.arguments, "arguments")
     except ValueError:
         return None
-    if not isinstance(table, dict):
+    if not isinstance(arguments, dict):
         return None
-    return {"id": f"call_{uuid.uuid4().hex[:12]}", "type": "function", "function": {"name": name, "arguments": table}}
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
