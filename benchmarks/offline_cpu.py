@@ -68,9 +68,9 @@ def run_trl(kind: str, rows: Path, args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-def run_tandem(kind: str, rows: Path, args: argparse.Namespace, threads: int, num_ranks: int = 1) -> dict[str, Any]:
+def run_tandem(kind: str, rows: Path, args: argparse.Namespace, threads: int, world_size: int = 1) -> dict[str, Any]:
     """Seconds from the moment the model is loaded to the last update, by the run's own events."""
-    folder = args.folder / f"{kind}_{num_ranks}_{threads}"
+    folder = args.folder / f"{kind}_{world_size}_{threads}"
     options = {
         "model.name": args.model,
         "model.dtype": args.dtype,
@@ -82,7 +82,7 @@ def run_tandem(kind: str, rows: Path, args: argparse.Namespace, threads: int, nu
         "tokens-per-microbatch": args.tokens_per_microbatch,
         "optimizer.lr": 1e-5,
         "threads": threads,
-        "parallel.ranks": num_ranks,
+        "parallel.ranks": world_size,
     }
     flags = [word for name, value in options.items() for word in (f"--{name}", value)]
     entrypoint = "sft" if kind == "sft" else "align"
@@ -127,7 +127,7 @@ def main() -> None:
         unit, count = ("tokens", count_tokens(rows, args.model)) if kind == "sft" else ("pairs", len(rows))
         report(f"{kind}, {args.dtype}", unit, count, trl, tandem)
         if kind == "sft" and not args.no_scaling:
-            one, two = (run_tandem(kind, path, args, threads=1, num_ranks=ranks) for ranks in (1, 2))
+            one, two = (run_tandem(kind, path, args, threads=1, world_size=ranks) for ranks in (1, 2))
             print(f"{'':<18} two ranks, a thread each, against one: {one['seconds'] / two['seconds']:.2f} x")
 
 

@@ -15,10 +15,10 @@ WORKER = Path(__file__).with_name("rank_worker.py")
 BOUNDS = (1000, 60, 20)
 
 
-def run_ranks(num_ranks: int, model: Path, folder: Path, ways: list[dict]) -> list[dict[str, torch.Tensor]]:
+def run_ranks(world_size: int, model: Path, folder: Path, ways: list[dict]) -> list[dict[str, torch.Tensor]]:
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = command if num_ranks > 1 else [sys.executable]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command = command if world_size > 1 else [sys.executable]
     arguments = [str(WORKER), str(model), str(folder), json.dumps(ways)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(
@@ -36,8 +36,8 @@ def test_the_update_does_not_depend_on_ranks_micro_batches_or_sharding(tiny_mode
         for bound in BOUNDS
     ] + [{"bound": 60, "parallel": {"strategy": "zero3", "gradient_checkpointing": 2}}]
     results = alone[1:]
-    for num_ranks in (2, 4):
-        results += run_ranks(num_ranks, tiny_model, tmp_path / str(num_ranks), sharded)
+    for world_size in (2, 4):
+        results += run_ranks(world_size, tiny_model, tmp_path / str(world_size), sharded)
     start = load_file(tiny_model / "model.safetensors")
     expected = alone[0]
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3

@@ -1,17 +1,14 @@
 """Options of the inference server."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.base import Config
 from tandem.config.names import OrImportPath
 from tandem.config.sglang import SGLangConfig
-from tandem.config.shared import ComputeOptions, LogOptions, ModelOptions, SeedOptions
+from tandem.config.shared import ComputeOptions, KeyOptions, LogOptions, ModelOptions, SeedOptions
 from tandem.config.vllm import VllmConfig
-from tandem.utils.errors import UserError
 
 EngineName = Literal["native", "vllm", "sglang"]
 
@@ -30,20 +27,16 @@ NATIVE_ONLY = (
 )
 
 
-class ServerConfig(Config):
+class ServerConfig(KeyOptions):
     """Address and access of a server."""
+
+    section = "server"
 
     host: str = "127.0.0.1"
     """Address to bind (short: --host). Other addresses than loopback need an API key or allow_unauthenticated."""
 
     port: int = Field(default=8000, ge=1, le=65535)
     """Port to bind (short: --port)."""
-
-    api_key: str | None = Field(default=None, min_length=1)
-    """API key, required on every route but /health (short: --api-key). Prefer api_key_var: others can see flags."""
-
-    api_key_var: str | None = Field(default=None, min_length=1)
-    """Environment variable that holds the API key (short: --api-key-var)."""
 
     allow_unauthenticated: bool = False
     """Serve on a non-loopback address without a key (short: --allow-unauthenticated)."""
@@ -59,8 +52,6 @@ class ServerConfig(Config):
 
     @model_validator(mode="after")
     def _has_a_key_when_reachable(self) -> "ServerConfig":
-        if self.api_key and self.api_key_var:
-            raise ValueError("api_key and api_key_var are both given; give one of them")
         keyless = self.api_key is None and self.api_key_var is None
         if self.host not in LOOPBACK_HOSTS and keyless and not self.allow_unauthenticated:
             raise ValueError(
@@ -68,9 +59,6 @@ class ServerConfig(Config):
                 "set api_key_var, or allow_unauthenticated if the network is trusted"
             )
         return self
-
-    def resolve_api_key(self) -> str | None:
-        return resolve_api_key(self.api_key, self.api_key_var, "server.api_key_var")
 
     @property
     def url(self) -> str:
@@ -84,16 +72,6 @@ class InferenceServerConfig(ServerConfig):
     weight_roots: list[Path] = []
     """More directories below which weights and adapters may be loaded. Always allowed: the parent of model.name,
     ./outputs and, under `rl`, output_dir."""
-
-
-def resolve_api_key(key: str | None, variable: str | None, option: str) -> str | None:
-    """The key itself, or the one in the environment variable; an unset variable is an error."""
-    if variable is None:
-        return key
-    value = os.environ.get(variable)
-    if not value:
-        raise UserError(f"{option} = {variable!r} names an environment variable that is not set; export it")
-    return value
 
 
 class InferenceConfig(LogOptions, ComputeOptions, SeedOptions, ModelOptions):

@@ -4,15 +4,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from tandem.config.advantages import AdvantageConfig, LengthPenaltyConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.filters import CurriculumConfig, FilterConfig
-from tandem.config.inference import resolve_api_key
 from tandem.config.shared import (
+    KeyOptions,
     LogOptions,
     MetricsConfig,
     ModelOptions,
@@ -26,8 +25,10 @@ from tandem.utils.errors import UserError
 OUTAGE_TIMEOUT_S = 600.0
 
 
-class ClientConfig(Config):
+class ClientConfig(KeyOptions):
     """How to reach the inference server."""
+
+    section = "client"
 
     base_url: str = "http://127.0.0.1:8000"
     """Address of the server, with or without /v1. Several: a list, or separated by commas. Requests go to the one with
@@ -36,12 +37,6 @@ class ClientConfig(Config):
     servers_file: Path | None = None
     """File with the addresses of the servers, one a line, instead of base_url. It is read again and again: servers may
     be added and removed during the run."""
-
-    api_key: str | None = None
-    """API key to send. Prefer api_key_var."""
-
-    api_key_var: str | None = None
-    """Environment variable that holds the API key."""
 
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """How long to wait for /health at the start."""
@@ -60,12 +55,6 @@ class ClientConfig(Config):
     """How long to wait for a server that is gone; weights_timeout_s has to allow for it. When it is back, it gets its
     weights again and open requests are resent: nothing is lost."""
 
-    @model_validator(mode="after")
-    def _has_one_key(self) -> "ClientConfig":
-        if self.api_key and self.api_key_var:
-            raise ValueError("api_key and api_key_var are both given; give one of them")
-        return self
-
     @field_validator("base_url", mode="before")
     @classmethod
     def _is_a_list(cls, value: Any) -> Any:
@@ -74,7 +63,7 @@ class ClientConfig(Config):
     @field_validator("base_url")
     @classmethod
     def _are_addresses(cls, value: str) -> str:
-        urls = [server_url(url.strip()) for url in value.split(",")]
+        urls = [root_url(url.strip()) for url in value.split(",")]
         if len(set(urls)) < len(urls):
             raise ValueError(f"{value!r} names a server twice; give each once")
         return ",".join(urls)
@@ -84,27 +73,12 @@ class ClientConfig(Config):
         """Where the servers are at the start."""
         return self.base_url.split(",") if self.servers_file is None else read_servers(self.servers_file)
 
-    def resolve_api_key(self) -> str | None:
-        return resolve_api_key(self.api_key, self.api_key_var, "client.api_key_var")
-
-
-def server_url(text: str) -> str:
-    """The address without /v1; ValueError if it is none."""
-    try:
-        parts = urlsplit(text)
-        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(f"{text!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
-    return root_url(text)
-
 
 def read_servers(path: Path) -> list[str]:
     """The addresses in `client.servers_file`; empty lines and those after # count for nothing."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-        urls = [server_url(line) for line in lines if line]
+        urls = [root_url(line) for line in lines if line]
     except (OSError, ValueError) as error:
         raise UserError(f"client.servers_file = '{path}' cannot be used: {error}") from error
     if not urls:

@@ -4,12 +4,15 @@ Classes called …Options are bases of the config classes that take them; `--hel
 """
 
 import math
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tandem.config.base import Config
+from tandem.utils.errors import UserError
 
 Impl = Literal["native", "hf"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -65,6 +68,53 @@ class LogOptions(Config):
 
     log_level: LogLevel = "info"
     """Least severe log lines to show."""
+
+
+def root_url(url: str) -> str:
+    """A server's address, given with or without the /v1 that OpenAI's clients want. Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError(f"{url!r} is not the address of a server; give one like 'http://127.0.0.1:8000'")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+ServerUrl = Annotated[str, AfterValidator(root_url)]
+
+
+class KeyOptions(Config):
+    """The API key of a server."""
+
+    section: ClassVar[str]  # what the options of the subclass stand under, for messages
+
+    api_key: str | None = Field(default=None, min_length=1)
+    """API key of the server, needed on every route but /health (short, where it is our own server: --api-key). Prefer
+    api_key_var: other users can see flags."""
+
+    api_key_var: str | None = Field(default=None, min_length=1)
+    """Environment variable that holds the API key (short, where it is our own server: --api-key-var)."""
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> Self:
+        if self.api_key and self.api_key_var:
+            raise ValueError("api_key and api_key_var are both given; give one of them")
+        return self
+
+    def resolve_api_key(self) -> str | None:
+        """The key itself, or the one in the environment variable; an unset variable is an error."""
+        return self.api_key or key_from_environment(self.api_key_var, f"{self.section}.api_key_var")
+
+
+def key_from_environment(variable: str | None, option: str) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise UserError(f"{option} = {variable!r} names an environment variable that is not set; export it")
+    return key
 
 
 class CheckpointConfig(Config):
@@ -194,8 +244,3 @@ def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
     progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
     decay = 1 - progress if config.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay
-
-
-def root_url(url: str) -> str:
-    """A server's address, given with or without the /v1 that OpenAI's clients want."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -4,10 +4,10 @@ import heapq
 from collections.abc import Sequence
 
 
-def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+def balance(costs: Sequence[float], world_size: int) -> list[list[int]]:
     """Indices of the items each rank gets: the most expensive first, always to the rank with the least load."""
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    members: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(world_size)]
+    members: list[list[int]] = [[] for _ in range(world_size)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         load, rank = heapq.heappop(loads)
         members[rank].append(item)

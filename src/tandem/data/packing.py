@@ -103,16 +103,16 @@ def split(batch: PackedBatch, num_parts: int, seed: int) -> list[PackedBatch]:
 
 
 def divide(
-    batch: PackedBatch, rank: int, num_ranks: int, tokens_per_microbatch: int, groups: NDArray[np.int64] | None = None
+    batch: PackedBatch, rank: int, world_size: int, tokens_per_microbatch: int, groups: NDArray[np.int64] | None = None
 ) -> list[PackedBatch]:
     """The micro-batches of one rank: the same number on every rank, at about the same cost; dummy ones fill up.
 
     Sequences with the same number in `groups` (one entry per sequence) stay in one micro-batch; without it, those
     that share a beginning do, as far as they fit.
     """
-    if num_ranks == 1 and batch.num_tokens <= tokens_per_microbatch:
+    if world_size == 1 and batch.num_tokens <= tokens_per_microbatch:
         return [batch]
-    most_tokens = min(tokens_per_microbatch, -(-batch.num_tokens // num_ranks))
+    most_tokens = min(tokens_per_microbatch, -(-batch.num_tokens // world_size))
     units = _units(batch, most_tokens) if groups is None else [np.flatnonzero(groups == g) for g in np.unique(groups)]
     leaf, costs = leaves(batch), segment_costs(batch)
     needed = [_needed_segments(batch, leaf[unit]) for unit in units]
@@ -120,7 +120,7 @@ def divide(
     largest = max(sizes, default=0)
     if largest > tokens_per_microbatch:
         raise ValueError(f"a sequence of {largest} tokens does not fit tokens_per_microbatch = {tokens_per_microbatch}")
-    per_rank = balance([float(costs[segments].sum()) for segments in needed], num_ranks)
+    per_rank = balance([float(costs[segments].sum()) for segments in needed], world_size)
     bins = [fill(members, sizes, tokens_per_microbatch) for members in per_rank]
     most = max(len(rank_bins) for rank_bins in bins)
     own = [take(batch, np.concatenate([units[unit] for unit in members])) for members in bins[rank]]

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tandem.config.inference import InferenceConfig, resolve_api_key
+from tandem.config.inference import InferenceConfig
 from tandem.utils.registry import find_registered
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def build_native(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: On
 def build_sglang(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "SGLangEngine":
     from tandem.inference.sglang.engine import build_engine
 
-    key = resolve_api_key(config.sglang.api_key, config.sglang.api_key_var, "sglang.api_key_var")
-    return build_engine(config, key, tokenizer.eos_token_ids, on_failure)
+    return build_engine(config, config.sglang.resolve_api_key(), tokenizer.eos_token_ids, on_failure)
 
 
 BUILDERS: dict[str, EngineBuilder] = {"native": build_native, "sglang": build_sglang}

@@ -83,6 +83,7 @@ def _check_server(config: RLConfig) -> None:
     config.orchestrator.client.resolve_api_key()
     if config.inference is not None:
         config.inference.server.resolve_api_key()
+        config.inference.sglang.resolve_api_key()
         check_positions(config.model.name, config.seq_len)
         _listen(config.inference.server).close()
         if config.inference.engine == "vllm":

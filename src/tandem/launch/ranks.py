@@ -10,16 +10,16 @@ import sys
 from tandem.utils.processes import SUPERVISOR_PID
 
 
-def spread_over_ranks(module: str, num_ranks: int, on_signal_timeout_s: float) -> None:
+def spread_over_ranks(module: str, world_size: int, on_signal_timeout_s: float) -> None:
     """Returns in a process that trains; where several are wanted and this is none of them yet, it never returns.
 
     torchrun passes signals on to its ranks, and gives them the time that they take to save a checkpoint.
     """
-    if num_ranks == 1 or "RANK" in os.environ:
+    if world_size == 1 or "RANK" in os.environ:
         return
     # The process stays the same, so whoever watches over this one watches over torchrun, and torchrun over the ranks.
     os.environ[SUPERVISOR_PID] = str(os.getpid())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command += [f"--shutdown-timeout={math.ceil(on_signal_timeout_s) + 3}"]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,9 +29,9 @@ def choose_device(device: Device) -> torch.device:
 
 def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
     """Called once, before the first tensor. Ranks on one machine share its cores."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if threads is None and num_ranks > 1:
-        threads = max(1, usable_cores() // num_ranks)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if threads is None and local_world_size > 1:
+        threads = max(1, usable_cores() // local_world_size)
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)

@@ -1,14 +1,13 @@
 """Client of the reward server: conversations in, scores out. For environments that a reward model scores."""
 
 import logging
-import os
 from typing import Any
 
 import orjson
 
+from tandem.config.shared import key_from_environment
 from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import Message
-from tandem.utils.errors import UserError
 from tandem.utils.http import RETRY_STATUS, HttpClient, Reply, RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -26,9 +25,8 @@ class RewardClient:
         self, base_url: str, *, api_key_var: str | None = None, timeout_s: float = 60.0, retries: int = 3
     ) -> None:
         self.retries = retries
-        self._http = HttpClient(
-            base_url, _resolve_key(api_key_var), timeout_s=timeout_s, max_connections=MAX_CONNECTIONS
-        )
+        key = key_from_environment(api_key_var, "api_key_var")
+        self._http = HttpClient(base_url, key, timeout_s=timeout_s, max_connections=MAX_CONNECTIONS)
         self.base_url = self._http.base_url
 
     async def __aenter__(self) -> "RewardClient":
@@ -74,12 +72,3 @@ class RewardClient:
         if reply is None:
             logger.warning("%s/score: %s", self.base_url, problem)
         return reply is None or reply.status in RETRY_STATUS
-
-
-def _resolve_key(api_key_var: str | None) -> str | None:
-    if api_key_var is None:
-        return None
-    key = os.environ.get(api_key_var)
-    if not key:
-        raise UserError(f"api_key_var = {api_key_var!r} names an environment variable that is not set; export it")
-    return key

@@ -1,7 +1,8 @@
 """An HTTP client of one server: requests that fail on their way are sent again, refusals are read for their reason."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ OK = 200
 BUSY = 429
 RETRY_STATUS = (BUSY, 502, 503, 504)
 MAX_REASON = 500  # characters of an answer in no known shape
-LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Unreachable(Exception):
@@ -73,14 +73,25 @@ class HttpClient:
         if self._session is not None:
             await self._session.close()
 
-    async def send(self, method: str, route: str, body: Any = None, timeout_s: float | None = None) -> Reply:
-        """One attempt. Raises Unreachable."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s)
+    @asynccontextmanager
+    async def open(
+        self, method: str, route: str, body: Any = None, timeout_s: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One attempt, to be read as it comes. Raises Unreachable, while it is read too."""
+        timeout_s = timeout_s or self.timeout_s
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self.session.request(method, self.base_url + route, json=body, timeout=timeout) as response:
-                return Reply(response.status, response.headers, await response.read())
-        except LOST as error:
+                yield response
+        except TimeoutError as error:
+            raise Unreachable(f"no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
+
+    async def send(self, method: str, route: str, body: Any = None, timeout_s: float | None = None) -> Reply:
+        """One attempt. Raises Unreachable."""
+        async with self.open(method, route, body, timeout_s) as response:
+            return Reply(response.status, response.headers, await response.read())
 
     async def post(self, route: str, body: Any, retries: int, send_again: SendAgain) -> Reply:
         """The reply with status 200, of at most `retries` + 1 attempts. Raises RequestFailed."""

@@ -7,6 +7,7 @@ from tandem.config.inference import InferenceConfig, ServerConfig
 from tandem.config.orchestrator import ClientConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.sglang import SGLangConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.utils.errors import UserError
 
@@ -184,7 +185,9 @@ def test_keys_that_contradict_each_other(refusal, rl_toml) -> None:
     assert "one" not in message.replace("one of", "") and "two" not in message
 
 
-@pytest.mark.parametrize(("config", "option"), [(ServerConfig, "server"), (ClientConfig, "client")])
+@pytest.mark.parametrize(
+    ("config", "option"), [(ServerConfig, "server"), (ClientConfig, "client"), (SGLangConfig, "sglang")]
+)
 def test_an_api_key_variable_that_is_not_set(monkeypatch, config, option) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(UserError, match=rf"{option}\.api_key_var = 'NO_SUCH_KEY' names an environment variable"):

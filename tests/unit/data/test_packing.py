@@ -30,9 +30,9 @@ def make(prompt: int, num_prompt: int, completion: list[int], mask: list[int], n
 
 
 def divide_all(
-    batch: PackedBatch, num_ranks: int, bound: int, groups: NDArray[np.int64] | None = None
+    batch: PackedBatch, world_size: int, bound: int, groups: NDArray[np.int64] | None = None
 ) -> list[list[PackedBatch]]:
-    return [divide(batch, rank, num_ranks, bound, groups) for rank in range(num_ranks)]
+    return [divide(batch, rank, world_size, bound, groups) for rank in range(world_size)]
 
 
 def unpack(batch: PackedBatch) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
@@ -142,10 +142,10 @@ def test_some_sequences_are_taken_whole_and_nothing_else(cases, data) -> None:
 
 @settings(max_examples=80)
 @given(shapes, st.integers(1, 4), st.integers(14, 60))
-def test_ranks_get_every_sequence_once_and_as_many_micro_batches(cases, num_ranks: int, bound: int) -> None:
+def test_ranks_get_every_sequence_once_and_as_many_micro_batches(cases, world_size: int, bound: int) -> None:
     samples = samples_of(cases)
-    ranks = divide_all(pack(samples), num_ranks, bound)
-    assert len(ranks) == num_ranks
+    ranks = divide_all(pack(samples), world_size, bound)
+    assert len(ranks) == world_size
     assert len({len(micro_batches) for micro_batches in ranks}) == 1
     parts = [part for micro_batches in ranks for part in micro_batches]
     assert all(part.num_tokens <= bound for part in parts)
@@ -155,10 +155,10 @@ def test_ranks_get_every_sequence_once_and_as_many_micro_batches(cases, num_rank
 
 @settings(max_examples=50)
 @given(shapes, st.integers(1, 3))
-def test_groups_stay_together(cases, num_ranks: int) -> None:
+def test_groups_stay_together(cases, world_size: int) -> None:
     samples = samples_of(cases * 2)
     groups = np.arange(len(samples)) // 2
-    for micro_batches in divide_all(pack(samples), num_ranks, 60, groups):
+    for micro_batches in divide_all(pack(samples), world_size, 60, groups):
         for part in micro_batches:
             marks = {int(entry[2]["advantages"][0]) // 1000 - 1 for entry in unpack(part)}
             assert all((number ^ 1) in marks for number in marks)

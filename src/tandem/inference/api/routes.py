@@ -16,6 +16,7 @@ from tandem.inference.api.context import ApiContext, exact_router
 from tandem.inference.api.errors import BadRequest, NotServed
 from tandem.inference.api.messages import conversation_size
 from tandem.inference.api.metrics import METRICS_TYPE
+from tandem.inference.api.pause import pause_request
 from tandem.inference.api.prompts import num_characters, uses_tools
 from tandem.inference.api.streaming import ChunkWriter, start_stream
 from tandem.inference.api.structures import asked_structure, chat_structure
@@ -175,11 +176,9 @@ def control_routes(context: ApiContext) -> APIRouter:
         body: PauseRequest | None = None, mode: UpdateMode | None = None, clear_cache: bool | None = Query(None)
     ) -> Response:
         """Stop computing; requests keep queueing. Options in the query or in the body."""
-        asked = body or PauseRequest()
-        if mode is not None and "mode" in asked.model_fields_set and mode != asked.mode:
-            raise BadRequest(f"mode is {mode!r} in the query and {asked.mode!r} in the body", "mode")
-        await call(engine.pause, mode or asked.mode)
-        if asked.clear_cache or clear_cache:
+        asked = pause_request(body, mode=mode, clear_cache=clear_cache)
+        await call(engine.pause, asked.mode)
+        if asked.clear_cache:
             await call(engine.reset_prefix_cache)
         return Answer({"status": "paused", "paused": True})
 

@@ -151,7 +151,7 @@ class ControlPlane:
     async def _hold(self, mode: UpdateMode) -> None:
         try:
             await self._backend.hold(mode)
-        except Exception:
+        except Exception:  # whatever the engine raises goes on to the caller
             if not self.paused:  # the engine may have paused without its answer arriving
                 with contextlib.suppress(EngineError, TimeoutError):
                     await self._backend.release()
@@ -167,7 +167,7 @@ class ControlPlane:
         """Half-loaded weights must not serve; if the old ones are gone too, nothing may."""
         try:
             await self._backend.restore()
-        except Exception as error:
+        except Exception as error:  # an engine may raise anything
             raise EngineLost(
                 f"loading {path} failed ({cause}), and so did loading version {self.version} again ({error}); "
                 f"{self._backend.lost}"

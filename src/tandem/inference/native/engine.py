@@ -156,7 +156,7 @@ class NativeEngine:
         def run() -> None:
             try:
                 action()
-            except Exception as error:
+            except Exception as error:  # the caller learns of it, and the engine ends
                 done.set_exception(error)
                 raise
             done.set_result(None)
@@ -164,7 +164,7 @@ class NativeEngine:
         def begin() -> None:
             try:
                 self.core.read_inflight()
-            except Exception as error:
+            except Exception as error:  # the same
                 done.set_exception(error)
                 raise
             if mode == "wait" and self.paused:

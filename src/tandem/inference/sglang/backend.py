@@ -1,150 +1,214 @@
-"""What requests and the control plane ask of SGLang.
+"""What runs at SGLang: samples, each a call of /generate, the weights and the adapters.
+
+generate ─┬─ _sample: wait while sending is paused ─► SGLang's answer ─┬─► the result
+          └─ _sample …                   └─ on_part ─►                 ┘
 
 Weights change in four calls: pause (running requests are retracted: SGLang forgets what it computed of them, and
 computes it again later), flush the cache, load from disk, continue. The cache is flushed while the old weights serve:
 where SGLang refuses that, nothing has changed. Where SGLang fails while it loads, its own way back is not relied on.
 """
 
-import contextlib
+import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.inference.control.adapters import AdapterRegistry
 from tandem.inference.control.updates import EngineLost, LoadFailed
-from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UpdateMode
+from tandem.inference.engine import (
+    AdapterRefused,
+    EngineBusy,
+    EngineError,
+    EngineStats,
+    GeneratedSample,
+    GenerationRequest,
+    GenerationResult,
+    OnPart,
+    UpdateMode,
+)
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
-from tandem.inference.sglang.loop import EngineLoop
-from tandem.inference.sglang.probe import Probed
-from tandem.inference.sglang.requests import Adapter, Requests, Sample
-from tandem.inference.sglang.translate import ending, generate_body, new_tokens, prompt_logprobs, token_versions
+from tandem.inference.sglang.translate import Adapter, Sample, ending, prompt_logprobs, token_versions
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Weights:
+    label: str  # SGLang's name of them
+    path: str
+    version: int
+
+
 class SGLangBackend:
-    """Lives in the engine's loop."""
+    """Lives in the engine's loop; only `stats` is for other threads. Nothing is sent before `sending` is set."""
 
     lost = "what SGLang serves is not known"
 
-    def __init__(self, client: SGLangClient, loop: EngineLoop, eos_token_ids: Collection[int]) -> None:
-        self.requests = Requests(self, loop)
-        self.is_held = False  # SGLang computes nothing: it is paused, or its weights change
-        self.label = ""  # SGLang's name of the weights that serve
-        self._path = ""  # where those came from
-        self._labels: dict[str, int] = {}  # of all weights that served, and our versions
-        self._sglang_version = ""
-        self._client, self._loop = client, loop
-        self._eos_token_ids = frozenset(eos_token_ids)
+    def __init__(self, client: SGLangClient, eos_token_ids: list[int]) -> None:
+        self.adapters = AdapterRegistry[Adapter]({})
+        self.history: list[Weights] = []  # that have served, one after another
+        self.sending = asyncio.Event()
+        self.background: set[asyncio.Task[None]] = set()
+        self._client, self._eos_token_ids = client, frozenset(eos_token_ids)
+        self._in_flight: dict[Sample, asyncio.Task[Any]] = {}
+        self._num_waiting = 0  # samples that have not been sent
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
 
-    def adopt(self, found: Probed) -> None:
-        """What the server serves at the start."""
-        self.requests.version, self.label, self._path = found.version, found.label, found.model_path
-        self._labels[found.label] = found.version
-        self._sglang_version = found.abilities.version
-        self.requests.sending.set()
+    @property
+    def stats(self) -> EngineStats:
+        """How full SGLang's cache is, is not known here."""
+        return EngineStats(len(self._in_flight), self._num_waiting, **self._counts, finished=dict(self._finished))
 
-    async def generate(self, sample: Sample, requests: Requests) -> None:
-        entry, request = sample.entry, sample.entry.request
-        adapter = sample.adapter.server_name if sample.adapter else None
-        streams = entry.on_part is not None
-        body = generate_body(request, sample.index, sample.rid, seed=entry.seed, adapter=adapter, stream=streams)
-        meta: dict[str, Any] = {}
-        async for output in self._client.outputs(body):
-            meta = output["meta_info"]
-            sample.tokens.extend(new_tokens(meta, len(sample.tokens.ids), request.top_logprobs))
-            if meta.get("finish_reason") is None:
-                requests.tell(sample)
-        if meta.get("finish_reason") is None:
-            raise EngineError(f"SGLang's answer to {sample.rid} ended before the completion did")
-        reason, stop_reason = ending(meta["finish_reason"], request.sampling, self._eos_token_ids)
-        sample.finish(token_versions(meta, len(sample.tokens.ids), self._labels, sample.oldest), reason, stop_reason)
-        sample.num_cached_tokens = min(meta.get("cached_tokens") or 0, len(request.prompt_ids))
-        sample.num_preemptions = meta.get("num_retractions") or 0
-        if request.prompt_logprobs is not None and sample.index == 0:
-            sample.prompt_logprobs = prompt_logprobs(meta, request.prompt_logprobs)
+    async def generate(self, request: GenerationRequest, seed: int | None, on_part: OnPart | None) -> GenerationResult:
+        """All samples of a request, or the first error."""
+        samples = [Sample(request, index, seed) for index in range(request.n)]
+        tasks = [asyncio.ensure_future(self._sample(sample, on_part)) for sample in samples]
+        try:
+            return self._result(request, await asyncio.gather(*tasks), [sample.meta for sample in samples])
+        finally:
+            for task in tasks:
+                task.cancel()
 
-    async def abort(self, rid: str) -> None:
-        await self._client.abort(rid)
+    async def _sample(self, sample: Sample, on_part: OnPart | None) -> GeneratedSample:
+        self._num_waiting += 1
+        try:
+            while not self.sending.is_set():
+                await self.sending.wait()
+        finally:
+            self._num_waiting -= 1
+        # No other task runs from here to the call: what serves at this moment is what the call is sent under.
+        name = sample.request.adapter
+        sample.adapter = self.adapters.loaded.get(name) if name else None
+        if name and sample.adapter is None:  # unloaded since: the sample ends with what it has, which is nothing
+            return GeneratedSample([], [], [], "abort")
+        task = asyncio.current_task()
+        assert task is not None
+        self._in_flight[sample] = task
+        try:
+            return await self._read_answer(sample, on_part)
+        except asyncio.CancelledError:
+            self._abort(sample)
+            raise
+        finally:
+            del self._in_flight[sample]
+
+    async def _read_answer(self, sample: Sample, on_part: OnPart | None) -> GeneratedSample:
+        """While a sample runs, its tokens count as of the oldest version that served since the call; which version
+        drew which is known at the end, and is in the result."""
+        start, oldest, since = 0, 0, len(self.history) - 1
+        async for output in self._client.generate(sample.body(stream=on_part is not None)):
+            start = sample.add(output["meta_info"])
+            oldest = min(weights.version for weights in self.history[since:])
+            if on_part is not None and sample.meta.get("finish_reason") is None:
+                on_part(sample.index, sample.part(start, [oldest] * len(sample.ids)))
+        labels = {weights.label: weights.version for weights in self.history}
+        versions = token_versions(sample.meta, len(sample.ids), labels, oldest)
+        end = ending(sample.meta["finish_reason"], sample.request.sampling, self._eos_token_ids)
+        if on_part is not None:
+            on_part(sample.index, sample.part(start, versions, *end))
+        return sample.part(0, versions, *end)
+
+    def _result(
+        self, request: GenerationRequest, results: list[GeneratedSample], metas: list[Mapping[str, Any]]
+    ) -> GenerationResult:
+        num_cached = min(len(request.prompt_ids), *(meta.get("cached_tokens") or 0 for meta in metas))
+        self._counts.update(
+            prompt_tokens=len(request.prompt_ids),
+            cached_prompt_tokens=num_cached,
+            generated_tokens=sum(len(result.token_ids) for result in results),
+            preemptions=sum(meta.get("num_retractions") or 0 for meta in metas),
+        )
+        self._finished.update(str(result.finish_reason) for result in results)
+        return GenerationResult(results, num_cached, prompt_logprobs(metas[0], request.prompt_logprobs))
+
+    def _abort(self, sample: Sample) -> None:
+        """SGLang ends it with what it has."""
+        self.in_background(self._client.post("/abort_request", rid=sample.rid))
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """No one waits for it, so a failure is only logged."""
+
+        async def run() -> None:
+            try:
+                await work
+            except EngineError as error:
+                logger.warning("%s", error)
+
+        task = asyncio.ensure_future(run())
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     async def hold(self, mode: UpdateMode) -> None:
-        self.requests.sending.clear()  # so that the version a sample is sent under is known
-        if mode == "wait":
-            await self.requests.drain()
-        await self._client.pause("abort" if mode == "abort" else "retract")
-        self.is_held = True
+        self.sending.clear()  # so that the version a sample is sent under is known
+        if mode == "wait" and self._in_flight:
+            await asyncio.wait(self._in_flight.values())
+        # abort returns once every request has ended.
+        await self._client.post("/pause_generation", mode="abort" if mode == "abort" else "retract")
 
     async def release(self) -> None:
         try:
-            await self._client.resume()
-            self.is_held = False
+            await self._client.post("/continue_generation")
         finally:
-            self.requests.sending.set()
+            self.sending.set()
 
     async def check(self, path: Path) -> None:
         """SGLang sees the same files as we do."""
 
     async def load(self, path: Path, version: int) -> None:
-        label, source = str(version), str(path.resolve())
         try:
-            await self._flush()
-            # Before the load: an answer may name the new weights before we hear that they are there.
-            self._labels[label] = version
-            self.requests.note_version(version)
-            await self._client.update_weights(source, label)
+            await self._client.post("/flush_cache")
+        except SGLangRefused as error:
+            raise EngineBusy(
+                f"SGLang does not empty its cache now, so the old weights keep serving: {error}; update with mode wait "
+                "or abort, or use SGLang 0.5.21 or newer"
+            ) from error
+        try:
+            await self._load(Weights(str(version), str(path.resolve()), version))
         except SGLangRefused as error:
             raise LoadFailed(str(error)) from error
         except SGLangUnreachable as error:
             raise EngineLost(f"{self.lost}: {error}") from error
-        self.requests.version, self.label, self._path = version, label, source
-
-    async def _flush(self) -> None:
-        try:
-            await self._client.flush_cache()
-        except SGLangRefused as error:
-            raise EngineBusy(
-                f"SGLang {self._sglang_version} does not empty its cache now, so the old weights keep serving: "
-                f"{error}; update with mode wait or abort"
-            ) from error
 
     async def restore(self) -> None:
-        await self._client.update_weights(self._path, self.label)
+        await self._load(self.history[-2])
+
+    async def _load(self, weights: Weights) -> None:
+        # Before the load: an answer may name the new weights before we hear that they are there.
+        self.history.append(weights)
+        options = {"weight_version": weights.label, "flush_cache": False, "abort_all_requests": False}
+        await self._client.post("/update_weights_from_disk", model_path=weights.path, **options)
 
     async def reset_prefix_cache(self) -> None:
         try:
-            await self._client.flush_cache()
+            await self._client.post("/flush_cache")
         except SGLangRefused as error:
             raise EngineBusy(f"{error}; SGLang empties its cache only while nothing runs") from error
 
     async def load_adapter(self, name: str, path: Path, version: int | None, *, replace: bool) -> None:
         """Each load gets a name of its own at SGLang, so that a replacement can be loaded beside what it replaces,
         and requests that run end with the adapter, and the version, they began with."""
-        replaced = self.requests.adapters.replaceable(name, replace=replace)
+        replaced = self.adapters.replaceable(name, replace=replace)
         adapter = Adapter(f"{name}-{uuid.uuid4().hex[:8]}", path, version)
-        with refusing_adapters():
-            await self._client.load_adapter(adapter.server_name, str(path))
-        self.requests.adapters.put(name, adapter)
+        try:
+            await self._client.post("/load_lora_adapter", lora_name=adapter.server_name, lora_path=str(path))
+        except SGLangRefused as error:
+            raise AdapterRefused(str(error)) from error
+        self.adapters.put(name, adapter)
         if replaced is not None:
-            self._loop.in_background(self._unload_replaced(replaced))
+            self.in_background(self.drop_adapter(replaced))
 
     async def unload_adapter(self, name: str) -> None:
-        adapter = self.requests.adapters.remove(name)
-        await self.requests.abort_adapter(adapter)
-        with refusing_adapters():
-            await self._client.unload_adapter(adapter.server_name)
+        adapter = self.adapters.remove(name)
+        for sample in self._in_flight:
+            if sample.adapter is adapter:
+                self._abort(sample)
+        await self.drop_adapter(adapter)
 
-    async def _unload_replaced(self, adapter: Adapter) -> None:
-        """No request waits for it, so a failure is only logged."""
-        try:
-            await self._client.unload_adapter(adapter.server_name)
-        except EngineError as error:
-            logger.warning("an adapter that was replaced could not be unloaded: %s", error)
-
-
-@contextlib.contextmanager
-def refusing_adapters() -> Iterator[None]:
-    try:
-        yield
-    except SGLangRefused as error:
-        raise AdapterRefused(str(error)) from error
+    async def drop_adapter(self, adapter: Adapter) -> None:
+        """Returns once the adapter's requests have ended."""
+        await self._client.post("/unload_lora_adapter", lora_name=adapter.server_name)

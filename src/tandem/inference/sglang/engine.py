@@ -1,39 +1,44 @@
 """The SGLang engine, as callers in any thread see it: a running SGLang server that is probed, watched and left.
 
-    caller threads ──submit, cancel──────────────► requests.py: a task for every request ─► the server
-                   ──pause, resume, weights, …───► control/updates.py: in turn ───────────►
+    caller threads ──submit, cancel──────────────► backend.py: a task for every request ─► the server
+                   ──pause, resume, weights, …───► control/updates.py: in turn ──────────►
 
-All of it runs in one event loop (loop.py) in a thread of its own.
+All of it runs in one event loop in a thread of its own.
 """
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.control.updates import ControlPlane
+from tandem.inference.control.updates import ControlPlane, EngineLost
 from tandem.inference.engine import (
     AdapterRefused,
     EngineError,
     EngineStats,
     GenerationRequest,
+    GenerationResult,
     OnDone,
     OnPart,
     UpdateMode,
 )
 from tandem.inference.sglang.backend import SGLangBackend
 from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
-from tandem.inference.sglang.loop import SHUTTING_DOWN, EngineLoop
 from tandem.inference.sglang.probe import probe
-from tandem.inference.sglang.requests import Request
-from tandem.inference.sglang.translate import Abilities, Limits, check_request
+from tandem.inference.sglang.translate import Abilities, check_request
 from tandem.inference.weight_check import ServedModel
 from tandem.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+SHUTTING_DOWN = "the engine is shutting down"
 WATCH_S = 5.0  # between two looks at whether the server is still the one we probed
 LOOKS = 3  # in vain, before it counts as gone
 FAREWELL_S = 5.0  # to abort what still runs when the engine stops
@@ -43,28 +48,41 @@ class SGLangEngine:
     def __init__(
         self, config: InferenceConfig, api_key: str | None, eos_token_ids: list[int], on_failure: Callable[[str], None]
     ) -> None:
-        self._on_failure = on_failure
-        self._loop = EngineLoop(self._refuse_and_tell)
-        self._thread = threading.Thread(target=self._run, name="sglang", daemon=True)
-        self._arrived: Future[None] = Future()
-        self._config = config
-        options = config.sglang
-        self._limits = Limits(config.seq_len, options.allow_unseeded, options.allow_adjusted_logprobs)
+        self._config, self._on_failure = config, on_failure
         self._abilities = Abilities()
-        self._client = SGLangClient(options.base_url, api_key, options.timeout_s)
-        self._backend = SGLangBackend(self._client, self._loop, eos_token_ids)
-        self._requests = self._backend.requests
-        self._control = ControlPlane(self._backend, ServedModel(config.model.name), self._loop.fail)
+        self._client = SGLangClient(config.sglang.base_url, api_key, config.sglang.timeout_s)
+        self._backend = SGLangBackend(self._client, eos_token_ids)
+        self._control = ControlPlane(self._backend, ServedModel(config.model.name), self._fail)
         self._request_ids = count()
+        self._open: dict[int, Future[GenerationResult]] = {}  # requests that are not answered yet
+        self._is_ending = False
+        self._mutex = threading.Lock()  # between callers and the end of the loop
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
 
     def start(self) -> None:
         """Returns once the server answers and is the right one. Raises UserError otherwise."""
         self._thread.start()
-        self._arrived.result()
+        try:
+            self._call(self._arrive())
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        with self._mutex:
+            if self._is_ending:
+                return
+            self._is_ending = True
+            left = asyncio.run_coroutine_threadsafe(self._leave(), self._loop)
+        left.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     @property
     def version(self) -> int:
-        return self._requests.version
+        return self._control.version
 
     @property
     def paused(self) -> bool:
@@ -72,146 +90,141 @@ class SGLangEngine:
 
     @property
     def failure(self) -> str | None:
-        return self._loop.failure
+        return self._control.failure
 
     @property
     def stats(self) -> EngineStats:
-        return self._requests.stats
+        return self._backend.stats
 
     @property
     def adapters(self) -> dict[str, str]:
-        return self._requests.adapters.paths
-
-    def cancel(self, request_id: int) -> None:
-        self._loop.send(lambda: self._requests.forget(request_id), lambda error: None)
-
-    def pause(self, mode: UpdateMode = "keep") -> None:
-        self._loop.call(self._control.pause(mode))
-
-    def resume(self) -> None:
-        self._loop.call(self._control.resume())
-
-    def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
-        self._loop.call(self._control.update(path, version, mode))
-
-    def reset_prefix_cache(self) -> None:
-        self._loop.call(self._control.reset_prefix_cache())
-
-    def stop(self) -> None:
-        self._loop.stop()
-        self._thread.join()
+        return self._backend.adapters.paths
 
     def submit(self, request: GenerationRequest, on_done: OnDone, on_part: OnPart | None = None) -> int:
-        check_request(request, self._abilities, self._limits)
-        request_id = next(self._request_ids)
+        request.check_length(self._config.seq_len)
+        check_request(request, self._abilities, self._config.sglang)
         if request.adapter is not None:
-            self._requests.adapters.get(request.adapter)
+            self._backend.adapters.get(request.adapter)
+        request_id = next(self._request_ids)
         seed = request.sampling.seed
         if seed is None:
             # SGLang would give every request without one the same.
             seed = (self._config.seed << 32) ^ request_id
-        entry = Request(
-            request_id, request, on_done, on_part, seed if self._abilities.deterministic else None, request.n
-        )
-        self._loop.send(lambda: self._requests.begin(entry), on_done)
+        seed = seed if self._abilities.deterministic else None
+        answer = self._open[request_id] = self._run(self._backend.generate(request, seed, on_part))
+        answer.add_done_callback(lambda _: self._answer(request_id, answer, on_done))
         return request_id
+
+    def cancel(self, request_id: int) -> None:
+        answer = self._open.pop(request_id, None)
+        if answer is not None:
+            answer.cancel()
+
+    def pause(self, mode: UpdateMode = "keep") -> None:
+        self._call(self._control.pause(mode))
+
+    def resume(self) -> None:
+        self._call(self._control.resume())
+
+    def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+        self._call(self._control.update(path, version, mode))
+
+    def reset_prefix_cache(self) -> None:
+        self._call(self._control.reset_prefix_cache())
 
     def load_adapter(
         self, name: str, path: Path, version: int | None = None, *, replace: bool = False, mode: UpdateMode = "keep"
     ) -> None:
         if not self._abilities.has_adapters:
             raise AdapterRefused("this SGLang server serves no adapters; start it with --enable-lora")
-
-        async def load() -> None:
-            # SGLang itself is not paused: running requests keep the adapter they began with.
-            async with self._requests.drained() if mode == "wait" else contextlib.nullcontext():
-                await self._backend.load_adapter(name, path.resolve(), version, replace=replace)
-
-        self._loop.call(self._control.load_adapter(path, mode, load, hold=False))
+        load = partial(self._backend.load_adapter, name, path.resolve(), version, replace=replace)
+        # Otherwise running requests keep the adapter they began with.
+        self._call(self._control.load_adapter(path, mode, load, hold=mode == "wait"))
 
     def unload_adapter(self, name: str) -> None:
         async def unload() -> None:
             async with self._control.turn:
                 await self._backend.unload_adapter(name)
 
-        self._loop.call(unload())
+        self._call(unload())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """In the loop, while there is one."""
+        with self._mutex:
+            if not self._is_ending and self.failure is None:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        refused: Future[T] = Future()
+        refused.cancel()
+        return refused
+
+    def _call(self, operation: Coroutine[Any, Any, None]) -> None:
+        """Run an operation and wait for it; raises if the engine ends before."""
+        try:
+            self._run(operation).result()
+        except CancelledError:
+            raise EngineError(self.failure or SHUTTING_DOWN) from None
 
     # From here on, everything runs in the loop.
 
-    def _run(self) -> None:
-        self._loop.run(self._live, self._end)
-        if not self._arrived.done():
-            self._arrived.set_exception(EngineError(self._loop.why_over))
-        self._requests.refuse_all(self._loop.why_over)
+    async def _arrive(self) -> None:
+        self._abilities, weights = await probe(self._client, self._config)
+        self._backend.history.append(weights)
+        self._control.version = weights.version
+        self._backend.sending.set()
+        self._watching = asyncio.ensure_future(self._watch())
 
-    async def _live(self) -> None:
-        arrival = asyncio.ensure_future(self._tell_arrival())
-        is_stopped = await self._loop.until_stopped(arrival)
-        if is_stopped or arrival.exception() is not None:
+    def _answer(self, request_id: int, answer: "Future[GenerationResult]", on_done: OnDone) -> None:
+        if self._open.pop(request_id, None) is None:  # nobody waits for it any more
             return
-        watch = asyncio.ensure_future(self._watch())
-        await self._loop.until_stopped(watch)
-        if not watch.cancelled():
-            watch.result()
+        error = EngineError(self.failure or SHUTTING_DOWN) if answer.cancelled() else answer.exception()
+        if isinstance(error, EngineLost):
+            self._control.fail(str(error))
+        on_done(error if isinstance(error, Exception) else answer.result())
 
-    async def _tell_arrival(self) -> None:
-        """To `start`, which waits for it."""
-        try:
-            await self._arrive()
-        except BaseException as error:
-            self._arrived.set_exception(error if isinstance(error, Exception) else EngineError(SHUTTING_DOWN))
-            raise
-        self._arrived.set_result(None)
-
-    async def _end(self) -> None:
-        await asyncio.sleep(0)  # what was sent to the loop before the end has been taken in now
-        self._loop.cancel_operations()
-        self._requests.cancel_all()
-        rids = [sample.rid for sample in self._requests.in_flight]
-        self._requests.refuse_all(self._loop.why_over)
-        await self._leave(rids)
-
-    def _refuse_and_tell(self, reason: str) -> None:
-        self._requests.refuse_all(reason)
+    def _fail(self, reason: str) -> None:
+        logger.error("%s", reason)
+        self._cancel_all()
         self._on_failure(reason)
 
-    async def _arrive(self) -> None:
-        config = self._config
-        timeout_s = config.sglang.startup_timeout_s
-        found = await probe(self._client, config.model.name, config.seq_len, config.deterministic, timeout_s)
-        self._abilities = found.abilities
-        self._control.version = found.version
-        self._backend.adopt(found)
+    def _cancel_all(self) -> "set[asyncio.Task[Any]]":
+        """Whoever waits for a request or an operation is told why."""
+        others = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)} - self._backend.background
+        for task in others:
+            task.cancel()
+        return others
 
     async def _watch(self) -> None:
         """Notice when the server goes away, or comes back with other weights than we put there."""
         misses = 0
-        while True:
+        while self.failure is None:
             await asyncio.sleep(WATCH_S)
             async with self._control.turn:
+                expected = self._backend.history[-1].label
                 try:
-                    label = str((await self._client.model_info())["weight_version"])
+                    label = str((await self._client.info("/model_info")).get("weight_version"))
                 except (SGLangUnreachable, SGLangRefused) as error:
                     misses += 1
                     if misses == LOOKS:
-                        self._loop.fail(f"the SGLang server is gone: {error}")
+                        self._control.fail(f"the SGLang server is gone: {error}")
                     continue
                 misses = 0
-                if label != self._backend.label:
-                    self._loop.fail(
-                        f"SGLang at {self._client.base_url} serves weights {label!r} instead of "
-                        f"{self._backend.label!r}, which were put there from here; was it restarted, or updated by "
-                        "another client?"
+                if label != expected:
+                    self._control.fail(
+                        f"SGLang at {self._client.base_url} serves weights {label!r} instead of {expected!r}, which "
+                        "were put there from here; was it restarted, or updated by another client?"
                     )
 
-    async def _leave(self, rids: list[str]) -> None:
-        goodbye = [self._client.abort(rid) for rid in rids]
-        goodbye += [self._client.unload_adapter(each.server_name) for each in self._requests.adapters.loaded.values()]
-        if self._backend.is_held:
-            goodbye.append(self._client.resume())
+    async def _leave(self) -> None:
+        """SGLang goes on without us: nothing of ours is left there, and it is not paused."""
+        others = self._cancel_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
-                await asyncio.gather(*goodbye, return_exceptions=True)
+                await asyncio.gather(*others, return_exceptions=True)
+                for adapter in self._backend.adapters.loaded.values():
+                    self._backend.in_background(self._backend.drop_adapter(adapter))
+                self._backend.in_background(self._client.post("/continue_generation"))
+                await asyncio.gather(*self._backend.background)
         await self._client.close()
 
 

@@ -6,122 +6,91 @@ where the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB, the same without the 
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from tandem.config.sglang import SGLangConfig
 from tandem.inference.control.updates import EngineLost
 from tandem.inference.engine import (
     EngineError,
     FinishReason,
+    GeneratedSample,
     GenerationRequest,
     PromptLogprob,
     Sampling,
     TopLogprobs,
     UnusableWeights,
 )
-from tandem.inference.sglang.requests import Tokens
 
 NOT_A_NUMBER = "NaN happened"  # what SGLang says it matched when it drew a token outside the vocabulary
 MAX_STOP_STRINGS = 32
+ADJUSTMENTS = ("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")  # of logits
 LEAST_TEMPERATURE = 1e-6  # SGLang takes the likeliest token below
-LARGEST_PENALTY = 2.0
 
 
 @dataclass(frozen=True)
 class Abilities:
     """What the server that runs can do, as probed at the start."""
 
-    version: str = "?"
     deterministic: bool = False  # draws by seed
     has_tokenizer: bool = True
     has_adapters: bool = False
     logprobs_at_temperature: bool = True
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What is asked of this engine by its configuration."""
-
-    seq_len: int
-    allow_unseeded: bool = False
-    allow_adjusted_logprobs: bool = False
-
-
 class UnknownWeights(EngineLost):
     """The answer was computed with weights that we did not put there."""
 
 
-def check_request(request: GenerationRequest, abilities: Abilities, limits: Limits) -> None:
+def check_request(request: GenerationRequest, abilities: Abilities, options: SGLangConfig) -> None:
     """Raise ValueError for what SGLang cannot do, or would do in another way than it is asked for."""
-    sampling = request.sampling
-    request.check_length(limits.seq_len)
-    _check_stops(sampling, abilities)
-    _check_adjustments(sampling, limits)
-    _check_draws(sampling, abilities, limits)
-    _check_logprobs(request, abilities)
-    if request.adapter is not None and not abilities.has_adapters:
-        raise ValueError("this SGLang server serves no adapters; start it with --enable-lora")
+    for why in (*_refused_sampling(request.sampling, abilities, options), *_refused_logprobs(request, abilities)):
+        raise ValueError(why)
 
 
-def _check_stops(sampling: Sampling, abilities: Abilities) -> None:
+def _refused_sampling(sampling: Sampling, abilities: Abilities, options: SGLangConfig) -> Iterator[str]:
     if sampling.ignore_eos and sampling.stop_token_ids:
-        raise ValueError("ignore_eos and stop_token_ids together: SGLang would ignore the stop tokens too; give one")
+        yield "ignore_eos and stop_token_ids together: SGLang would ignore the stop tokens too; give one"
     if len(sampling.stop) > MAX_STOP_STRINGS:
-        raise ValueError(f"stop has {len(sampling.stop)} strings; SGLang takes {MAX_STOP_STRINGS}")
+        yield f"stop has {len(sampling.stop)} strings; SGLang takes {MAX_STOP_STRINGS}"
     if sampling.stop and sampling.min_tokens:
-        raise ValueError("stop and min_tokens together: SGLang may end with a stop string before min_tokens; give one")
+        yield "stop and min_tokens together: SGLang may end with a stop string before min_tokens; give one"
     if (sampling.stop or sampling.min_tokens) and not abilities.has_tokenizer:
-        raise ValueError("stop and min_tokens need a SGLang server without --skip-tokenizer-init")
-
-
-def _check_adjustments(sampling: Sampling, limits: Limits) -> None:
-    if sampling.repetition_penalty != 1.0:
-        raise ValueError(
-            f"repetition_penalty = {sampling.repetition_penalty}: SGLang penalizes the completion's tokens only, "
-            "not the prompt's; leave it out"
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if abs(getattr(sampling, name)) > LARGEST_PENALTY:
-            raise ValueError(f"{name} = {getattr(sampling, name)}; SGLang takes -2 to 2")
-    adjustments = ("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")
-    given = [name for name in adjustments if getattr(sampling, name)]
-    if given and not limits.allow_adjusted_logprobs:
-        raise ValueError(
-            f"{', '.join(given)}: SGLang returns log-probs of the logits after this, not those of the model; "
-            "leave it out, or set sglang.allow_adjusted_logprobs"
-        )
-
-
-def _check_draws(sampling: Sampling, abilities: Abilities, limits: Limits) -> None:
+        yield "stop and min_tokens need a SGLang server without --skip-tokenizer-init"
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature = {sampling.temperature}: SGLang takes 0, or {LEAST_TEMPERATURE} and more")
+        yield f"temperature = {sampling.temperature}: SGLang takes 0, or {LEAST_TEMPERATURE} and more"
     if sampling.min_p and abilities.deterministic:
-        raise ValueError("min_p: SGLang has no min_p with --enable-deterministic-inference; leave it out")
-    by_seed = abilities.deterministic or is_greedy(sampling) or limits.allow_unseeded
+        yield "min_p: SGLang has no min_p with --enable-deterministic-inference; leave it out"
+    by_seed = abilities.deterministic or is_greedy(sampling) or options.allow_unseeded
     if sampling.seed is not None and not by_seed:
-        raise ValueError(
-            "seed: SGLang draws by seed only with --enable-deterministic-inference; start it so, "
-            "or set sglang.allow_unseeded"
-        )
+        yield "seed: start SGLang with --enable-deterministic-inference, or set sglang.allow_unseeded"
+    if sampling.repetition_penalty != 1.0:
+        given = f"repetition_penalty = {sampling.repetition_penalty}"
+        yield f"{given}: SGLang penalizes the completion's tokens only, not the prompt's; leave it out"
+    given = ", ".join(name for name in ADJUSTMENTS if getattr(sampling, name))
+    if given and not options.allow_adjusted_logprobs:
+        yield f"{given}: SGLang gives log-probs after this; leave it out, or set sglang.allow_adjusted_logprobs"
 
 
-def _check_logprobs(request: GenerationRequest, abilities: Abilities) -> None:
-    temperature = request.sampling.temperature
-    if temperature in (0.0, 1.0):  # SGLang computes log-probs of greedy requests at temperature 1
+def _refused_logprobs(request: GenerationRequest, abilities: Abilities) -> Iterator[str]:
+    temperature, greedy, raw = request.sampling.temperature, is_greedy(request.sampling), request.raw_logprobs
+    if temperature in (0.0, 1.0) or (greedy and raw):  # SGLang computes log-probs of greedy requests at temperature 1
         return
-    if request.raw_logprobs and abilities.logprobs_at_temperature and not is_greedy(request.sampling):
-        raise ValueError(
+    if raw and abilities.logprobs_at_temperature:
+        yield (
             f"raw log-probs at temperature = {temperature}: SGLang returns them at the temperature; use temperature 1, "
             "or start it with SGLANG_RETURN_ORIGINAL_LOGPROB=1"
         )
-    if not request.raw_logprobs and not abilities.logprobs_at_temperature:
-        raise ValueError(
+    if not raw and not abilities.logprobs_at_temperature:
+        yield (
             f"log-probs at temperature = {temperature}: SGLang runs with SGLANG_RETURN_ORIGINAL_LOGPROB; "
             "use temperature 1, or start it without"
         )
-    if not request.raw_logprobs and is_greedy(request.sampling):
-        raise ValueError(
+    if greedy:
+        yield (
             f"top_k = 1 at temperature = {temperature}: whether SGLang's log-probs are at this temperature depends on "
             "what else runs; use temperature 0"
         )
@@ -137,82 +106,109 @@ def sample_seed(seed: int, sample_index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def generate_body(
-    request: GenerationRequest, index: int, rid: str, *, seed: int | None, adapter: str | None, stream: bool
-) -> dict[str, Any]:
-    """The body of /generate for one sample. `seed`: of the request; `adapter`: its name at SGLang."""
-    body: dict[str, Any] = {
-        "rid": rid,
-        "input_ids": request.prompt_ids,
-        "sampling_params": sampling_params(request),
-        "return_logprob": True,
-        "top_logprobs_num": request.top_logprobs,
-        "stream": stream,
-    }
-    if seed is not None:
-        body["sampling_params"]["sampling_seed"] = sample_seed(seed, request.first_index + index)
-    if adapter is not None:
-        body["lora_path"] = adapter
-    if request.prompt_logprobs is not None and index == 0:
-        body["logprob_start_len"] = 0
-        # One more than none: whether the prompt's token is the likeliest can be told from it.
-        body["top_logprobs_num"] = max(request.top_logprobs, request.prompt_logprobs, 1)
-    return body
+@dataclass(frozen=True)
+class Adapter:
+    server_name: str  # SGLang's name of it
+    path: Path
+    version: int | None  # None: that of the weights below
 
 
-def sampling_params(request: GenerationRequest) -> dict[str, Any]:
-    """Every field is given, so that no default of the server's takes its place."""
-    sampling = request.sampling
-    greedy = is_greedy(sampling) and (request.raw_logprobs or sampling.temperature in (0.0, 1.0))
-    return {
-        "n": 1,
-        "max_new_tokens": sampling.max_tokens,
-        "min_new_tokens": sampling.min_tokens,
-        "temperature": 0.0 if greedy else sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": False,
-    }
+@dataclass(eq=False)
+class Sample:
+    """One sample of a request: what SGLang is asked for, and what it has told so far."""
+
+    request: GenerationRequest
+    index: int = 0
+    seed: int | None = None  # of the request; None: SGLang draws at random
+    adapter: Adapter | None = None
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    meta: Mapping[str, Any] = field(default_factory=dict)  # of the last output
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
+
+    def body(self, *, stream: bool) -> dict[str, Any]:
+        """For /generate. Every field of sampling is given, so that no default of the server's takes its place."""
+        request, sampling = self.request, self.request.sampling
+        body: dict[str, Any] = {
+            "rid": self.rid,
+            "input_ids": request.prompt_ids,
+            "sampling_params": {
+                "n": 1,
+                "max_new_tokens": sampling.max_tokens,
+                "min_new_tokens": sampling.min_tokens,
+                "temperature": 0.0 if is_greedy(sampling) else sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "repetition_penalty": 1.0,
+                "presence_penalty": sampling.presence_penalty,
+                "frequency_penalty": sampling.frequency_penalty,
+                "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+                "stop": list(sampling.stop) or None,
+                "stop_token_ids": list(sampling.stop_token_ids) or None,
+                "ignore_eos": sampling.ignore_eos,
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+            "top_logprobs_num": request.top_logprobs,
+            "lora_path": self.adapter.server_name if self.adapter else None,
+            "stream": stream,
+        }
+        if self.seed is not None:
+            body["sampling_params"]["sampling_seed"] = sample_seed(self.seed, request.first_index + self.index)
+        if request.prompt_logprobs is not None and self.index == 0:
+            body["logprob_start_len"] = 0
+            # One more than none: whether the prompt's token is the likeliest can be told from it.
+            body["top_logprobs_num"] = max(request.top_logprobs, request.prompt_logprobs, 1)
+        return body
+
+    def add(self, meta: Mapping[str, Any]) -> int:
+        """Take up the new tokens of an output; returns where they begin. Outputs of a stream carry all tokens so far
+        or, with --incremental-streaming-output, the newest; either way those that are new come last."""
+        self.meta, start, num_top = meta, len(self.ids), self.request.top_logprobs
+        entries = meta.get("output_token_logprobs") or []
+        total = meta.get("output_token_logprobs_length", max(meta.get("completion_tokens") or 0, len(entries)))
+        num_new = total - start
+        if not 0 <= num_new <= len(entries):
+            raise EngineError(f"SGLang sent {len(entries)} log-probs where {num_new} of {total} were still to come")
+        new = entries[len(entries) - num_new :]
+        if any(logprob is None for logprob, *_ in new):
+            raise UnusableWeights("SGLang's log-probs are not numbers: the weights it serves are unusable")
+        self.ids += [token for _, token, *_ in new]
+        self.logprobs += [logprob for logprob, *_ in new]
+        if num_top and new:
+            self.top += [top_of(entry)[:num_top] for entry in meta["output_top_logprobs"][-num_new:]]
+        return start
+
+    def part(
+        self,
+        start: int,
+        versions: list[int],
+        reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+    ) -> GeneratedSample:
+        """From the token at `start` on. `versions`: of the weights that drew each token, from the first on."""
+        if self.adapter is not None and self.adapter.version is not None:
+            versions = [self.adapter.version] * len(versions)
+        top = self.top[start:] if self.request.top_logprobs else None
+        return GeneratedSample(self.ids[start:], self.logprobs[start:], versions[start:], reason, stop_reason, top)
 
 
-def new_tokens(meta: Mapping[str, Any], num_seen: int, num_top: int) -> Tokens:
-    """The tokens of an output after the first `num_seen`. Outputs of a stream carry all tokens so far or, with
-    --incremental-streaming-output, the newest; either way those that are new come last."""
-    entries = meta.get("output_token_logprobs") or []
-    total = meta.get("output_token_logprobs_length", max(meta.get("completion_tokens") or 0, len(entries)))
-    num_new = total - num_seen
-    if not 0 <= num_new <= len(entries):
-        raise EngineError(f"SGLang sent {len(entries)} log-probs where {num_new} of {total} were still to come")
-    entries = entries[len(entries) - num_new :]
-    if any(logprob is None for logprob, *_ in entries):
-        raise UnusableWeights("SGLang's log-probs are not numbers: the weights it serves are unusable")
-    tokens = Tokens([token for _, token, *_ in entries], [logprob for logprob, *_ in entries])
-    if num_top:
-        alternatives = meta["output_top_logprobs"]
-        tokens.top = [top_of(entry, num_top) for entry in alternatives[len(alternatives) - num_new :]]
-    return tokens
+def top_of(entry: list[list[Any]]) -> TopLogprobs:
+    return [(token, logprob) for logprob, token, *_ in entry]
 
 
-def top_of(entry: list[list[Any]] | None, num_top: int) -> TopLogprobs:
-    return [(token, logprob) for logprob, token, *_ in (entry or [])[:num_top]]
-
-
-def prompt_logprobs(meta: Mapping[str, Any], num_top: int) -> list[PromptLogprob]:
+def prompt_logprobs(meta: Mapping[str, Any], num_top: int | None) -> list[PromptLogprob] | None:
     """From the second prompt token on. The rank is known only where the token is among SGLang's alternatives."""
+    if num_top is None or not meta:
+        return None
     logprobs = []
-    tops = meta.get("input_top_logprobs") or []
-    for (logprob, token, *_), entry in zip(meta["input_token_logprobs"][1:], tops[1:], strict=True):
-        top = top_of(entry, len(entry or []))
-        rank = next((place for place, (other, _) in enumerate(top, 1) if other == token), None)
-        logprobs.append(PromptLogprob(token, logprob, rank, top[:num_top]))
+    for (logprob, token, *_), entry in zip(meta["input_token_logprobs"], meta["input_top_logprobs"], strict=True):
+        if logprob is not None:
+            top = top_of(entry)
+            rank = next((place for place, (other, _) in enumerate(top, 1) if other == token), None)
+            logprobs.append(PromptLogprob(token, logprob, rank, top[:num_top]))
     return logprobs
 
 
@@ -221,16 +217,12 @@ def ending(
 ) -> tuple[FinishReason, int | str | None]:
     """Why a completion ended, and the stop token other than EOS, or the stop string, that ended it."""
     kind, matched = reason["type"], reason.get("matched")
-    if kind == "abort":
-        if reason.get(
-            "status_code"
-        ):  # SGLang ended it, for want of memory for instance; the client did not ask for that
-            raise EngineError(f"SGLang ended the request: {reason.get('message')}")
-        return "abort", None
     if kind == "length":
         return "length", None
-    if kind != "stop":
-        raise EngineError(f"SGLang ended the request for an unknown reason: {dict(reason)}")
+    if kind == "abort":
+        if reason.get("status_code"):  # by SGLang, for want of memory for instance; the client did not ask for that
+            raise EngineError(f"SGLang ended the request: {reason.get('message')}")
+        return "abort", None
     if matched == NOT_A_NUMBER and matched not in sampling.stop:
         raise UnusableWeights("SGLang drew a token that does not exist: the weights it serves are unusable")
     if isinstance(matched, int) and (matched in eos_token_ids or matched not in sampling.stop_token_ids):

@@ -66,6 +66,6 @@ class Adapters:
             await self._backend.engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
         except (EngineError, asyncio.CancelledError):
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a worker raises
             raise AdapterRefused(f"{path}: vLLM cannot load it: {error}") from error
         self._registry.lora_requests[name] = LoRARequest(name, number, path)

@@ -54,13 +54,13 @@ class VllmBackend:
         """Other nodes may see another state of a shared disk."""
         try:
             await self._rpc("tandem_check_weights", str(path), self._served.layout, self._served.tied)
-        except Exception as error:
+        except Exception as error:  # whatever a worker raises
             raise WeightUpdateRefused(f"{path}: a worker cannot read it: {error}") from error
 
     async def load(self, path: Path, version: int) -> None:
         try:
             await self._rpc("tandem_reload_weights", str(path))
-        except Exception as error:
+        except Exception as error:  # whatever a worker raises
             raise LoadFailed(str(error)) from error
         await self.reset_caches()
         self._loaded = path

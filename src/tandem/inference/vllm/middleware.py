@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.inference.api.errors import REFUSALS, BadRequest, answer_refusal
+from tandem.inference.api.errors import REFUSALS, BadRequest, answer_refusal, explain_invalid
 from tandem.inference.api.limits import LimitBody
+from tandem.inference.api.pause import pause_request
 from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
 from tandem.inference.closing import AnswerWhenClosing
@@ -137,7 +138,7 @@ class Routes:
         reason = vllm.control.failure
         try:
             await vllm.backend.engine.check_health()
-        except Exception as error:
+        except Exception as error:  # which one it is, depends on the version of vLLM
             reason = f"the engine failed: {error}"
         if reason is not None:
             return Answer({"status": "failed", "reason": reason, **status}, 503)
@@ -149,7 +150,8 @@ class Routes:
         try:
             return await self._change(vllm, request)
         except ValidationError as error:
-            return explain_invalid(error)
+            message, param = explain_invalid([{**each, "loc": ("body", *each["loc"])} for each in error.errors()])
+            return error_answer(400, message, param=param)
         except BadRequest as error:
             return error_answer(400, str(error), param=error.param)
         except NoSuchAdapter as error:
@@ -183,7 +185,7 @@ class Routes:
         if route == "/resume":
             await vllm.control.resume()
             return Answer({"paused": False})
-        asked = pause_request(await request.body(), dict(request.query_params))
+        asked = read_pause(await request.body(), dict(request.query_params))
         await vllm.control.pause(asked.mode, clear_cache=asked.clear_cache)
         return Answer({"status": "paused", "paused": True})
 
@@ -225,14 +227,9 @@ class PauseQuery(BaseModel):
     clear_cache: bool | None = None
 
 
-def pause_request(body: bytes, query: dict[str, str]) -> PauseRequest:
-    """What is asked for, in the query or in the body."""
-    asked = PauseRequest() if body in (b"", b"null") else PauseRequest.model_validate_json(body)
-    given = PauseQuery.model_validate(query).model_dump(exclude_none=True)
-    for name, value in given.items():
-        if name in asked.model_fields_set and getattr(asked, name) != value:
-            raise BadRequest(f"{name} is {value!r} in the query and {getattr(asked, name)!r} in the body", name)
-    return asked.model_copy(update=given)
+def read_pause(body: bytes, query: dict[str, str]) -> PauseRequest:
+    asked = None if body in (b"", b"null") else PauseRequest.model_validate_json(body)
+    return pause_request(asked, **PauseQuery.model_validate(query).model_dump())
 
 
 def versioned(
@@ -281,12 +278,3 @@ def read_options(body: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return options if isinstance(options, dict) else None
-
-
-def explain_invalid(error: ValidationError) -> Response:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    return error_answer(
-        400, f"{field}: {message}" if field else f"the body is unusable: {message}", param=field or None
-    )

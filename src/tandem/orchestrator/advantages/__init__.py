@@ -47,7 +47,7 @@ def checked_advantages(
     """What a user's own function gives: one finite number for each reward; UserError where it is anything else."""
     try:
         advantages = [[float(value) for value in group] for group in function(groups)]
-    except Exception as error:
+    except Exception as error:  # whatever the user's function raises
         failure = failure_of(error)
         raise UserError(f"advantage.type = {name!r} failed: {failure}\n{failure.frames}".rstrip()) from error
     given, wanted = [len(group) for group in advantages], [len(group) for group in groups]

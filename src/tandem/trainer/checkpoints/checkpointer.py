@@ -141,7 +141,7 @@ class Checkpointer:
         """Until the save under way is complete; False if it failed, raises if it was the second to fail."""
         try:
             self.wait()
-        except Exception:
+        except Exception:  # whatever ended the save; its thread has logged it
             self._num_failed += 1
             if self._num_failed > 1:
                 raise

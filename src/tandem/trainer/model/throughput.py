@@ -25,13 +25,13 @@ PEAK_FLOPS = {
 class Throughput:
     """Of one kind of model on one kind of device, over all ranks."""
 
-    def __init__(self, spec: ModelSpec | Shape, num_parameters: int, device: torch.device, num_ranks: int) -> None:
+    def __init__(self, spec: ModelSpec | Shape, num_parameters: int, device: torch.device, world_size: int) -> None:
         self.num_parameters = num_parameters
         # A query meets each key twice, for scores and for values, two operations a multiplication and addition.
         self.attention_flops = 4 * spec.num_layers * spec.q_size
         self.device = device
         self.peak_flops = find_peak_flops(device)
-        self.num_ranks = num_ranks
+        self.world_size = world_size
 
     def measure(self, batch: PackedBatch, seconds: float) -> dict[str, float]:
         """`batch` is what was computed in so many seconds, by all ranks together."""
@@ -41,7 +41,7 @@ class Throughput:
             "memory_gib": memory_bytes(self.device) / 2**30,
         }
         if self.peak_flops is not None:
-            metrics["mfu"] = self.flops(batch) / seconds / (self.peak_flops * self.num_ranks)
+            metrics["mfu"] = self.flops(batch) / seconds / (self.peak_flops * self.world_size)
         return metrics
 
     def flops(self, batch: PackedBatch) -> float:

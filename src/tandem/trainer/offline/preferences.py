@@ -54,8 +54,8 @@ class AlignBatch:
     def num_rows(self) -> int:
         return int(self.groups[-1]) + 1
 
-    def divide(self, rank: int, num_ranks: int, tokens_per_microbatch: int) -> list[PackedBatch]:
-        return divide(self.packed, rank, num_ranks, tokens_per_microbatch, self.groups)
+    def divide(self, rank: int, world_size: int, tokens_per_microbatch: int) -> list[PackedBatch]:
+        return divide(self.packed, rank, world_size, tokens_per_microbatch, self.groups)
 
 
 def encode_align_row(row: Fields, fit: Fit, tokenizer: Tokenizer, loss: AlignLossConfig) -> AlignRow:

@@ -29,8 +29,12 @@ def test_pause_in_all_its_modes(client: TestClient, engine: FakeEngine) -> None:
     assert client.post("/resume").json() == {"status": "resumed", "paused": False}
     for wrong in ("/pause?mode=nap", "/pause?speed=1"):
         assert client.post(wrong).status_code == 400
-    both = client.post("/pause?mode=keep", json={"mode": "wait"})
-    assert both.status_code == 400 and both.json()["error"]["param"] == "mode"
+    for query, body, param in (
+        ("mode=keep", {"mode": "wait"}, "mode"),
+        ("clear_cache=false", {"clear_cache": True}, "clear_cache"),
+    ):
+        both = client.post(f"/pause?{query}", json=body)
+        assert both.status_code == 400 and both.json()["error"]["param"] == param
 
 
 def test_weights_are_swapped_or_refused(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_nobody_there_ends_with_one_message(start: Start, sglang: FakeSGLang) ->
     ("arguments", "named"),
     [
         (["--max-sequences", "4"], "max_sequences"),
-        (["--sglang.base-url", "localhost:1"], "not a URL"),
+        (["--sglang.base-url", "localhost:1"], "'localhost:1' is not the address of a server"),
         (["--sglang.api-key", "a", "--sglang.api-key-var", "B"], "api_key_var"),
     ],
 )

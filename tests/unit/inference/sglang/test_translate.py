@@ -1,26 +1,32 @@
 """Requests in SGLang's words and answers in ours; the answers are ones SGLang 0.5.23 gave."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.inference.engine import EngineError, GenerationRequest, PromptLogprob, Sampling, UnusableWeights
+from tandem.config.sglang import SGLangConfig
+from tandem.inference.engine import (
+    EngineError,
+    GeneratedSample,
+    GenerationRequest,
+    PromptLogprob,
+    Sampling,
+    UnusableWeights,
+)
 from tandem.inference.sglang.probe import version_numbers
 from tandem.inference.sglang.translate import (
     Abilities,
-    Limits,
-    Tokens,
+    Adapter,
+    Sample,
     UnknownWeights,
     check_request,
     ending,
-    generate_body,
-    new_tokens,
     prompt_logprobs,
     sample_seed,
     token_versions,
 )
 
-LIMITS = Limits(seq_len=100)
 ANSWER: dict[str, Any] = {
     "finish_reason": {"type": "length", "length": 3},
     "prompt_tokens": 4,
@@ -65,7 +71,7 @@ def test_a_body_says_every_sampling_field() -> None:
         n=2,
         top_logprobs=4,
     )  # fmt: skip
-    assert generate_body(asked, 1, "r1", seed=None, adapter=None, stream=False) == {
+    assert Sample(asked, 1, rid="r1").body(stream=False) == {
         "rid": "r1",
         "input_ids": [5, 6, 7],
         "sampling_params": {
@@ -87,18 +93,19 @@ def test_a_body_says_every_sampling_field() -> None:
         },
         "return_logprob": True,
         "top_logprobs_num": 4,
+        "lora_path": None,
         "stream": False,
     }
 
 
 def test_no_limit_to_the_likeliest_tokens_is_minus_one_at_sglang() -> None:
-    params = generate_body(request(), 0, "r", seed=None, adapter=None, stream=True)["sampling_params"]
+    params = Sample(request()).body(stream=True)["sampling_params"]
     assert (params["top_k"], params["stop"], params["stop_token_ids"], params["logit_bias"]) == (-1, None, None, None)
 
 
 def test_samples_of_one_request_are_drawn_with_seeds_of_their_own() -> None:
     asked = GenerationRequest([1], Sampling(4, seed=7), n=2, first_index=6)
-    bodies = [generate_body(asked, index, "r", seed=7, adapter=None, stream=False) for index in (0, 1)]
+    bodies = [Sample(asked, index, seed=7).body(stream=False) for index in (0, 1)]
     seeds = [body["sampling_params"]["sampling_seed"] for body in bodies]
     assert seeds == [sample_seed(7, 6), sample_seed(7, 7)]
     assert len({sample_seed(seed, index) for seed in range(50) for index in range(50)}) == 2500
@@ -107,7 +114,8 @@ def test_samples_of_one_request_are_drawn_with_seeds_of_their_own() -> None:
 
 def test_only_the_first_sample_asks_for_the_prompts_logprobs() -> None:
     asked = request(prompt_logprobs=0)
-    first, second = (generate_body(asked, index, "r", seed=None, adapter="a-1", stream=False) for index in (0, 1))
+    adapter = Adapter("a-1", Path("a"), None)
+    first, second = (Sample(asked, index, adapter=adapter).body(stream=False) for index in (0, 1))
     assert (first["logprob_start_len"], first["top_logprobs_num"], first["lora_path"]) == (0, 1, "a-1")
     assert "logprob_start_len" not in second and second["top_logprobs_num"] == 0
 
@@ -115,14 +123,11 @@ def test_only_the_first_sample_asks_for_the_prompts_logprobs() -> None:
 @pytest.mark.parametrize(
     ("options", "abilities", "named"),
     [
-        ({"max_tokens": 98}, {}, "seq_len = 100"),
-        ({"max_tokens": 0}, {}, "max_tokens = 0"),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty"),
         ({"presence_penalty": 0.5}, {}, "allow_adjusted_logprobs"),
         ({"frequency_penalty": 0.5}, {}, "allow_adjusted_logprobs"),
         ({"logit_bias": ((1, 2.0),)}, {}, "allow_adjusted_logprobs"),
         ({"min_tokens": 2}, {}, "allow_adjusted_logprobs"),
-        ({"frequency_penalty": 2.5}, {}, "-2 to 2"),
         ({"ignore_eos": True, "stop_token_ids": (4,)}, {}, "ignore_eos"),
         ({"stop": ("x",), "min_tokens": 1}, {}, "min_tokens"),
         ({"stop": ("x",) * 33}, {}, "33 strings"),
@@ -133,12 +138,11 @@ def test_only_the_first_sample_asks_for_the_prompts_logprobs() -> None:
         ({"temperature": 0.7, "raw_logprobs": True}, {}, "SGLANG_RETURN_ORIGINAL_LOGPROB=1"),
         ({"temperature": 0.7}, {"logprobs_at_temperature": False}, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
         ({"temperature": 0.7, "top_k": 1}, {}, "top_k = 1"),
-        ({"adapter": "a"}, {}, "--enable-lora"),
     ],
 )  # fmt: skip
 def test_what_sglang_would_do_otherwise_is_refused(options: Any, abilities: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        check_request(request(**options), Abilities(**abilities), LIMITS)
+        check_request(request(**options), Abilities(**abilities), SGLangConfig())
 
 
 @pytest.mark.parametrize(
@@ -152,39 +156,51 @@ def test_what_sglang_would_do_otherwise_is_refused(options: Any, abilities: Any,
         ({"seed": 1}, {"deterministic": True}, {}),
         ({"seed": 1}, {}, {"allow_unseeded": True}),
         ({"min_tokens": 2, "logit_bias": ((1, 2.0),), "presence_penalty": -2.0}, {}, {"allow_adjusted_logprobs": True}),
-        ({"adapter": "a"}, {"has_adapters": True}, {}),
     ],
 )  # fmt: skip
 def test_what_sglang_does_as_asked_is_taken(options: Any, abilities: Any, limits: Any) -> None:
-    check_request(request(**options), Abilities(**abilities), Limits(100, **limits))
+    check_request(request(**options), Abilities(**abilities), SGLangConfig(**limits))
 
 
 def test_raw_logprobs_of_the_likeliest_token_are_asked_for_at_temperature_zero() -> None:
     asked = request(temperature=0.7, top_k=1, raw_logprobs=True)
-    assert generate_body(asked, 0, "r", seed=None, adapter=None, stream=False)["sampling_params"]["temperature"] == 0.0
+    assert Sample(asked).body(stream=False)["sampling_params"]["temperature"] == 0.0
 
 
 def test_tokens_and_alternatives_of_a_whole_answer() -> None:
-    assert new_tokens(ANSWER, 0, 1) == Tokens(
-        [34, 52, 90], [-4.25, -4.5, -5.0], [[(3, -3.5)], [(34, -3.25)], [(52, -3.0)]]
+    sample = Sample(request(top_logprobs=1))
+    assert sample.add(ANSWER) == 0
+    assert sample.part(0, [4, 4, 5], "length") == GeneratedSample(
+        [34, 52, 90], [-4.25, -4.5, -5.0], [4, 4, 5], "length", None, [[(3, -3.5)], [(34, -3.25)], [(52, -3.0)]]
     )
 
 
 def test_the_new_tokens_of_a_stream_come_last_whether_it_repeats_the_others_or_not() -> None:
-    newest = ANSWER | {name: ANSWER[name][2:] for name in ("output_token_logprobs", "output_top_logprobs")}
-    expected = Tokens([90], [-5.0], [[(52, -3.0), (11, -4.0)]])
-    assert new_tokens(ANSWER, 2, 2) == expected == new_tokens(newest, 2, 2)
-    assert new_tokens(ANSWER, 3, 2) == Tokens()
+    names = ("output_token_logprobs", "output_top_logprobs")
+    first = ANSWER | {name: ANSWER[name][:2] for name in names} | {"output_token_logprobs_length": 2}
+    newest = ANSWER | {name: ANSWER[name][2:] for name in names}
+    for second in (ANSWER, newest):
+        sample = Sample(request(top_logprobs=2))
+        assert (sample.add(first), sample.add(second), sample.add(second)) == (0, 2, 3)
+        expected = GeneratedSample([90], [-5.0], [7], None, None, [[(52, -3.0), (11, -4.0)]])
+        assert sample.part(2, [6, 6, 7]) == expected
+        assert sample.part(3, [6, 6, 7]) == GeneratedSample([], [], [], None, None, [])
+
+
+def test_tokens_of_an_adapter_carry_its_version() -> None:
+    sample = Sample(request(), adapter=Adapter("a-1", Path("a"), 9))
+    sample.add(ANSWER)
+    assert sample.part(1, [4, 4, 5]).versions == [9, 9]
 
 
 def test_an_answer_with_too_few_logprobs_is_an_error() -> None:
     with pytest.raises(EngineError, match="3 log-probs where 4 of 4"):
-        new_tokens(ANSWER | {"output_token_logprobs_length": 4}, 0, 0)
+        Sample(request()).add(ANSWER | {"output_token_logprobs_length": 4})
 
 
 def test_logprobs_that_are_no_numbers_mean_unusable_weights() -> None:
     with pytest.raises(UnusableWeights):
-        new_tokens(ANSWER | {"output_token_logprobs": [[None, 1, None]] * 3}, 0, 0)
+        Sample(request()).add(ANSWER | {"output_token_logprobs": [[None, 1, None]] * 3})
 
 
 def test_prompt_logprobs_begin_at_the_second_token_and_rank_what_sglang_lists() -> None:

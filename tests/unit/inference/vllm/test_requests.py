@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.inference.api.errors import BadRequest
-from tandem.inference.vllm.middleware import pause_request, with_structured_outputs
+from tandem.inference.vllm.middleware import read_pause, with_structured_outputs
 from tandem.types.openai import PauseRequest
 
 
@@ -23,7 +23,7 @@ from tandem.types.openai import PauseRequest
 def test_a_pause_is_asked_for_in_the_query_or_in_the_body(
     body: bytes, query: dict[str, str], expected: tuple[str, bool]
 ) -> None:
-    asked = pause_request(body, query)
+    asked = read_pause(body, query)
     assert isinstance(asked, PauseRequest) and (asked.mode, asked.clear_cache) == expected
 
 
@@ -42,12 +42,12 @@ def test_a_pause_is_asked_for_in_the_query_or_in_the_body(
 )
 def test_what_a_pause_does_not_know_is_refused(body: bytes, query: dict[str, str]) -> None:
     with pytest.raises(ValidationError):
-        pause_request(body, query)
+        read_pause(body, query)
 
 
 def test_a_pause_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(BadRequest, match="mode is 'keep' in the query and 'wait' in the body"):
-        pause_request(b'{"mode": "wait"}', {"mode": "keep"})
+        read_pause(b'{"mode": "wait"}', {"mode": "keep"})
 
 
 def test_earlier_names_of_structures_reach_vllm_under_its_own() -> None:

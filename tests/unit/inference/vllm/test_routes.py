@@ -71,3 +71,15 @@ def test_other_weights_of_the_same_model_are_served(client: TestClient, engine: 
     assert answer.json() == {"version": 0}
     assert [call.split()[0] for call in engine.calls] == ["check_weights", "pause", "reload_weights", "reset", "resume"]
     assert client.get("/health").json()["run"] == "mine"
+
+
+def test_a_wrong_body_is_explained_as_by_our_own_routes(client: TestClient, engine: ServedEngine) -> None:
+    for body, message, param in (
+        ({"path": "x"}, "field 'version' is missing", "version"),
+        ({"path": "x", "version": 1, "more": 1}, "unknown field 'more'", "more"),
+        (["x"], "the body must be a JSON object, sent with the header 'Content-Type: application/json'", None),
+    ):
+        answer = client.post("/update_weights", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"], error["param"]) == (400, message, param)
+    assert engine.calls == []

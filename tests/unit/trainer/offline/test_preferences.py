@@ -49,14 +49,14 @@ COMPLETIONS = st.lists(st.integers(51, 99), min_size=1, max_size=6)
 @settings(deadline=None, max_examples=50)
 @given(
     rows=st.lists(st.tuples(PROMPTS, COMPLETIONS, COMPLETIONS), min_size=1, max_size=8),
-    num_ranks=st.integers(1, 3),
+    world_size=st.integers(1, 3),
     bound=st.integers(24, 60),
 )
-def test_pairs_stay_together_however_the_step_is_divided(rows: list, num_ranks: int, bound: int) -> None:
+def test_pairs_stay_together_however_the_step_is_divided(rows: list, world_size: int, bound: int) -> None:
     """In every micro-batch sequence 2i is the chosen one and 2i + 1 the rejected one of one row: as labels tell."""
     batch = AlignBatch.of([pair(*row, margin=float(number)) for number, row in enumerate(rows)])
     seen = []
-    for micro_batch in (part for rank in range(num_ranks) for part in batch.divide(rank, num_ranks, bound)):
+    for micro_batch in (part for rank in range(world_size) for part in batch.divide(rank, world_size, bound)):
         assert micro_batch.num_sequences % 2 == 0
         is_chosen = micro_batch.sequences % 2 == 0
         assert np.array_equal(micro_batch.streams["labels"], is_chosen.astype(np.float32))
