@@ -30,6 +30,7 @@ class Evaluator:
         seed: int,
         run_log: RunLog,
         options: SamplingOptions = ALL_TOKENS,
+        name: str = "",
     ) -> None:
         self.maker = maker
         self.config = config
@@ -38,6 +39,7 @@ class Evaluator:
         self.seed = seed
         self.run_log = run_log
         self.options = options
+        self.name = name  # of the environment, where there are several
 
     def is_due(self, previous: int, version: int, last_version: int) -> bool:
         """Whether going from version `previous` to `version` passes an evaluation; the last one always is."""
@@ -60,16 +62,40 @@ class Evaluator:
             logger.warning("%d held-out tasks failed: %s", len(failures), reasons)
             self.run_log.event("eval_failures", version=version, count=len(failures), reasons=reasons)
         reward = statistics.fmean(reward for group in groups for reward in group.rewards)
-        write_samples(run_dir.eval_samples(version), groups, advantages=None)
-        counts = {"eval/num_prompts": len(groups), "eval/num_failed": len(failures)}
-        self.run_log.metrics(version, {"eval/reward": reward, **counts, "eval/seconds": time.monotonic() - started})
-        logger.info("held-out reward of version %d: %.3f over %d prompts", version, reward, len(groups))
+        write_samples(run_dir.eval_samples(version, self.name), groups, advantages=None)
+        metrics = {
+            "reward": reward,
+            "num_prompts": len(groups),
+            "num_failed": len(failures),
+            "seconds": time.monotonic() - started,
+        }
+        prefix = f"eval/{self.name}/" if self.name else "eval/"
+        self.run_log.metrics(version, {prefix + key: value for key, value in metrics.items()})
+        whose = f" on {self.name}" if self.name else ""
+        logger.info("held-out reward of version %d%s: %.3f over %d prompts", version, whose, reward, len(groups))
         return reward
 
     async def _group(self, order: int, task: Task, prompt: Sequence[int]) -> Group:
         seed = request_seed(self.seed, "eval", order)
         sampling = SamplingRequest(1, self.max_tokens, self.config.temperature, seed, self.options)
         return await self.maker.make_group(task, prompt, order, sampling)
+
+
+class MixedEvaluator:
+    """Evaluates several environments. The reward of all is the mean of theirs, whatever their number of prompts."""
+
+    def __init__(self, evaluators: Sequence[Evaluator], run_log: RunLog) -> None:
+        self.evaluators = evaluators
+        self.run_log = run_log
+
+    def is_due(self, previous: int, version: int, last_version: int) -> bool:
+        return self.evaluators[0].is_due(previous, version, last_version)
+
+    async def run(self, version: int, run_dir: RunDir) -> float:
+        rewards = await asyncio.gather(*(evaluator.run(version, run_dir) for evaluator in self.evaluators))
+        reward = statistics.fmean(rewards)
+        self.run_log.metrics(version, {"eval/reward": reward})
+        return reward
 
 
 def _failure(error: BaseException) -> Failure:

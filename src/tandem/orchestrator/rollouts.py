@@ -1,7 +1,7 @@
-"""One group: a task's prompt to the server, its completions to the reward function.
+"""One group: a task's prompt to the server, its completions to the reward function; or as many episodes of the task.
 
-If the reward function fails on a completion, another one is sampled in its place. After `tries` attempts the task has
-failed.
+If the reward function fails on a completion, or an episode fails, another one is sampled in its place. After `tries`
+attempts the task has failed.
 """
 
 import asyncio
@@ -11,10 +11,11 @@ from dataclasses import replace
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
+from tandem.envs.results import checked_score, total
+from tandem.orchestrator.conversations import Episodes
 from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
 from tandem.orchestrator.protocols import Generator
 from tandem.orchestrator.tasks import request_seed
-from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import Completion, Group, Rollout, SamplingRequest, Task
 
 # Before the second attempt, before the third …: what failed may be a service that needs a moment.
@@ -33,6 +34,7 @@ class RolloutMaker:
         tries: int,
         record: Callable[[Attempt], None],
         delays_s: Sequence[float] = RETRY_DELAYS_S,
+        episodes: Episodes | None = None,
     ) -> None:
         self.policy = policy
         self.environment = environment
@@ -40,6 +42,7 @@ class RolloutMaker:
         self.tries = tries
         self.record = record
         self.delays_s = delays_s
+        self.episodes = episodes  # of environments that have conversations
 
     async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
         """`sampling.n` rollouts with rewards; TaskFailed where they do not come together."""
@@ -51,14 +54,23 @@ class RolloutMaker:
                 await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
             seed = request_seed(sampling.seed, "attempt", attempt) if attempt else sampling.seed
             missing = replace(sampling, n=sampling.n - len(rollouts), seed=seed)
-            completions = await self.policy.generate(prompt_ids, missing)
-            outcomes = await self._score_all(task, prompt_ids, completions)
+            outcomes = await self._attempt(task, prompt_ids, missing)
             rollouts += [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
             failed = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailure)]
             self.record(Attempt(task, order, attempt, sampling.n, failed))
             if not failed:
                 return Group(task, order, rollouts)
         raise TaskFailed([one.failure for one in failed])
+
+    async def _attempt(
+        self, task: Task, prompt_ids: list[int], sampling: SamplingRequest
+    ) -> list[Rollout | RolloutFailure]:
+        if self.episodes is not None and self.episodes.plays(task):
+            seeds = [request_seed(sampling.seed, "rollout", number) for number in range(sampling.n)]
+            requests = [replace(sampling, n=1, seed=seed) for seed in seeds]
+            return await asyncio.gather(*(self.episodes.play(task, self.policy, request) for request in requests))
+        completions = await self.policy.generate(prompt_ids, sampling)
+        return await self._score_all(task, prompt_ids, completions)
 
     async def _score_all(
         self, task: Task, prompt_ids: list[int], completions: list[Completion]
@@ -81,7 +93,8 @@ class RolloutMaker:
         if completion.stop is not None:
             text = text.partition(completion.stop)[0]
         try:
-            reward = checked_reward(await self.environment.score(task, text))
+            rewards = checked_score(await self.environment.score(task, text))
         except Exception as error:  # whatever users' code raises, it costs this rollout and nothing else
             return RolloutFailure(text, failure_of(error))
-        return Rollout(prompt_ids, completion, text, reward)
+        named = rewards if isinstance(rewards, dict) else {}
+        return Rollout(prompt_ids, completion, text, total(rewards), rewards=named)

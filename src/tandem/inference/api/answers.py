@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.data.tool_calls import CallFormat, Found
 from tandem.inference.api.logprobs import TokenName, chat_logprobs, prompt_logprobs_by_id, text_logprobs
 from tandem.inference.api.prompts import as_prompts, uses_tools
 from tandem.inference.api.text import GrowingText, TokenTexts, completion_text
-from tandem.inference.api.tools import CallFormat, Found
 from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult
 from tandem.types.chat import ChatCompletionRequest
 from tandem.types.openai import CompletionRequest, GenerationOptions
