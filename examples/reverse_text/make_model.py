@@ -4,6 +4,7 @@ python examples/reverse_text/make_model.py models/reverse_text
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -27,14 +28,14 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_tokenizer() -> Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(SPECIAL + ROLES + CHARACTERS)}
+def make_tokenizer(words: Sequence[str] = ROLES) -> Tokenizer:
+    """Characters, and `words` that are single tokens, which keeps prompts short."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *words, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    # Role names are single tokens, which keeps prompts short.
-    tokenizer.add_tokens([AddedToken(role, special=False) for role in ROLES])
+    tokenizer.add_tokens([AddedToken(word, special=False) for word in words])
     return tokenizer
 
 
@@ -63,8 +64,7 @@ def make_config(tokenizer: Tokenizer) -> dict:
     }
 
 
-def main(target: Path) -> None:
-    tokenizer = make_tokenizer()
+def write_files(target: Path, tokenizer: Tokenizer, chat_template: str) -> None:
     config = make_config(tokenizer)
     decoder = new_decoder(ModelSpec.from_config(config), seed=0)
     target.mkdir(parents=True, exist_ok=True)
@@ -79,10 +79,14 @@ def main(target: Path) -> None:
             "clean_up_tokenization_spaces": False,
         },
     )
-    (target / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (target / "chat_template.jinja").write_text(chat_template)
     write_model(target, named_tensors(decoder), config)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     print(f"{target}: {parameters / 1e6:.2f}M parameters, {config['vocab_size']} tokens")
+
+
+def main(target: Path) -> None:
+    write_files(target, make_tokenizer(), CHAT_TEMPLATE)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tandem.config.base import load_config
 from tandem.config.inference import InferenceConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.short_names import RL, spell_out
 from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
 from tandem.launch import preflight
@@ -43,8 +44,15 @@ def after_demo(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_
     shutil.copytree(warm_model.parents[1], folder / "outputs" / "reverse_text_sft", symlinks=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for script, target in (("reverse_text", "reverse_text_sft.jsonl"), ("preference", "preference")):
+        for script, target in (
+            ("reverse_text", "reverse_text_sft.jsonl"),
+            ("preference", "preference"),
+            ("calculator", "calculator_sft.jsonl"),
+        ):
             run_script(f"examples/{script}/make_data.py", f"models/{target}")
+        run_script("examples/calculator/make_model.py", "models/calculator")
+        for name in ("calculator", "mixed"):  # what their warm-up would leave
+            shutil.copytree("models/calculator", f"outputs/{name}_sft/weights/latest")
         for path in (folder / "models").rglob("*.jsonl"):
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:NUM_ROWS]))
         yield folder
@@ -163,7 +171,7 @@ def test_no_command_of_a_page_is_in_the_way_of_another(page: Path, after_demo: P
     for shown in commands_of(page):
         if shown.program not in ("rl", "sft", "align") or "--help" in shown.words or "--resume" in shown.words:
             continue
-        config = load_config(CONFIGS[shown.program], shown.arguments)
+        config = load_config(CONFIGS[shown.program], spell_out(shown.arguments, RL if shown.program == "rl" else {}))
         assert config.clean or str(config.output_dir) not in taken, f"{shown}: {config.output_dir} holds another run"
         taken |= set() if config.dry_run else {str(config.output_dir)}
 

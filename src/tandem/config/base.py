@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic_config import BaseConfig, ConfigFileError, cli
 from tandem.config.explain import explain_validation_error, models_in
 from tandem.config.help import render_help
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
+from tandem.config.short_names import spell_out
 from tandem.config.sources import Tree, extract_files, merge
 from tandem.utils.errors import UserError
 
@@ -46,13 +48,21 @@ class Config(BaseConfig):
 C = TypeVar("C", bound=Config)
 
 
-def parse(cls: type[C], prog: str, description: str, argv: list[str] | None = None, hint: str = "") -> C:
+def parse(
+    cls: type[C],
+    prog: str,
+    description: str,
+    argv: list[str] | None = None,
+    hint: str = "",
+    short_names: Mapping[str, str] | None = None,
+) -> C:
     """Parse `argv` (default: the command line); on bad input print one message, then `hint`, and exit with code 2."""
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
         print(render_help(cls, prog, description), end="")
         raise SystemExit(0)
     try:
+        arguments = spell_out(arguments, short_names or {})
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
         if run is None:
             return load_config(cls, arguments, prog, description)

@@ -1,5 +1,7 @@
 """Options of the orchestrator."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +90,8 @@ class EnvConfig(Config):
     """The environment: tasks and reward function."""
 
     id: str = "reverse-text"
-    """A registered environment, or your own: "package.module:Class" or "./file.py:Class"."""
+    """An environment of ours (docs/environments.md has the list), your own as "package.module:Class" or
+    "./file.py:Class", or one of the verifiers package as "owner/name"."""
 
     args: dict[str, Any] = {}
     """Arguments of the environment."""
@@ -109,8 +112,64 @@ class EnvConfig(Config):
     score_timeout_s: float = Field(default=60.0, gt=0)
     """How long the reward function may take for one completion. Past that, the rollout has failed."""
 
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a multi-turn environment may take between two turns of the model. Past that, the rollout has failed."""
+
+    episode_timeout_s: float = Field(default=3600.0, gt=0)
+    """How long an episode of a multi-turn environment may take, the model's turns included."""
+
     tries: int = Field(default=3, ge=1)
     """Attempts at a task whose rollouts fail, before the task is set aside."""
+
+
+class OwnSamplingConfig(Config):
+    """How one of several environments is sampled where it differs from `sampling`. The temperature is the same for all:
+    the trainer computes log-probs at one temperature."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens."""
+
+    stop: list[str] | None = None
+    """Texts that end a completion."""
+
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability."""
+
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample from this many of the likeliest tokens."""
+
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample from tokens with at least this probability, relative to the likeliest."""
+
+
+class MixedEnvConfig(EnvConfig):
+    """One of several environments to mix."""
+
+    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    """Its name in metrics and samples; None: its id."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of its prompts in every batch, relative to the other environments."""
+
+    group_size: int | None = Field(default=None, ge=1)
+    """Rollouts of each of its prompts; None: orchestrator.group_size."""
+
+    sampling: OwnSamplingConfig = OwnSamplingConfig()
+
+    filters: FilterConfig | None = None
+    """What of it is not trained on, in place of orchestrator.filters."""
+
+    num_eval_prompts: int | None = Field(default=None, ge=1)
+    """Held-out prompts per evaluation; None: eval.num_prompts."""
+
+    @property
+    def env(self) -> EnvConfig:
+        """Without what is about the mixture."""
+        return EnvConfig.model_validate(self.model_dump(include=set(EnvConfig.model_fields)))
+
+    @property
+    def own_name(self) -> str:
+        return self.name or re.sub(r"[^\w.-]+", "-", self.id.rpartition(":")[2])
 
 
 class TruncationConfig(Config):
@@ -161,6 +220,9 @@ class EvalConfig(TruncationConfig):
     num_prompts: int = Field(default=64, ge=1)
     """Held-out prompts per evaluation."""
 
+    samples: int = Field(default=1, ge=1)
+    """Completions of each prompt. With k of them the reward is avg@k, and pass@1 … pass@k are logged too."""
+
     temperature: float = Field(default=0.0, ge=0)
     """Softmax temperature of evaluation. 0: greedy."""
 
@@ -169,7 +231,24 @@ class EvalConfig(TruncationConfig):
         if self.truncation and self.temperature == 0:
             (name, value), *_ = self.truncation.items()
             raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
+            )
         return self
+
+
+@dataclass(frozen=True)
+class EnvPlan:
+    """An environment with everything that may be its own."""
+
+    name: str  # empty: the only one
+    env: EnvConfig
+    weight: float
+    group_size: int
+    sampling: SamplingConfig
+    filters: FilterConfig
+    num_eval_prompts: int
 
 
 class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
@@ -177,6 +256,9 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
 
     client: ClientConfig = ClientConfig()
     env: EnvConfig = EnvConfig()
+    envs: list[MixedEnvConfig] = []
+    """Several environments, mixed by weight. Instead of env."""
+
     sampling: SamplingConfig = SamplingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     overlong: OverlongConfig | None = None
@@ -186,7 +268,7 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
     """Prefer short completions. Left out: no preference."""
 
     solved_reward: float = 1.0
-    """A rollout with at least this reward counts as solved: in the curriculum and in length_penalty."""
+    """A rollout with at least this reward counts as solved: in the curriculum, in length_penalty and in pass@k."""
 
     filters: FilterConfig = FilterConfig()
     curriculum: CurriculumConfig | None = None
@@ -213,6 +295,50 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """End the run when more than this share of the rollouts of 64 groups failed. 0: at the first failure. 1: never."""
+
+    @property
+    def plans(self) -> dict[str, EnvPlan]:
+        """The environments by name; a single one has none."""
+        if not self.envs:
+            plan = EnvPlan("", self.env, 1.0, self.group_size, self.sampling, self.filters, self.eval.num_prompts)
+            return {"": plan}
+        return {env.own_name: self._plan(env) for env in self.envs}
+
+    def _plan(self, env: MixedEnvConfig) -> EnvPlan:
+        sampling = self.sampling.model_dump() | env.sampling.model_dump(exclude_none=True)
+        return EnvPlan(
+            name=env.own_name,
+            env=env.env,
+            weight=env.weight,
+            group_size=env.group_size or self.group_size,
+            sampling=SamplingConfig.model_validate(sampling),
+            filters=env.filters or self.filters,
+            num_eval_prompts=env.num_eval_prompts or self.eval.num_prompts,
+        )
+
+    @model_validator(mode="after")
+    def _mixes(self) -> "OrchestratorConfig":
+        if not self.envs:
+            return self
+        if self.env != EnvConfig():
+            raise ValueError(f"env.id = {self.env.id!r} and envs are both given; add it to envs")
+        names = [env.own_name for env in self.envs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"envs: two of them are called {twice[0]!r}; give each a name")
+        for number, plan in enumerate(self.plans.values()):
+            if plan.group_size < 2 and self.advantage.is_group_relative:
+                raise ValueError(f"envs.{number}.group_size = 1 leaves nothing to compare; set it to 2 or more")
+            if plan.sampling.max_tokens >= self.seq_len:
+                raise ValueError(
+                    f"envs.{number}.sampling.max_tokens = {plan.sampling.max_tokens} leaves no room for a prompt in "
+                    f"seq_len = {self.seq_len}; the largest valid value is {self.seq_len - 1}"
+                )
+            if self.overlong is not None and plan.sampling.max_tokens != self.sampling.max_tokens:
+                raise ValueError(
+                    f"envs.{number}.sampling.max_tokens = {plan.sampling.max_tokens} with overlong, which is relative "
+                    f"to sampling.max_tokens = {self.sampling.max_tokens}; leave out one of them"
+                )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> "OrchestratorConfig":

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from tandem.config.sources import SUFFIXES
 from tandem.utils.errors import UserError
 
 INFERENCE = {
@@ -13,6 +14,9 @@ INFERENCE = {
     "--no-allow-unauthenticated": "--no-server.allow-unauthenticated",
 }
 
+RL = {"--env": "--orchestrator.env.id"}
+ORCHESTRATOR = {"--env": "--env.id"}
+
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
     """The command line with every short name in full. Raises UserError where an option is given by both names."""
@@ -20,9 +24,12 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
     for short, full in short_names.items():
         if short in given and full in given:
             raise UserError(f"{short} and {full} say the same thing; give one of them")
-    return [_in_full(argument, short_names) for argument in arguments]
+    following = [*arguments[1:], ""]
+    return [_in_full(*pair, short_names) for pair in zip(arguments, following, strict=True)]
 
 
-def _in_full(argument: str, short_names: Mapping[str, str]) -> str:
+def _in_full(argument: str, following: str, short_names: Mapping[str, str]) -> str:
     name, equals, value = argument.partition("=")
+    if not equals and (following.startswith("@") or following.endswith(SUFFIXES)):
+        return argument  # a section and its file
     return short_names.get(name, name) + equals + value

@@ -43,3 +43,13 @@ class TextStream:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def overlap(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that a stop string begins with."""
+    return max((_overlap(text, stop) for stop in stops), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -8,13 +8,16 @@ from typing import Any
 
 from tandem.config.base import parse
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.short_names import ORCHESTRATOR as SHORT
 from tandem.utils.files import read_json
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
 from tandem.utils.run_dir import RunDir
 
+DESCRIPTION = "Writes training batches from the rollouts of a server."
+
 
 def main() -> None:
-    config = parse(OrchestratorConfig, "orchestrator", "Writes training batches from the rollouts of a server.")
+    config = parse(OrchestratorConfig, "orchestrator", DESCRIPTION, short_names=SHORT)
     run_entrypoint("orchestrator", lambda: own_run(config))
 
 
@@ -27,8 +30,7 @@ def own_run(config: OrchestratorConfig) -> None:
 
 def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
-    from tandem.envs.process import open_environment
-    from tandem.envs.trial import try_environment
+    from tandem.envs.mixture import open_environments, try_environments
     from tandem.orchestrator.advantages import try_advantages
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
@@ -48,9 +50,9 @@ def orchestrate(config: OrchestratorConfig) -> None:
     try_advantages(config.advantage, config.group_size)
 
     async def run() -> None:
-        async with open_environment(config.env) as environment:
+        async with open_environments(config) as environment:
             prompts = encode_prompts(environment, tokenizer, config)
-            await try_environment(environment, config.env)
+            await try_environments(environment, config)
             refuse_missing_trackers(config.metrics.report_to)
             step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
             resumed_from = OrchestratorState.load(run_dir, step) if step else None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.base import parse
 from tandem.config.rl import RLConfig
+from tandem.config.short_names import RL
 from tandem.utils.processes import run_entrypoint
 
 if TYPE_CHECKING:
@@ -17,12 +18,13 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl @ rl.toml                                              one file
   rl --trainer @ t.toml --orchestrator @ o.toml --inference @ i.toml
   rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
+  rl @ rl.toml --env ./my_env.py:Arithmetic                 an environment of your own
   rl --resume outputs/rl                                    continue a run that was stopped
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
 def main() -> None:
-    config = parse(RLConfig, "rl", DESCRIPTION)
+    config = parse(RLConfig, "rl", DESCRIPTION, short_names=RL)
     run_entrypoint("rl", lambda: launch(config))
 
 

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.envs.failures import Failure, failure_of, hung_at
+from tandem.envs.model import Clock
 
 # Sync functions at the same time. More would share one interpreter lock, and time out for want of it.
 MAX_THREADS = 8
 # How long a cancelled task may take to end.
 CANCEL_S = 1.0
+CALLED_OFF = "the episode was called off"
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,28 @@ class Calls:
             return await self._run_async(number, outcome.value)
         return outcome
 
+    async def play(self, number: int, episode: Coroutine[Any, Any, Any], clock: Clock) -> Outcome:
+        """Run an episode for as long as its clock lets it. Who cancels this cancels the episode."""
+        steps = _awaited(episode)
+        task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number)))
+        clock.start()
+        try:
+            done, _ = await asyncio.wait([task, clock.over], return_when=asyncio.FIRST_COMPLETED)
+            if task in done:
+                return task.result()
+            return await _cancelled(task, hung_at(clock.over.result(), _suspended_at(steps)))
+        except asyncio.CancelledError:
+            return await _cancelled(task, Failure(CALLED_OFF))
+        finally:
+            clock.stop()
+
     async def _run_async(self, number: int, awaitable: Awaitable[Any]) -> Outcome:
         steps = _awaited(awaitable)
         task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number)))
         done, _ = await asyncio.wait([task], timeout=self.timeout_s)
         if done:
             return task.result()
-        failure = hung_at(over_limit(self.timeout_s), _suspended_at(steps))
-        task.cancel()
-        done, _ = await asyncio.wait([task], timeout=CANCEL_S)
-        return Outcome(failure=failure, lingers=not done)
+        return await _cancelled(task, hung_at(over_limit(self.timeout_s), _suspended_at(steps)))
 
     async def _run_sync(self, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
         thread, ended = _start_thread(function, arguments)
@@ -72,6 +86,12 @@ class Calls:
         frame = sys._current_frames().get(thread.ident or 0)
         failure = hung_at(over_limit(self.timeout_s), traceback.extract_stack(frame))
         return Outcome(failure=failure, lingers=True)
+
+
+async def _cancelled(task: asyncio.Task[Outcome], failure: Failure) -> Outcome:
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=CANCEL_S)
+    return Outcome(failure=failure, lingers=not done)
 
 
 def over_limit(timeout_s: float) -> str:

@@ -1,6 +1,8 @@
 """An environment in a process of its own: users' code can hang, crash or exit, and costs a rollout, not the run.
 
-    score ──► worker process ──► reward
+    score, play ──► worker process ──► reward
+                │        ▲ │ an episode asks for the model's next turn, and is answered
+                │        └─┘
                 │ over its time limit, or gone
                 ▼
     the call to blame fails with what is known of it; the process is killed with all its children;
@@ -19,14 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from tandem.config.orchestrator import EnvConfig
 from tandem.envs.calls import over_limit
 from tandem.envs.failures import MAX_TRACEBACK, Failure, UserCodeError, place_in
+from tandem.envs.model import ChatRefused, ContextFull, over_turn
+from tandem.envs.protocol import Player, Score
+from tandem.envs.results import Result
 from tandem.envs.wire import Payload, frame, receive
 from tandem.envs.worker import MARK_BYTES, STACK_SIGNAL
 from tandem.types.rollout import Task
@@ -52,15 +57,26 @@ class HeldTask(Task):
 
     split: str = ""
     position: int = -1
+    is_interactive: bool = False  # it is played, not scored
+    tools: list[dict[str, Any]] | None = None  # that the model is given
 
 
 @dataclass
 class Call:
     answer: asyncio.Future[Any]
-    started: float | None = None  # when its code began to run; None: it waits for its turn
+    limit_s: float
+    over_limit: str  # what is said of it past the limit
+    player: Player | None = None  # of an episode
+    started: float | None = None  # when its code began to run; None: it waits for its turn, or for the model
+    asked: set[asyncio.Task[None]] = field(default_factory=set)  # turns of the model that it waits for
 
-    def is_over(self, limit_s: float) -> bool:
-        return self.started is not None and time.monotonic() - self.started > limit_s
+    def end_turns(self) -> None:
+        for turn in self.asked:
+            turn.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        return self.started is not None and time.monotonic() - self.started > self.limit_s + GRACE_S
 
 
 class Worker:
@@ -117,13 +133,34 @@ class Worker:
             raise UserError(answer["refused"])
         return answer
 
-    async def call(self, request: Payload) -> Any:
-        assert self._writer is not None, "not started"
+    async def score(self, request: Payload) -> Any:
+        limit_s = self.config.score_timeout_s
+        _, call = self._call({"method": "score"} | request, limit_s, over_limit(limit_s))
+        return await call.answer
+
+    async def play(self, request: Payload, player: Player) -> Payload:
+        limit_s = self.config.turn_timeout_s
+        request = {"method": "rollout", "arguments": []} | request
+        number, call = self._call(request, limit_s, over_turn(limit_s), player)
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            raise
+        finally:
+            call.end_turns()
+
+    def _call(self, request: Payload, limit_s: float, over: str, player: Player | None = None) -> tuple[int, Call]:
         number = next(self._numbers)
         # It stays there until it is answered, also if no caller waits any more: its code may still hang.
-        call = self._calls[number] = Call(asyncio.get_running_loop().create_future())
-        self._writer.write(frame({"call": number} | request))
-        return await call.answer
+        call = self._calls[number] = Call(asyncio.get_running_loop().create_future(), limit_s, over, player)
+        self._send({"call": number} | request)
+        return number, call
+
+    def _send(self, message: Payload) -> None:
+        assert self._writer is not None, "not started"
+        if not self.is_lost:
+            self._writer.write(frame(message))
 
     async def close(self) -> None:
         """Let it end; what does not end at once is killed."""
@@ -147,6 +184,12 @@ class Worker:
             if call := self._calls.get(answer["started"]):
                 call.started = time.monotonic()
             return
+        if "ask" in answer:
+            if call := self._calls.get(answer["call"]):
+                turn = asyncio.ensure_future(self._take_turn(call, answer))
+                call.asked.add(turn)
+                turn.add_done_callback(call.asked.discard)
+            return
         call = self._calls.pop(answer["call"])
         if not call.answer.done():
             if "failure" in answer:
@@ -156,21 +199,40 @@ class Worker:
         if answer.get("lingers"):
             self._lose(set(), Failure(""))
 
+    async def _take_turn(self, call: Call, asked: Payload) -> None:
+        """The model's turn. The clock of the environment's code stands still meanwhile."""
+        assert call.player is not None, "only episodes ask"
+        call.started = None
+        try:
+            answer = await call.player.chat(asked["messages"], asked["tools"], asked["max_tokens"])
+        except ContextFull as error:
+            answer = {"context_full": str(error)}
+        except ChatRefused as error:
+            answer = {"refused": str(error)}
+        except Exception as error:  # the server's fault, not the environment's: the episode ends with it
+            if not call.answer.done():
+                call.answer.set_exception(error)
+            self._send({"cancel": asked["call"]})
+            return
+        self._send({"answer": asked["ask"]} | answer)
+        if len(call.asked) == 1:
+            call.started = time.monotonic()
+
     async def _watch(self) -> None:
         """Notice that the process has ended, or end it where a call is over its limit and nothing inside helps."""
-        limit_s = self.config.score_timeout_s + GRACE_S
         while not self.is_lost:
             await asyncio.sleep(WATCH_S)
             running = self._running()
-            over = {number for number, call in self._calls.items() if call.is_over(limit_s)}
+            over = {number: call for number, call in self._calls.items() if call.is_over}
             if (code := self.process.poll()) is not None:
                 started = {number for number, call in self._calls.items() if call.started is not None}
                 failure = Failure(f"the environment's process ended with {_how_it_ended(code)}")
                 self._lose({running} if running else started, failure)
             elif over and (running is None or running in over):  # else one that still has time keeps the event loop
                 stacks = await self._read_stacks()
-                failure = Failure(over_limit(self.config.score_timeout_s), place_in(stacks), stacks, hung=True)
-                self._lose({running} if running else over, failure)
+                culprits = {running: over[running]} if running else over
+                reason = next(iter(culprits.values())).over_limit
+                self._lose(set(culprits), Failure(reason, place_in(stacks), stacks, hung=True))
 
     def _lose(self, culprits: set[int], failure: Failure) -> None:
         self.is_lost = True
@@ -207,22 +269,31 @@ class Worker:
 class EnvironmentProcess:
     """The environment as the orchestrator sees it."""
 
-    def __init__(self, config: EnvConfig, worker: Worker, ready: Payload) -> None:
+    def __init__(self, config: EnvConfig, worker: Worker, ready: Payload, name: str) -> None:
         self.config = config
-        self.train_tasks = _held_tasks("train", ready)
-        self.eval_tasks = _held_tasks("eval", ready)
+        self.train_tasks = _held_tasks("train", ready, name)
+        self.eval_tasks = _held_tasks("eval", ready, name)
         self._fingerprint = ready["fingerprint"]
         self._worker = worker
         self._replacing: asyncio.Task[None] | None = None
 
-    async def score(self, task: Task, completion: str) -> float:
-        assert isinstance(task, HeldTask), "a task of another environment"
-        request = {"method": "score", "task": [task.split, task.position], "arguments": [completion]}
+    async def score(self, task: Task, completion: str) -> Score:
+        request = _request(task) | {"arguments": [completion]}
+        return await self._until_answered(lambda worker: worker.score(request))
+
+    async def play(self, task: Task, player: Player) -> Result:
+        def play(worker: Worker) -> Awaitable[Payload]:
+            player.restart()
+            return worker.play(_request(task), player)
+
+        return Result(**await self._until_answered(play))
+
+    async def _until_answered(self, call: Callable[[Worker], Awaitable[Any]]) -> Any:
         while True:
             if self._worker.is_lost:
                 await self._replaced()
             try:
-                return await self._worker.call(request)
+                return await call(self._worker)
             except WorkerLost:
                 continue
 
@@ -256,22 +327,28 @@ class EnvironmentProcess:
 
 
 @asynccontextmanager
-async def open_environment(config: EnvConfig) -> AsyncIterator[EnvironmentProcess]:
-    """The environment that `config` names, ended with the block; UserError if it cannot be made."""
+async def open_environment(config: EnvConfig, name: str = "") -> AsyncIterator[EnvironmentProcess]:
+    """The environment that `config` names, ended with the block; UserError if it cannot be made. Its tasks have its
+    name in a mixture."""
     worker = Worker(config)
     environment = None
     try:
-        environment = EnvironmentProcess(config, worker, await worker.start(with_tasks=True))
+        environment = EnvironmentProcess(config, worker, await worker.start(with_tasks=True), name)
         yield environment
     finally:
         await (environment or worker).close()
 
 
-def _held_tasks(split: str, ready: Payload) -> list[HeldTask]:
+def _held_tasks(split: str, ready: Payload, name: str) -> list[HeldTask]:
+    shared = {"split": split, "environment": name, "is_interactive": ready["is_interactive"], "tools": ready["tools"]}
     return [
-        HeldTask(**described, split=split, position=position)
-        for position, described in enumerate(ready["tasks"][split])
+        HeldTask(**described, **shared, position=position) for position, described in enumerate(ready["tasks"][split])
     ]
+
+
+def _request(task: Task) -> Payload:
+    assert isinstance(task, HeldTask), "a task of another environment"
+    return {"task": [task.split, task.position]}
 
 
 def _how_it_ended(code: int) -> str:

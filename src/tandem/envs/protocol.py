@@ -1,13 +1,19 @@
-"""What an environment is: tasks to train on, tasks held out, and a reward function. Called by the orchestrator."""
+"""What an environment is: tasks to train on, tasks held out, and either a reward function for single turns, `score`, or
+whole conversations, `rollout`. Called by the orchestrator."""
 
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Protocol
 
-from tandem.types.rollout import Task
+from tandem.envs.model import Model
+from tandem.envs.results import Result
+from tandem.types.rollout import Message, Task
+
+Score = float | Mapping[str, float]
+"""A reward, or rewards by name, of which the sum counts."""
 
 
-class UserEnvironment(Protocol):
-    """What users write. Single turn: one prompt, one completion, one reward."""
+class HasTasks(Protocol):
+    """What every environment has. It may also have `setup` and `close`, sync or async: each is called once."""
 
     @property
     def train_tasks(self) -> Sequence[Task]: ...
@@ -15,20 +21,49 @@ class UserEnvironment(Protocol):
     @property
     def eval_tasks(self) -> Sequence[Task]: ...
 
-    def score(self, task: Task, completion: str) -> float | Awaitable[float]:
+
+class UserEnvironment(HasTasks, Protocol):
+    """What users write for single turns: one prompt, one completion, one reward."""
+
+    def score(self, task: Task, completion: str) -> Score | Awaitable[Score]:
         """The reward of a completion: `async def`, which may wait for other services, or `def`, in a thread."""
         ...
 
 
-class Environment(Protocol):
+class InteractiveEnvironment(HasTasks, Protocol):
+    """What users write for conversations. Tools that it gives the model can be named in `tools`, which are then checked
+    before anything starts."""
+
+    async def rollout(self, task: Task, model: Model) -> Score | Result:
+        """Play one episode: call `model.chat` as often as it takes, and say what it was worth."""
+        ...
+
+
+class Player(Protocol):
+    """Who answers an environment's calls of the model during one episode."""
+
+    def restart(self) -> None:
+        """The episode begins anew: its process was lost through no fault of its own."""
+        ...
+
+    async def chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, max_tokens: int | None
+    ) -> dict[str, Any]:
+        """The model's next message; ContextFull or ChatRefused where there is none."""
+        ...
+
+
+class Environment(HasTasks, Protocol):
     """What the orchestrator sees of it (envs/process.py)."""
 
-    @property
-    def train_tasks(self) -> Sequence[Task]: ...
-
-    @property
-    def eval_tasks(self) -> Sequence[Task]: ...
-
-    async def score(self, task: Task, completion: str) -> float:
+    async def score(self, task: Task, completion: str) -> Score:
         """The reward, within a time limit; UserCodeError where there is none."""
+        ...
+
+
+class Stage(Environment, Protocol):
+    """What it sees of one that also plays episodes."""
+
+    async def play(self, task: Task, player: Player) -> Result:
+        """One episode, within its time limits; UserCodeError where it comes to nothing."""
         ...

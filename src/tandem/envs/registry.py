@@ -1,31 +1,71 @@
 """Environments by name, or by module or file for those that users bring."""
 
+import importlib
+import inspect
+import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from tandem.config.explain import explain_validation_error
 from tandem.config.orchestrator import EnvConfig
-from tandem.envs.protocol import UserEnvironment
-from tandem.envs.reverse_text import ReverseText
 from tandem.envs.rewarded import Rewarded
 from tandem.envs.system_prompt import SystemPrompted
 from tandem.rewards.registry import REWARDS
 from tandem.utils.errors import UserError
 from tandem.utils.registry import find_registered
 
-ENVIRONMENTS: dict[str, Callable[..., UserEnvironment]] = {"reverse-text": ReverseText}
+# Imported when they are used: some need packages that take long to load, or are not installed.
+ENVIRONMENTS: dict[str, Any] = {
+    "reverse-text": "tandem.envs.reverse_text:ReverseText",
+    "arithmetic": "tandem.envs.small_tasks:Arithmetic",
+    "word-sorting": "tandem.envs.small_tasks:WordSorting",
+    "word-problems": "tandem.envs.small_tasks:WordProblems",
+    "calculator": "tandem.envs.calculator:CalculatorUse",
+    "guessing-game": "tandem.envs.guessing:GuessingGame",
+    "simulated-user": "tandem.envs.simulated_user:SimulatedUser",
+    "dataset": "tandem.envs.dataset:DatasetEnvironment",
+    "reasoning-gym": "tandem.envs.reasoning_gym:ReasoningGym",
+    "verifiers": "tandem.envs.verifiers:VerifiersEnvironment",
+}
+HUB_ENVIRONMENT = "tandem.envs.verifiers:hub_environment"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def make_environment(config: EnvConfig) -> UserEnvironment:
-    factory = find_registered(ENVIRONMENTS, config.id, "env.id")
+def make_environment(config: EnvConfig) -> Any:
+    """An environment as users write them (envs/protocol.py)."""
+    factory = _find(config.id)
     try:
         environment = factory(**config.args)
     except ValidationError as error:
         args_model = getattr(factory, "Args", BaseModel)
         raise UserError(explain_validation_error(args_model, error, prefix="env.args.")) from error
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
         raise UserError(f"env.args = {config.args!r} does not fit env.id = {config.id!r}: {error}") from error
+    _check(environment, config)
     if config.reward is not None:
         environment = Rewarded(environment, find_registered(REWARDS, config.reward, "env.reward"))
     return environment if config.system_prompt is None else SystemPrompted(environment, config.system_prompt)
+
+
+def _find(env_id: str) -> Callable[..., Any]:
+    if HUB_NAME.fullmatch(env_id):
+        return partial(_load(HUB_ENVIRONMENT), env_id)
+    found = find_registered(ENVIRONMENTS, env_id, "env.id")
+    return _load(found) if isinstance(found, str) else found
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _check(environment: Any, config: EnvConfig) -> None:
+    """What can be said before any of its tasks is tried."""
+    rollout = getattr(environment, "rollout", None)
+    if rollout is not None and not inspect.iscoroutinefunction(rollout):
+        raise UserError(f"env.id = {config.id!r}: rollout must be `async def`: it waits for the model")

@@ -1,20 +1,39 @@
-"""An environment whose completions another reward function scores (`env.reward`)."""
+"""An environment whose completions another reward function scores (`env.reward`).
+
+Of a conversation, it scores what the model said last."""
 
 import functools
+import inspect
 from collections.abc import Awaitable
+from typing import Any
 
-from tandem.envs.protocol import UserEnvironment
+from tandem.envs.results import Result, checked_result
 from tandem.rewards.registry import RewardFunction
 from tandem.types.rollout import Task
 
 
 class Rewarded:
-    def __init__(self, environment: UserEnvironment, reward: RewardFunction) -> None:
+    """Everything but its score is that of `environment`."""
+
+    def __init__(self, environment: Any, reward: RewardFunction) -> None:
         self.train_tasks = environment.train_tasks
         self.eval_tasks = environment.eval_tasks
+        self._environment = environment
 
         @functools.wraps(reward)  # what is said of a score that is no reward then names the function itself
         def score(task: Task, completion: str) -> float | Awaitable[float]:
             return reward(completion, task.answer)
 
-        self.score = score
+        @functools.wraps(reward)
+        async def rollout(task: Task, model: Any) -> Result:
+            played = checked_result(await environment.rollout(task, model))
+            reward = score(task, model.last_text)
+            return Result(await reward if inspect.isawaitable(reward) else reward, played.metrics, played.ended)
+
+        if hasattr(environment, "rollout"):
+            self.rollout = rollout
+        else:
+            self.score = score
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)

@@ -2,17 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from tandem.envs.protocol import UserEnvironment
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
 
 class SystemPrompted:
-    def __init__(self, environment: UserEnvironment, system_prompt: str) -> None:
+    """Everything but its tasks is that of `environment`."""
+
+    def __init__(self, environment: Any, system_prompt: str) -> None:
         self.train_tasks = _with_system_message(environment.train_tasks, system_prompt)
         self.eval_tasks = _with_system_message(environment.eval_tasks, system_prompt)
-        self.score = environment.score
+        self._environment = environment
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
 
 
 def _with_system_message(tasks: Sequence[Task], text: str) -> list[Task]:

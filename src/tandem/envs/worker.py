@@ -4,13 +4,19 @@ Whatever users' code does here, hang, crash, exit, print, it does to this proces
 
     reads    {"env": …, "path": …}                     once: what to make
              {"call": 7, "method": "score", "task": ["train", 3], "arguments": ["text"]}
+             {"call": 8, "method": "rollout", "task": ["train", 4], "arguments": []}
+             {"answer": 1, …}                          the model's next turn, for an episode that has asked
+             {"cancel": 8}
     writes   {"ready": …} | {"refused": …}             once
              {"started": 7}, then {"call": 7, "value": …} | {"call": 7, "failure": …, "lingers": …}
+             {"ask": 1, "call": 8, "messages": …, …}   while the episode of call 8 is played
 """
 
 import asyncio
 import faulthandler
 import hashlib
+import inspect
+import itertools
 import mmap
 import os
 import signal
@@ -18,79 +24,136 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import orjson
 
 from tandem.config.orchestrator import EnvConfig
-from tandem.envs.calls import Calls, Outcome
+from tandem.envs.calls import CALLED_OFF, Calls, Outcome
 from tandem.envs.failures import Failure, failure_of, place_of
-from tandem.envs.protocol import UserEnvironment
+from tandem.envs.model import Clock, RemoteModel
+from tandem.envs.protocol import HasTasks
 from tandem.envs.registry import make_environment
+from tandem.envs.results import checked_result, checked_score
+from tandem.envs.tools import as_schema
 from tandem.envs.wire import Channel, Payload
-from tandem.rewards.checked import BadReward, checked_reward
+from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 from tandem.utils.processes import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
 MARK_BYTES = 8
+# The other side waits a little longer than this before it kills.
+CLOSE_S = 1.0
 
 
 class Worker:
     """Answers calls for as long as the other side is there."""
 
-    def __init__(self, environment: UserEnvironment, config: EnvConfig, channel: Channel, mark: mmap.mmap) -> None:
+    def __init__(self, environment: Any, config: EnvConfig, channel: Channel, mark: mmap.mmap) -> None:
         self.environment = environment
-        self.tasks: dict[str, Sequence[Task]] = {"train": environment.train_tasks, "eval": environment.eval_tasks}
-        self.timeout_s = config.score_timeout_s
+        self.config = config
         self.channel = channel
         self.mark = mark
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._asked: dict[int, asyncio.Future[Payload]] = {}
+        self._numbers = itertools.count(1)
 
-    async def serve(self) -> None:
+    async def serve(self, *, with_tasks: bool) -> None:
+        """Set up, say so, and answer until the other side is gone."""
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        calls = Calls(self.timeout_s, self._set_mark)
+        answer = await prepare(self.environment, self.config, with_tasks=with_tasks)
+        self.channel.send(answer)
+        if "ready" not in answer:
+            return
+        self.tasks: dict[str, Sequence[Task]] = {
+            "train": self.environment.train_tasks,
+            "eval": self.environment.eval_tasks,
+        }
+        calls = Calls(self.config.score_timeout_s, self._set_mark)
 
         def read() -> None:
             while (payload := self.channel.receive()) is not None:
-                loop.call_soon_threadsafe(self._start, calls, payload)
+                loop.call_soon_threadsafe(self._take, calls, payload)
             loop.call_soon_threadsafe(gone.set)
 
         threading.Thread(target=read, daemon=True).start()
         await gone.wait()
+        with suppress(BaseException):  # nobody is there to be told
+            await asyncio.wait_for(_call_hook(self.environment, "close"), CLOSE_S)
 
-    def _start(self, calls: Calls, payload: Payload) -> None:
-        task = asyncio.ensure_future(self._answer(calls, payload))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+    def _take(self, calls: Calls, payload: Payload) -> None:
+        if "answer" in payload:
+            asked = self._asked.pop(payload["answer"], None)
+            if asked is not None and not asked.done():
+                asked.set_result(payload)
+        elif "cancel" in payload:
+            if (running := self._running.get(payload["cancel"])) is not None:
+                running.cancel()
+        else:
+            number = payload["call"]
+            answer = self._play if payload["method"] == "rollout" else self._answer
+            task = self._running[number] = asyncio.ensure_future(answer(calls, payload))
+            task.add_done_callback(lambda ended: self._forget(number, ended))
+
+    def _forget(self, number: int, ended: asyncio.Task[None]) -> None:
+        del self._running[number]
+        if ended.cancelled():  # before it began; every call is answered
+            self.channel.send({"call": number} | failed(Failure(CALLED_OFF), lingers=False))
 
     async def _answer(self, calls: Calls, payload: Payload) -> None:
         number = payload["call"]
         function: Callable[..., Any] = getattr(self.environment, payload["method"])
-        split, position = payload["task"]
-        arguments = [self.tasks[split][position], *payload["arguments"]]
+        arguments = [self._task(payload), *payload["arguments"]]
         # The start is told before any of the user's code runs, which may be the last that is heard from here.
         outcome = await calls.run(number, function, arguments, lambda: self.channel.send({"started": number}))
-        self.channel.send({"call": number} | reply(function, outcome))
+        self.channel.send({"call": number} | reply(function, outcome, checked_score))
+
+    async def _play(self, calls: Calls, payload: Payload) -> None:
+        number, function = payload["call"], self.environment.rollout
+        clock = Clock(self.config.turn_timeout_s, self.config.episode_timeout_s)
+        model = RemoteModel(partial(self._ask, number), clock)
+        self.channel.send({"started": number})
+        outcome = await calls.play(number, function(self._task(payload), model), clock)
+        self.channel.send({"call": number} | reply(function, outcome, lambda value: asdict(checked_result(value))))
+
+    async def _ask(self, call: int, request: Payload) -> Payload:
+        number = next(self._numbers)
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.channel.send({"ask": number, "call": call} | request)
+            return await asked
+        finally:
+            self._asked.pop(number, None)
+
+    def _task(self, payload: Payload) -> Task:
+        split, position = payload["task"]
+        return self.tasks[split][position]
 
     def _set_mark(self, number: int) -> None:
         self.mark[:MARK_BYTES] = number.to_bytes(MARK_BYTES, "big")
 
 
-def reply(function: Callable[..., Any], outcome: Outcome) -> Payload:
-    """The outcome of a score as it is sent. What is not a reward is a failure."""
+def reply(function: Callable[..., Any], outcome: Outcome, check: Callable[[Any], Any]) -> Payload:
+    """The outcome of a call as it is sent. What is not a reward is a failure."""
     failure = outcome.failure
     if failure is None:
         try:
-            return {"value": checked_reward(outcome.value)}
+            return {"value": check(outcome.value)}
         except BadReward as error:
             failure = Failure(str(error), place_of(function))
-    return {"failure": asdict(failure), "lingers": outcome.lingers}
+    return failed(failure, lingers=outcome.lingers)
 
 
-def describe_tasks(environment: UserEnvironment) -> Payload:
+def failed(failure: Failure, *, lingers: bool) -> Payload:
+    return {"failure": asdict(failure), "lingers": lingers}
+
+
+def describe_tasks(environment: HasTasks) -> Payload:
     """What the orchestrator needs of the tasks; what only the scorer needs (`info`) stays here, whatever it is."""
     return {
         split: [{"index": task.index, "messages": task.messages, "answer": task.answer} for task in tasks]
@@ -102,19 +165,44 @@ def fingerprint(tasks: Payload) -> str:
     return hashlib.blake2b(orjson.dumps(tasks, option=orjson.OPT_SERIALIZE_NUMPY), digest_size=16).hexdigest()
 
 
-def make(request: Payload) -> tuple[UserEnvironment | None, Payload]:
-    """The environment and the answer to the request for it; without one, the answer says why."""
-    config = EnvConfig.model_validate(request["env"])
+def make(config: EnvConfig) -> tuple[Any, Payload]:
+    """The environment, or the answer that says why there is none."""
     try:
-        environment = make_environment(config)
-        tasks = describe_tasks(environment)
-        ready = {"fingerprint": fingerprint(tasks), "tasks": tasks if request["with_tasks"] else None}
+        return make_environment(config), {}
     except UserError as error:
         return None, {"refused": str(error)}
     except BaseException as error:
-        failure = failure_of(error)
-        return None, {"refused": f"env.id = {config.id!r} cannot be created: {failure}\n{failure.frames}".rstrip()}
-    return environment, {"ready": ready}
+        return None, refusal(config, error)
+
+
+async def prepare(environment: Any, config: EnvConfig, *, with_tasks: bool) -> Payload:
+    """Set the environment up; the answer tells of its tasks, or why there are none."""
+    try:
+        await _call_hook(environment, "setup")
+        tasks = describe_tasks(environment)
+        return {
+            "ready": {
+                "fingerprint": fingerprint(tasks),
+                "tasks": tasks if with_tasks else None,
+                "is_interactive": hasattr(environment, "rollout"),
+                "tools": [as_schema(tool) for tool in getattr(environment, "tools", ())] or None,
+            }
+        }
+    except UserError as error:
+        return {"refused": str(error)}
+    except BaseException as error:
+        return refusal(config, error)
+
+
+def refusal(config: EnvConfig, error: BaseException) -> Payload:
+    failure = failure_of(error)
+    return {"refused": f"env.id = {config.id!r} cannot be created: {failure}\n{failure.frames}".rstrip()}
+
+
+async def _call_hook(environment: Any, name: str) -> None:
+    hook = getattr(environment, name, None)
+    if hook is not None and inspect.isawaitable(waiting := hook()):
+        await waiting
 
 
 def main() -> None:
@@ -129,11 +217,13 @@ def main() -> None:
     if request is None:
         return
     sys.path[:] = request["path"]
-    environment, answer = make(request)
-    channel.send(answer)
-    if environment is not None:
-        worker = Worker(environment, EnvConfig.model_validate(request["env"]), channel, mmap.mmap(mark, MARK_BYTES))
-        asyncio.run(worker.serve())
+    config = EnvConfig.model_validate(request["env"])
+    environment, answer = make(config)
+    if environment is None:
+        channel.send(answer)
+    else:
+        worker = Worker(environment, config, channel, mmap.mmap(mark, MARK_BYTES))
+        asyncio.run(worker.serve(with_tasks=request["with_tasks"]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads that users' code left behind do not hold this up

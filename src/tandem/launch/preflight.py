@@ -10,8 +10,7 @@ from tandem.config.inference import ServerConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.process import open_environment
-from tandem.envs.trial import try_environment
+from tandem.envs.mixture import open_environments, try_environments
 from tandem.inference.vllm.serve import check_vllm
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
@@ -55,9 +54,9 @@ def is_finished(config: RLConfig) -> bool:
 
 
 async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
-    async with open_environment(config.env) as environment:
+    async with open_environments(config) as environment:
         encode_prompts(environment, tokenizer, config)
-        await try_environment(environment, config.env)
+        await try_environments(environment, config)
 
 
 def _check_devices(config: RLConfig) -> None:

@@ -74,14 +74,14 @@ class GroupFilter:
 
 def rollout_reason(rollout: Rollout, config: FilterConfig) -> str | None:
     """The option by which a rollout is filtered; None: it stays."""
-    tokens = rollout.completion.token_ids
-    if config.truncated and rollout.completion.finish_reason == "length":
+    if config.truncated and rollout.is_truncated:
         return "truncated"
-    if config.min_tokens is not None and len(tokens) < config.min_tokens:
+    if config.min_tokens is not None and rollout.num_sampled < config.min_tokens:
         return "min_tokens"
-    if config.max_tokens is not None and len(tokens) > config.max_tokens:
+    if config.max_tokens is not None and rollout.num_sampled > config.max_tokens:
         return "max_tokens"
-    if config.max_repetition is not None and repetition(tokens) > config.max_repetition:
+    turns = [turn.completion.token_ids for turn in rollout.turns]
+    if config.max_repetition is not None and max(map(repetition, turns)) > config.max_repetition:
         return "max_repetition"
     return None
 

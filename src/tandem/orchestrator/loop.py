@@ -14,7 +14,10 @@ import asyncio
 import logging
 import statistics
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
@@ -23,9 +26,10 @@ from tandem.orchestrator.advantages import make_advantage_function
 from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.client import ServerLost
+from tandem.orchestrator.conversations import open_episodes
 from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.dispatcher import Dispatcher
-from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.evals import Evaluator, MixedEvaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
 from tandem.orchestrator.filters import GroupFilter
 from tandem.orchestrator.protocols import ServedVersion
@@ -38,7 +42,7 @@ from tandem.orchestrator.tasks import Prompts, TaskOrder, request_seed, sampling
 from tandem.orchestrator.weight_sync import Policy
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
-from tandem.types.rollout import Group, SamplingRequest
+from tandem.types.rollout import Group, SamplingRequest, Task
 from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
@@ -69,28 +73,50 @@ class Orchestrator:
         self.forwarder = forwarder
         self._evaluating = False
         self.start = resumed_from or OrchestratorState(step=0, next_order=0, unfinished=[])
-        self.tasks = TaskOrder(environment.train_tasks, config.seed, self.start.set_aside)
+        self.plans = config.plans
+        weights = {name: plan.weight for name, plan in self.plans.items()} if config.envs else None
+        self.tasks = TaskOrder(environment.train_tasks, config.seed, self.start.set_aside, weights)
         self.ledger = FailureLedger(self.run_dir, config.max_failed_share)
         self.shaping = RewardShaping(config)
-        self.filter = GroupFilter(config.filters, self.shaping, config.prompts_per_step)
+        self.filters = {
+            name: GroupFilter(plan.filters, self.shaping, config.prompts_per_step) for name, plan in self.plans.items()
+        }
         self.curriculum = Curriculum(
             config.curriculum, config.solved_reward, config.seed, self.start.easy, self.start.hard
         )
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
         self.policy = Policy(list(servers), config.model.name, self.run_dir.weights, self.start.step, self.run_log)
-        tries, record = config.env.tries, self.ledger.training_attempt
-        self.maker = RolloutMaker(self.policy, environment, tokenizer, tries=tries, record=record)
-        self.evaluator = Evaluator(
-            RolloutMaker(self.policy, environment, tokenizer, tries=1, record=self.ledger.evaluation_attempt),
-            config.eval,
-            environment.eval_tasks,
-            prompts.held_out,
-            config.sampling.max_tokens,
-            config.seed,
-            self.run_log,
-            sampling_options(config.eval, config.sampling.stop),
+        episodes = open_episodes(environment, tokenizer, config.seq_len)
+        make_maker = partial(RolloutMaker, self.policy, environment, tokenizer, episodes=episodes)
+        self.makers = {
+            name: make_maker(tries=plan.env.tries, record=self.ledger.training_attempt)
+            for name, plan in self.plans.items()
+        }
+        self.evaluator = self._make_evaluator(
+            make_maker(tries=1, record=self.ledger.evaluation_attempt), environment.eval_tasks
         )
+
+    def _make_evaluator(self, maker: RolloutMaker, tasks: Sequence[Task]) -> Evaluator | MixedEvaluator:
+        config = self.config
+        evaluators: list[Evaluator] = []
+        for name, plan in self.plans.items():
+            own = [place for place, task in enumerate(tasks) if task.environment == name]
+            evaluators.append(
+                Evaluator(
+                    maker,
+                    config.eval.model_copy(update={"num_prompts": plan.num_eval_prompts}),
+                    [tasks[place] for place in own],
+                    [self.prompts.held_out[place] for place in own],
+                    plan.sampling.max_tokens,
+                    config.seed,
+                    self.run_log,
+                    sampling_options(config.eval, plan.sampling.stop),
+                    name,
+                    config.solved_reward,
+                )
+            )
+        return MixedEvaluator(evaluators, self.run_log) if config.envs else evaluators[0]
 
     async def run(self) -> None:
         try:
@@ -139,7 +165,7 @@ class Orchestrator:
         buffer = GroupBuffer(step_size, config.max_staleness, self.start.step)
         dispatcher = Dispatcher(
             self._make_group,
-            self.filter,
+            self._keep,
             self.curriculum,
             buffer,
             policy,
@@ -149,7 +175,7 @@ class Orchestrator:
             next_order=self.start.next_order,
             retry=self.start.unfinished,
             max_orders=config.max_steps * step_size,
-            tries=config.env.tries,
+            tries=max(plan.env.tries for plan in self.plans.values()),
         )
         try:
             for step in range(self.start.step + 1, config.max_steps + 1):
@@ -173,17 +199,21 @@ class Orchestrator:
             hard=sorted(self.curriculum.hard),
         )
 
+    def _keep(self, group: Group) -> Group | None:
+        return self.filters[group.task.environment](group)
+
     async def _make_group(self, order: int) -> Group:
-        config = self.config
+        task = self.tasks[order]
+        plan = self.plans[task.environment]
         sampling = SamplingRequest(
-            n=config.group_size,
-            max_tokens=config.sampling.max_tokens,
-            temperature=config.sampling.temperature,
-            seed=request_seed(config.seed, "train", order),
-            options=sampling_options(config.sampling, config.sampling.stop),
+            n=plan.group_size,
+            max_tokens=plan.sampling.max_tokens,
+            temperature=plan.sampling.temperature,
+            seed=request_seed(self.config.seed, "train", order),
+            options=sampling_options(plan.sampling, plan.sampling.stop),
         )
         prompt = self.prompts.train[self.tasks.place(order)]
-        return await self.maker.make_group(self.tasks[order], prompt, order, sampling)
+        return await self.makers[plan.name].make_group(task, prompt, order, sampling)
 
     def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config
@@ -195,7 +225,9 @@ class Orchestrator:
 
     def _log_step(self, groups: list[Group], step: int, version: int, times: dict[str, float], num_stale: int) -> None:
         metrics = batch_metrics(groups, step) | self.shaping.metrics(groups)
-        metrics |= self.filter.take_metrics() | self.curriculum.metrics()
+        filtered = sum((Counter(one.take_metrics()) for one in self.filters.values()), Counter())
+        metrics |= filtered | self.curriculum.metrics()
+        metrics |= self._metrics_by_environment(groups, step)
         tokens_per_s = metrics["completion_tokens/total"] / max(times["step_s"], 1e-9)
         state = {
             "tokens_per_s": tokens_per_s,
@@ -216,6 +248,15 @@ class Orchestrator:
             metrics["staleness/max"],
             tokens_per_s,
         )
+
+    def _metrics_by_environment(self, groups: list[Group], step: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name in self.plans if self.config.envs else ():
+            own = [group for group in groups if group.task.environment == name]
+            found[f"{name}/groups"] = len(own)
+            if own:
+                found |= {f"{name}/{key}": value for key, value in batch_metrics(own, step).items()}
+        return found
 
     async def _on_version(self, previous: int, version: int) -> None:
         self.run_log.event("version_served", version=version)

@@ -1,25 +1,34 @@
-"""One group: a task's prompt to the server, its completions to the reward function.
+"""One group: a task's prompt to the server, its completions to the reward function; or as many episodes of the task.
 
-If the reward function fails on a completion, another one is sampled in its place. After `tries` attempts the task has
-failed.
+If the reward function fails on a completion, or an episode fails, another one is sampled in its place. After `tries`
+attempts the task has failed.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
+from tandem.envs.results import checked_score, total
+from tandem.orchestrator.conversations import Episodes
 from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
 from tandem.orchestrator.protocols import Generator
 from tandem.orchestrator.tasks import request_seed
-from tandem.rewards.checked import checked_reward
 from tandem.types.rollout import Completion, Group, Rollout, SamplingRequest, Task
 
 # Before the second attempt, before the third …: what failed may be a service that needs a moment.
 RETRY_DELAYS_S = (1.0, 4.0, 15.0)
+
+
+@dataclass
+class Times:
+    """What a group has taken so far, over all attempts."""
+
+    generate_s: float = 0.0  # of conversations, their tools and rewards too
+    score_s: float = 0.0
 
 
 class RolloutMaker:
@@ -34,6 +43,7 @@ class RolloutMaker:
         tries: int,
         record: Callable[[Attempt], None],
         delays_s: Sequence[float] = RETRY_DELAYS_S,
+        episodes: Episodes | None = None,
     ) -> None:
         self.policy = policy
         self.environment = environment
@@ -41,30 +51,43 @@ class RolloutMaker:
         self.tries = tries
         self.record = record
         self.delays_s = delays_s
+        self.episodes = episodes  # of environments that have conversations
 
     async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
         """`sampling.n` rollouts with rewards; TaskFailed where they do not come together."""
         prompt_ids = list(prompt)
         rollouts: list[Rollout] = []
         failed: list[RolloutFailure] = []
-        generate_s = score_s = 0.0
+        times = Times()
         for attempt in range(self.tries):
             if attempt:
                 await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
             seed = request_seed(sampling.seed, "attempt", attempt) if attempt else sampling.seed
             missing = replace(sampling, n=sampling.n - len(rollouts), seed=seed)
-            started = time.monotonic()
-            completions = await self.policy.generate(prompt_ids, missing)
-            generated = time.monotonic()
-            outcomes = await self._score_all(task, prompt_ids, completions)
-            generate_s += generated - started
-            score_s += time.monotonic() - generated
+            outcomes = await self._attempt(task, prompt_ids, missing, times)
             rollouts += [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
             failed = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailure)]
             self.record(Attempt(task, order, attempt, sampling.n, failed))
             if not failed:
-                return Group(task, order, rollouts, generate_s, score_s)
+                return Group(task, order, rollouts, times.generate_s, times.score_s)
         raise TaskFailed([one.failure for one in failed])
+
+    async def _attempt(
+        self, task: Task, prompt_ids: list[int], sampling: SamplingRequest, times: Times
+    ) -> list[Rollout | RolloutFailure]:
+        started = time.monotonic()
+        if self.episodes is not None and self.episodes.plays(task):
+            seeds = [request_seed(sampling.seed, "rollout", number) for number in range(sampling.n)]
+            requests = [replace(sampling, n=1, seed=seed) for seed in seeds]
+            played = await asyncio.gather(*(self.episodes.play(task, self.policy, request) for request in requests))
+            times.generate_s += time.monotonic() - started
+            return played
+        completions = await self.policy.generate(prompt_ids, sampling)
+        generated = time.monotonic()
+        outcomes = await self._score_all(task, prompt_ids, completions)
+        times.generate_s += generated - started
+        times.score_s += time.monotonic() - generated
+        return outcomes
 
     async def _score_all(
         self, task: Task, prompt_ids: list[int], completions: list[Completion]
@@ -87,7 +110,8 @@ class RolloutMaker:
         if completion.stop is not None:
             text = text.partition(completion.stop)[0]
         try:
-            reward = checked_reward(await self.environment.score(task, text))
+            rewards = checked_score(await self.environment.score(task, text))
         except Exception as error:  # whatever users' code raises, it costs this rollout and nothing else
             return RolloutFailure(text, failure_of(error))
-        return Rollout(prompt_ids, completion, text, reward)
+        named = rewards if isinstance(rewards, dict) else {}
+        return Rollout(prompt_ids, completion, text, total(rewards), rewards=named)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 
-from tandem.types.rollout import Group
+from tandem.types.rollout import Group, Rollout
 
 
 def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[list[float]] | None) -> None:
@@ -19,10 +20,11 @@ def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[list
                 "answer": group.task.answer,
                 "completion": rollout.text,
                 "reward": rollout.reward,
-                "finish_reason": rollout.completion.finish_reason,
-                "num_tokens": len(rollout.completion.token_ids),
+                "finish_reason": rollout.turns[-1].completion.finish_reason,
+                "num_tokens": rollout.num_sampled,
                 "oldest_version": rollout.oldest_version,
             }
+            line |= _of_conversations(rollout)
             if advantages is not None:
                 line["advantage"] = advantages[number][index]
             lines.append(orjson.dumps(line))
@@ -30,3 +32,9 @@ def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[list
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(b"\n".join(lines) + b"\n")
     temporary.replace(path)
+
+
+def _of_conversations(rollout: Rollout) -> dict[str, Any]:
+    """What only some rollouts have: rewards by name, and how a conversation went."""
+    found = {"rewards": rollout.rewards, "metrics": rollout.metrics, "ended": rollout.ended, "turns": rollout.messages}
+    return {name: value for name, value in found.items() if value}

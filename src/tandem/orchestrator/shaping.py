@@ -33,15 +33,15 @@ class RewardShaping:
 
     def rewards(self, group: Group) -> list[float]:
         rewards = group.rewards
-        lengths = [len(rollout.completion.token_ids) for rollout in group.rollouts]
         if self.length_penalty is not None:
+            lengths = [rollout.num_sampled for rollout in group.rollouts]
             bonuses = length_bonuses(lengths, [reward >= self.solved_reward for reward in rewards])
             weight = self.length_penalty.weight
             rewards = [reward + weight * bonus for reward, bonus in zip(rewards, bonuses, strict=True)]
         if (overlong := self.overlong) is not None:
             rewards = [
-                reward - overlong_penalty(length, self.max_tokens, overlong.buffer_tokens, overlong.penalty)
-                for reward, length in zip(rewards, lengths, strict=True)
+                reward - overlong_penalty(one.longest_turn, self.max_tokens, overlong.buffer_tokens, overlong.penalty)
+                for reward, one in zip(rewards, group.rollouts, strict=True)
             ]
         return rewards
 
@@ -52,6 +52,6 @@ class RewardShaping:
             metrics["reward/shaped_mean"] = statistics.fmean(r for group in groups for r in self.rewards(group))
         if self.overlong is not None:
             limit = self.max_tokens - self.overlong.buffer_tokens
-            lengths = [len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts]
+            lengths = [rollout.longest_turn for group in groups for rollout in group.rollouts]
             metrics["completions/overlong"] = statistics.fmean(length > limit for length in lengths)
         return metrics

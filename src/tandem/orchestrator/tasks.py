@@ -2,12 +2,15 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.config.orchestrator import OrchestratorConfig, TruncationConfig
 from tandem.data.order import ShuffledOrder
+from tandem.data.sources import Indices, Mixed
 from tandem.data.tokenizer import Tokenizer
+from tandem.data.tool_calls import choose_format
+from tandem.envs.process import HeldTask
 from tandem.envs.protocol import Environment
 from tandem.types.rollout import SamplingOptions, Task
 from tandem.utils.errors import UserError
@@ -15,12 +18,21 @@ from tandem.utils.errors import UserError
 
 class TaskOrder:
     """The task behind each order number: a new permutation every epoch. Tasks that are set aside stay in their places,
-    so that orders mean the same before and after; whoever takes orders leaves them out."""
+    so that orders mean the same before and after; whoever takes orders leaves them out.
 
-    def __init__(self, tasks: Sequence[Task], seed: int, set_aside: Iterable[int] = ()) -> None:
+    Tasks of several environments come by `weights`, by name: every stretch of orders holds the shares, to within a task
+    or so."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        set_aside: Iterable[int] = (),
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         self.set_aside = set(set_aside)  # by their place among the tasks
         self._tasks = tasks
-        self._shuffled = ShuffledOrder(len(tasks), seed)
+        self._places = _mixed_places(tasks, seed, weights) if weights else ShuffledOrder(len(tasks), seed)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -34,7 +46,31 @@ class TaskOrder:
         return len(self.set_aside) >= len(self)
 
     def place(self, order: int) -> int:
-        return self._shuffled[order]
+        return self._places[order]
+
+
+class MixedPlaces:
+    """The places of tasks in an endless mixture, each worked out once: they are asked for again and again."""
+
+    def __init__(self, mixed: Mixed[int]) -> None:
+        self._mixed = mixed
+        self._known: list[int] = []
+
+    def __getitem__(self, order: int) -> int:
+        if order >= len(self._known):
+            self._known += self._mixed.batch(len(self._known), order + 1 - len(self._known))
+        return self._known[order]
+
+
+def _mixed_places(tasks: Sequence[Task], seed: int, weights: Mapping[str, float]) -> MixedPlaces:
+    """The tasks of an environment lie together."""
+    sources: list[Indices] = []
+    offset = 0
+    for name in weights:
+        size = sum(task.environment == name for task in tasks)
+        sources.append(Indices(size, seed, shuffle=True, offset=offset))
+        offset += size
+    return MixedPlaces(Mixed(sources, list(weights.values())))
 
 
 def request_seed(seed: int, purpose: str, order: int) -> int:
@@ -64,20 +100,30 @@ def encode_prompts(environment: Environment, tokenizer: Tokenizer, config: Orche
 
 
 def _encode(name: str, tasks: Sequence[Task], tokenizer: Tokenizer, config: OrchestratorConfig) -> list[Sequence[int]]:
-    if not tasks:
-        raise UserError(f"env.id = {config.env.id!r} has no {name} tasks")
+    plans = config.plans
+    for plan in plans.values():
+        if not any(task.environment == plan.name for task in tasks):
+            raise UserError(f"env.id = {plan.env.id!r} has no {name} tasks")
     prompts: list[Sequence[int]] = []
     for task in tasks:
         try:
-            prompt = tokenizer.encode_chat(task.messages, add_generation_prompt=True)
+            prompt = _encode_task(task, tokenizer)
         except UserError as error:
             raise UserError(f"{name} task {task.index}: {error}") from error
-        needed = len(prompt) + config.sampling.max_tokens
+        max_tokens = plans[task.environment].sampling.max_tokens
+        needed = len(prompt) + max_tokens
         if needed > config.seq_len:
             raise UserError(
                 f"seq_len = {config.seq_len} is too short: the prompt of {name} task {task.index} has "
-                f"{len(prompt)} tokens, plus sampling.max_tokens = {config.sampling.max_tokens}; "
+                f"{len(prompt)} tokens, plus sampling.max_tokens = {max_tokens}; "
                 f"the smallest seq_len that fits is {needed}"
             )
         prompts.append(array("I", prompt))  # four bytes a token: there may be many tasks
     return prompts
+
+
+def _encode_task(task: Task, tokenizer: Tokenizer) -> list[int]:
+    tools = task.tools if isinstance(task, HeldTask) else None
+    if tools and isinstance(why := choose_format(tokenizer), str):
+        raise UserError(f"it gives the model tools, which this model cannot use: {why}")
+    return tokenizer.encode_chat(task.messages, add_generation_prompt=True, tools=tools)

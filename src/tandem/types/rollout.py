@@ -22,6 +22,7 @@ class Task:
     messages: list[Message]
     answer: str
     info: dict[str, Any] = field(default_factory=dict)
+    environment: str = ""  # its name where several are mixed; told by the configuration
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,62 @@ def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], whe
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the model wrote at one place of a conversation, and the tokens that came before it since its last turn."""
+
+    context_ids: list[int]  # the prompt, or what users and tools said since
+    completion: Completion
+    begins_sequence: bool = False  # `context_ids` is a whole prompt: it does not continue the turn before
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """A prompt with one completion and its reward."""
+    """A trajectory: what the model wrote for one task, and its reward.
+
+    A single turn is a prompt and a completion. A conversation has `later` turns. Token ids of one turn are the
+    beginning of the next turn's prompt, so a conversation is one sequence to train on; where the chat template writes
+    earlier turns otherwise, another sequence begins."""
 
     prompt_ids: list[int]
     completion: Completion
-    text: str
-    reward: float
+    text: str  # what the model said last
+    reward: float  # in all
+    later: Sequence[Turn] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of `reward`, if they have names
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ended: str = ""  # why a conversation ended, in a word
+    messages: Sequence[Message] = ()  # of a conversation, after those of the task
     is_trained: bool = True  # False: it counts in the group's advantages only
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion.token_ids)
+    def turns(self) -> list[Turn]:
+        return [Turn(self.prompt_ids, self.completion, begins_sequence=True), *self.later]
+
+    @property
+    def sequences(self) -> list[list[Turn]]:
+        """The turns of each sequence to train on."""
+        sequences: list[list[Turn]] = []
+        for turn in self.turns:
+            if turn.begins_sequence:
+                sequences.append([])
+            sequences[-1].append(turn)
+        return sequences
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def longest_turn(self) -> int:
+        return max(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def is_truncated(self) -> bool:
+        return any(turn.completion.finish_reason == "length" for turn in self.turns)
 
     @property
     def oldest_version(self) -> int:
-        return min(self.completion.versions)
+        return min(version for turn in self.turns for version in turn.completion.versions)
 
 
 @dataclass(frozen=True)
@@ -96,7 +137,7 @@ class Group:
     task: Task
     order: int
     rollouts: list[Rollout]
-    generate_s: float = 0.0  # how long the server took, all attempts together
+    generate_s: float = 0.0  # how long the server took, over all attempts; of conversations all that they took
     score_s: float = 0.0  # how long the reward function took
 
     @property

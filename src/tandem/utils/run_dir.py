@@ -80,8 +80,9 @@ class RunDir:
     def samples(self, step: int) -> Path:
         return self.root / "samples" / f"{step_name(step)}.jsonl"
 
-    def eval_samples(self, version: int) -> Path:
-        return self.root / "samples" / f"eval_{step_name(version)}.jsonl"
+    def eval_samples(self, version: int, environment: str = "") -> Path:
+        name = f"eval_{environment}_{step_name(version)}" if environment else f"eval_{step_name(version)}"
+        return self.root / "samples" / f"{name}.jsonl"
 
     def holds_a_run(self) -> bool:
         return any((self.root / entry).exists() for entry in RUN_CONTENT)

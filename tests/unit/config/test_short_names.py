@@ -1,10 +1,14 @@
 """Short names of flags."""
 
+from pathlib import Path
+
 import pytest
 
 from tandem.config.base import load_config
 from tandem.config.inference import InferenceConfig
-from tandem.config.short_names import INFERENCE, spell_out
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.rl import RLConfig
+from tandem.config.short_names import INFERENCE, ORCHESTRATOR, RL, spell_out
 from tandem.utils.errors import UserError
 
 
@@ -18,6 +22,21 @@ def test_every_short_name_leads_to_its_option() -> None:
     assert load("--api-key", "k").server.api_key == "k"
     assert load("--api-key-var", "V").server.api_key_var == "V"
     assert not load("--no-allow-unauthenticated").server.allow_unauthenticated
+
+
+def test_an_environment_by_its_short_name(tmp_path: Path) -> None:
+    mine = ["--env", "./my_env.py:Arithmetic"]
+    config = load_config(OrchestratorConfig, ["--model.name", "m", *spell_out(mine, ORCHESTRATOR)])
+    assert config.env.id == "./my_env.py:Arithmetic"
+    assert load_config(RLConfig, ["--model.name", "m", *spell_out(mine, RL)]).orchestrator.env.id == config.env.id
+
+
+@pytest.mark.parametrize("sign", [["@"], []])
+def test_a_section_with_its_file_is_no_short_name(tmp_path: Path, sign: list[str]) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text("id = 'arithmetic'")
+    arguments = spell_out(["--model.name", "m", "--env", *sign, str(file)], ORCHESTRATOR)
+    assert load_config(OrchestratorConfig, arguments).env.id == "arithmetic"
 
 
 def test_both_names_are_refused() -> None:

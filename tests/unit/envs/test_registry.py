@@ -10,6 +10,7 @@ import pytest
 
 from tandem.config.orchestrator import EnvConfig
 from tandem.envs.process import open_environment
+from tandem.envs.protocol import Score
 from tandem.envs.registry import make_environment
 from tandem.envs.reverse_text import ReverseText
 from tandem.envs.system_prompt import SystemPrompted
@@ -172,7 +173,7 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 def test_another_reward_function(own_rewards: None, reward: str, expected: float) -> None:
     """In the environment's own process, as in a run; its own gives 0 for text without a letter."""
 
-    async def score() -> list[float]:
+    async def score() -> list[Score]:
         config = EnvConfig(args={"num_train": 4, "num_eval": 2}, reward=reward, system_prompt="Be brief.")
         async with open_environment(config) as environment:
             await try_environment(environment, config)

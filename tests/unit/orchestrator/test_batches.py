@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.orchestrator.batches import batch_metrics, make_batch, make_sample
+from tandem.orchestrator.batches import batch_metrics, make_batch, make_samples
 
 
 def test_only_sampled_tokens_carry_loss(make_group) -> None:
     rollout = make_group(0).rollouts[1]
-    sample = make_sample(rollout, reward=2.0, advantage=0.5)
+    [sample] = make_samples(rollout, reward=2.0, advantage=0.5)
     assert sample.token_ids == [10, 11, 21, 21]
     assert sample.loss_mask == [0, 0, 1, 1]
     assert sample.streams == {

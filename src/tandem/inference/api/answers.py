@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.data.tool_calls import CallFormat, Found
 from tandem.inference.api.logprobs import TokenName, chat_logprobs, prompt_logprobs_by_id, text_logprobs
 from tandem.inference.api.prompts import as_prompts, uses_tools
 from tandem.inference.api.text import GrowingText, TokenTexts, completion_text
-from tandem.inference.api.tools import CallFormat, Found
 from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult
 from tandem.types.chat import ChatCompletionRequest
 from tandem.types.openai import CompletionRequest, GenerationOptions
@@ -38,14 +38,8 @@ class TextAnswers:
     def choice(
         self, index: int, request: GenerationRequest, result: GenerationResult, sample: GeneratedSample
     ) -> Choice:
-        body, text = self.body, ""
-        if body.detokenize:
-            text = completion_text(
-                self.tokenizer,
-                sample,
-                skip_special=body.skip_special_tokens,
-                keep_stop=body.include_stop_str_in_output,
-            )
+        body = self.body
+        text = whole_text(self.tokenizer, sample, body) if body.detokenize else ""
         logprobs = None
         if body.logprobs is not None and not body.detokenize:
             logprobs = NO_TEXTS | {"token_logprobs": sample.logprobs}
@@ -147,12 +141,7 @@ class ChatAnswers:
         self, index: int, request: GenerationRequest, result: GenerationResult, sample: GeneratedSample
     ) -> Choice:
         body = self.body
-        text = completion_text(
-            self.tokenizer,
-            sample,
-            skip_special=body.skip_special_tokens,
-            keep_stop=body.include_stop_str_in_output,
-        )
+        text = whole_text(self.tokenizer, sample, body)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         reason: str | None = sample.finish_reason
         if self.make_reader is not None:
@@ -237,6 +226,11 @@ class ChatChunks:
 
 
 Answers = TextAnswers | ChatAnswers
+
+
+def whole_text(tokenizer: Tokenizer, sample: GeneratedSample, body: GenerationOptions) -> str:
+    skip, keep = body.skip_special_tokens, body.include_stop_str_in_output
+    return completion_text(tokenizer, sample, skip_special=skip, keep_stop=keep)
 
 
 def growing_text(tokenizer: Tokenizer, body: GenerationOptions) -> GrowingText:

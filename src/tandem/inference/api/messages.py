@@ -2,8 +2,8 @@
 
 from tandem.data.messages import read_message
 from tandem.data.tokenizer import Tokenizer
+from tandem.data.tool_calls import CallFormat, choose_format
 from tandem.inference.api.errors import BadRequest
-from tandem.inference.api.tools import CallFormat, choose_format
 from tandem.inference.text_size import TextLimit, size_of
 from tandem.types.chat import ChatMessage, ChatOptions
 from tandem.types.rollout import Message

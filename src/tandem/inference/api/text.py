@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tandem.data.text_stream import UNFINISHED, TextStream
+from tandem.data.text_stream import UNFINISHED, TextStream, overlap
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import QueueFull
 from tandem.inference.engine import GeneratedSample
@@ -119,13 +119,3 @@ class GrowingText:
         if not isinstance(part.stop_reason, str):
             return text
         return cut_at_stop(text, num_known, part.stop_reason, keep_stop=self._keep_stop)
-
-
-def overlap(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that a stop string begins with."""
-    return max((_overlap(text, stop) for stop in stops), default=0)
-
-
-def _overlap(text: str, stop: str) -> int:
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,7 +1,7 @@
 """Tool calls in the text a model writes: which format its chat template teaches, and reading it as it grows.
 
 A call is told once it is complete; what may be the beginning of one is held back. What looks like a call and is
-none is given out as text.
+none is given out as text. The server reads calls here, and so do environments.
 """
 
 import json
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tandem.data.text_stream import overlap
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.api.text import overlap
 from tandem.types.chat import FunctionDefinition
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -52,6 +52,13 @@ class CallFormat(Protocol):
         ...
 
 
+def read_text(calls: CallFormat, text: str) -> Found:
+    """All of a text at once."""
+    reader = calls()
+    (content, found), (rest, more) = reader.push(text), reader.finish()
+    return content + rest, [*found, *more]
+
+
 def choose_format(tokenizer: Tokenizer) -> CallFormat | str:
     """How this model writes calls, or why tools cannot be used with it."""
     template = tokenizer.template(with_tools=True)
@@ -65,7 +72,7 @@ def choose_format(tokenizer: Tokenizer) -> CallFormat | str:
         return ListedCalls
     if any(mark in template.text for mark in LEADING_MARKS):
         return LeadingCalls
-    return "the model's chat template has tools in a format this server cannot read"
+    return "the model's chat template has tools in a format that we cannot read"
 
 
 class TaggedCalls:

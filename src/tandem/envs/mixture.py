@@ -1,0 +1,44 @@
+"""Several environments as one: each in a process of its own, told apart by the name that their tasks carry."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.envs.process import EnvironmentProcess, open_environment
+from tandem.envs.protocol import Player, Score
+from tandem.envs.results import Result
+from tandem.envs.trial import try_environment
+from tandem.types.rollout import Task
+
+
+class Mixture:
+    """The tasks of each environment lie together, in the order of the configuration."""
+
+    def __init__(self, environments: Mapping[str, EnvironmentProcess]) -> None:
+        self.environments = environments
+        self.train_tasks = [task for one in environments.values() for task in one.train_tasks]
+        self.eval_tasks = [task for one in environments.values() for task in one.eval_tasks]
+
+    async def score(self, task: Task, completion: str) -> Score:
+        return await self.environments[task.environment].score(task, completion)
+
+    async def play(self, task: Task, player: Player) -> Result:
+        return await self.environments[task.environment].play(task, player)
+
+
+@asynccontextmanager
+async def open_environments(config: OrchestratorConfig) -> AsyncIterator[EnvironmentProcess | Mixture]:
+    """What the configuration names, one environment or several, ended with the block."""
+    async with AsyncExitStack() as stack:
+        opened = {
+            name: await stack.enter_async_context(open_environment(plan.env, name))
+            for name, plan in config.plans.items()
+        }
+        yield Mixture(opened) if config.envs else opened[""]
+
+
+async def try_environments(environment: EnvironmentProcess | Mixture, config: OrchestratorConfig) -> None:
+    """Before anything starts: does each of them score at all?"""
+    for name, plan in config.plans.items():
+        one = environment.environments[name] if isinstance(environment, Mixture) else environment
+        await try_environment(one, plan.env)

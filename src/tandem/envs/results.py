@@ -1,0 +1,57 @@
+"""What an episode comes to: rewards by name, metrics, and why it ended. What is none of these is an error."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.rewards.checked import BadReward, checked_reward
+
+MAX_WORD = 64
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `rollout` returns; a number, or rewards by name, will do as well."""
+
+    rewards: float | Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ended: str = "done"
+    """Why, in a word: answer, max_turns, won. Counted in metrics.jsonl."""
+
+
+def checked_score(value: Any) -> float | dict[str, float]:
+    """A reward, or rewards by name; their sum is what is learned from."""
+    if isinstance(value, Mapping):
+        return checked_rewards(value)
+    return checked_reward(value)
+
+
+def checked_rewards(rewards: Mapping[Any, Any]) -> dict[str, float]:
+    if not rewards:
+        raise BadReward("there are no rewards: the table of them is empty")
+    checked: dict[str, float] = {}
+    for name, value in rewards.items():
+        if not isinstance(name, str):
+            raise BadReward(f"the name of a reward is {name!r}, not text")
+        try:
+            checked[name] = checked_reward(value)
+        except BadReward as error:
+            raise BadReward(f"{name}: {error}") from error
+    return checked
+
+
+def checked_result(value: Any) -> Result:
+    if not isinstance(value, Result):
+        return Result(checked_score(value))
+    for name, number in value.metrics.items():
+        if isinstance(number, str) or not math.isfinite(number):
+            raise BadReward(f"metrics.{name} = {number!r} is not a finite number")
+    if not isinstance(value.ended, str) or not 0 < len(value.ended) <= MAX_WORD:
+        raise BadReward(f"ended = {value.ended!r:.80} is not a word")
+    metrics = {str(name): float(number) for name, number in value.metrics.items()}
+    return Result(checked_score(value.rewards), metrics, value.ended)
+
+
+def total(rewards: float | Mapping[str, float]) -> float:
+    return sum(rewards.values()) if isinstance(rewards, Mapping) else rewards

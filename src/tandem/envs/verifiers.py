@@ -1,0 +1,143 @@
+"""Environments of the `verifiers` package by id, single and multi-turn, with their own rubrics.
+
+    [orchestrator.env]
+    id = "verifiers"
+    args = { id = "wordle", args = { max_turns = 6 } }
+
+or `env.id = "owner/name"`. The package calls the model through OpenAI's client. It is given a real one whose requests
+go to the model of the episode and never leave the process.
+"""
+
+import importlib
+import json
+import time
+from typing import Any
+
+from pydantic import Field
+
+from tandem.config.base import Config
+from tandem.envs.dataset import hold_out
+from tandem.envs.model import ChatRefused, ContextFull, Model, Reply
+from tandem.envs.results import Result
+from tandem.types.rollout import Message, Task
+from tandem.utils.errors import UserError
+
+MODEL = "policy"
+
+
+class VerifiersArgs(Config):
+    id: str
+    """Environment, as `vf.load_environment` takes it; its package must be installed."""
+
+    args: dict[str, Any] = {}
+    """Arguments of the environment."""
+
+    held_out: float = Field(default=0.1, gt=0)
+    """Rows to hold out, a number or a fraction, where the environment has no evaluation set."""
+
+
+class VerifiersEnvironment:
+    Args = VerifiersArgs
+
+    def __init__(self, **args: object) -> None:
+        self.args = self.Args.model_validate(args)
+        self._environment = load(self.args)
+        train, held_out = self._rows()
+        tasks = [self._task(index, row) for index, row in enumerate([*train, *held_out])]
+        self.train_tasks, self.eval_tasks = tasks[: len(train)], tasks[len(train) :]
+
+    async def rollout(self, task: Task, model: Model) -> Result:
+        async with open_client(model) as client:
+            state = await self._environment.rollout(dict(task.info["row"]), client, MODEL, {})
+        error = state.get("error")
+        if error is not None and type(error).__name__ != "EmptyModelResponseError":
+            raise RuntimeError(f"{type(error).__name__}: {error.__cause__ or error}")
+        await self._environment.rubric.score_rollout(state)
+        metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
+        return Result(float(state["reward"]), metrics, str(state.get("stop_condition") or "done"))
+
+    def _rows(self) -> tuple[list[Any], list[Any]]:
+        try:
+            train = list(self._environment.get_dataset())
+        except ValueError as error:
+            raise UserError(f"env.args.id = {self.args.id!r} has no tasks to train on: {error}") from error
+        self._environment.build_eval_dataset()
+        if self._environment.eval_dataset is not None:
+            return train, list(self._environment.get_eval_dataset())
+        return hold_out(train, self.args.held_out, seed=0)
+
+    def _task(self, index: int, row: dict[str, Any]) -> Task:
+        if isinstance(row["prompt"], str):
+            raise UserError(f"env.args.id = {self.args.id!r} completes text; only conversations can be played")
+        return Task(index, row["prompt"], str(row.get("answer", "")), info={"row": row})
+
+
+def load(args: VerifiersArgs) -> Any:
+    try:
+        import verifiers
+    except ImportError as error:
+        raise UserError(
+            f"env.args.id = {args.id!r} needs the verifiers package ({error}): pip install 'tandem-rl[envs]'"
+        ) from error
+    try:
+        return verifiers.load_environment(args.id, **args.args)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"env.args.id = {args.id!r} cannot be loaded: {error}") from error
+
+
+def hub_environment(env_id: str, **args: Any) -> VerifiersEnvironment:
+    """What `env.id = "owner/name"` stands for; all arguments are the environment's own."""
+    return VerifiersEnvironment(id=env_id, args=args)
+
+
+def open_client(model: Model) -> Any:
+    """An OpenAI client whose requests the model of an episode answers."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    # Versions of OpenAI's client are made with httpx or httpx2, and take only their own.
+    httpx: Any = importlib.import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+
+    async def answer(request: Any) -> Any:
+        body = json.loads(request.content)
+        if not request.url.path.endswith("/chat/completions"):
+            return httpx.Response(404, json={"error": {"message": f"{request.url.path}: only chats can be answered"}})
+        messages: list[Message] = body["messages"]
+        try:
+            reply = await model.chat(
+                messages,
+                tools=body.get("tools") or (),
+                max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+            )
+        except ContextFull as error:
+            message = f"the prompt exceeds the model's context length: {error}"
+            return httpx.Response(400, json={"error": {"message": message}})
+        except ChatRefused as error:
+            return httpx.Response(400, json={"error": {"message": str(error)}})
+        return httpx.Response(200, json=completion(reply))
+
+    http_client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    return AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http_client, max_retries=0)
+
+
+def completion(reply: Reply) -> dict[str, Any]:
+    """A reply in the shape of OpenAI's API, where arguments of calls are text."""
+    message = dict(reply.message)
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for call in reply.tool_calls
+        ]
+    finish_reason = "tool_calls" if reply.tool_calls else reply.finish_reason
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
+    return {
+        "id": "chat",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }

@@ -1,0 +1,189 @@
+"""Conversations in the environment's process: the model is asked over the wire, and whatever an episode does costs
+that episode alone."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.orchestrator import EnvConfig
+from tandem.envs import process
+from tandem.envs.failures import Failure, UserCodeError
+from tandem.envs.model import ChatRefused
+from tandem.envs.process import EnvironmentProcess, open_environment
+from tandem.envs.results import Result
+from tandem.envs.trial import try_environment
+from tandem.types.rollout import Message
+from tandem.utils.errors import UserError
+
+HERE = str(Path(__file__).parent)
+LIMIT_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setattr(process, "GRACE_S", 1.0)
+
+
+class Speaker:
+    """A model that says one letter more at each turn, or takes its time, or fails."""
+
+    def __init__(self, delay_s: float = 0.0, error: Exception | None = None) -> None:
+        self.delay_s = delay_s
+        self.error = error
+        self.num_restarts = 0
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self.asked: list[list[Message]] = []
+
+    async def chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, max_tokens: int | None
+    ) -> dict[str, Any]:
+        self.asked.append(messages)
+        await asyncio.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+        if not all("role" in message for message in messages):
+            raise ChatRefused("message 0 needs 'role' as text")
+        return {"message": {"role": "assistant", "content": "y" * len(self.asked)}, "finish_reason": "stop"}
+
+
+def config(*behaviours: str, cls: str = "Playing", **options: object) -> EnvConfig:
+    args = {"behaviours": list(behaviours)}
+    limits = {"turn_timeout_s": LIMIT_S, "episode_timeout_s": 60.0}
+    return EnvConfig.model_validate({"id": f"playing:{cls}", "args": args} | limits | options)
+
+
+def play(env: EnvConfig, *speakers: Speaker) -> list[Result | Failure | Exception]:
+    """What the episode of each training task comes to, played at the same time; a good one must work after that."""
+
+    async def run() -> list[Result | Failure | Exception]:
+        async with open_environment(env) as environment:
+            tasks = environment.train_tasks
+            players = speakers or [Speaker() for _ in tasks]
+            episodes = [environment.play(task, player) for task, player in zip(tasks, players, strict=True)]
+            outcomes = await asyncio.gather(*episodes, return_exceptions=True)
+            again = await environment.play(environment.eval_tasks[0], Speaker())
+            assert again.rewards == {"length": 2.0, "constant": 0.5}
+            return [outcome.failure if isinstance(outcome, UserCodeError) else outcome for outcome in outcomes]  # pyright: ignore[reportReturnType]
+
+    return asyncio.run(run())
+
+
+def test_an_episode_is_a_conversation_with_the_model() -> None:
+    speaker = Speaker()
+    (result,) = play(config("good"), speaker)
+    assert result == Result({"length": 2.0, "constant": 0.5}, {"turns_played": 2.0}, "said_enough")
+    first: Message = {"role": "user", "content": "x"}
+    assert speaker.asked == [
+        [first],
+        [first, {"role": "assistant", "content": "y"}, {"role": "user", "content": "and then"}],
+    ]
+
+
+def test_what_is_no_result_costs_its_episode_and_says_where() -> None:
+    behaviours = ["raises", "nan", "none", "text", "nan by name", "empty", "bad metric", "bad end", "bad messages"]
+    outcomes = play(config("good", *behaviours))
+    assert isinstance(outcomes[0], Result)
+    failures = [outcome for outcome in outcomes[1:] if isinstance(outcome, Failure)]
+    assert [failure.reason.partition(";")[0] for failure in failures] == [
+        "LookupError: nothing there",
+        "the reward is nan",
+        "the reward is None, not a number",
+        "the reward is '1.0', not a number",
+        "bad: the reward is nan",
+        "there are no rewards: the table of them is empty",
+        "metrics.share = inf is not a finite number",
+        "ended = '' is not a word",
+        "ChatRefused: message 0 needs 'role' as text",
+    ]
+    assert all(failure.where.startswith("playing.py:") for failure in failures)
+
+
+def test_a_turn_that_waits_or_blocks_too_long_costs_its_episode() -> None:
+    waits, blocks, good = play(config("waits", "blocks", "good"))
+    assert isinstance(good, Result)
+    for failure in (waits, blocks):
+        assert isinstance(failure, Failure) and failure.hung and failure.where.startswith("playing.py:")
+        assert "env.turn_timeout_s = 2 s between turns of the model" in failure.reason
+
+
+def test_the_time_of_the_model_is_not_the_environments() -> None:
+    (result,) = play(config("good", turn_timeout_s=1.0), Speaker(delay_s=1.5))
+    assert isinstance(result, Result)
+
+
+def test_an_episode_ends_at_its_limit() -> None:
+    (failure,) = play(config("asks for ever", episode_timeout_s=3.0), Speaker(delay_s=0.05))
+    assert isinstance(failure, Failure) and "env.episode_timeout_s = 3 s" in failure.reason
+
+
+def test_a_server_that_fails_is_no_fault_of_the_environment() -> None:
+    (error,) = play(config("good"), Speaker(error=ConnectionError("the server is gone")))
+    assert isinstance(error, ConnectionError)
+
+
+def test_an_episode_that_is_called_off_ends_in_its_process(tmp_path: Path) -> None:
+    """Its turn is never answered; what it waits for is cancelled there, and the process goes on."""
+
+    async def run() -> None:
+        async with open_environment(config("good")) as environment:
+            speaker = Speaker(delay_s=1000)
+            episode = asyncio.ensure_future(environment.play(environment.train_tasks[0], speaker))
+            while not getattr(speaker, "asked", None):
+                await asyncio.sleep(0.01)
+            worker = environment._worker
+            episode.cancel()
+            while worker._calls:
+                await asyncio.sleep(0.01)
+            assert environment._worker is worker and not worker.is_lost
+
+    asyncio.run(run())
+
+
+def test_set_up_and_closed_once(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    env = config("good").model_copy(update={"args": {"behaviours": ["good"], "trace": str(trace)}})
+    play(env)
+    assert trace.read_text() == "setup\nclose\n"
+
+
+def test_tasks_say_that_they_are_played_and_with_which_tools() -> None:
+    async def run() -> EnvironmentProcess:
+        async with open_environment(config("good")) as environment:
+            return environment
+
+    (task,) = asyncio.run(run()).train_tasks
+    assert task.is_interactive and task.tools is not None
+    assert task.tools[0]["function"]["name"] == "add"
+
+
+def try_it(env: EnvConfig) -> None:
+    async def run() -> None:
+        async with open_environment(env) as environment:
+            await try_environment(environment, env)
+
+    asyncio.run(run())
+
+
+def test_an_episode_is_tried_before_anything_starts() -> None:
+    try_it(config("good"))
+    with pytest.raises(UserError, match=r"training task 0 failed: LookupError: nothing there \(playing\.py:"):
+        try_it(config("raises"))
+
+
+def test_a_rollout_that_is_not_async_is_refused() -> None:
+    with pytest.raises(UserError, match="rollout must be `async def`"):
+        try_it(config("good", cls="NotAsync"))
+
+
+def test_another_reward_scores_what_was_said_last() -> None:
+    async def run() -> Result:
+        async with open_environment(config("good", reward="exact_match", system_prompt="Be brief.")) as environment:
+            (task,) = environment.train_tasks
+            return await environment.play(task, Speaker())
+
+    assert asyncio.run(run()) == Result(0.0, {"turns_played": 2.0}, "said_enough")

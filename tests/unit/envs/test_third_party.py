@@ -1,0 +1,129 @@
+"""Tasks of other packages, as they are: reasoning-gym and verifiers, each with the real package."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.envs.scripted import Scripted, call, say
+
+from tandem.config.orchestrator import EnvConfig
+from tandem.envs.model import ContextFull, Reply
+from tandem.envs.registry import make_environment
+from tandem.envs.results import Result
+from tandem.utils.errors import UserError
+
+
+def make(name: str, **args: Any) -> Any:
+    return make_environment(EnvConfig(id=name, args=args))
+
+
+class TestReasoningGym:
+    @pytest.fixture(autouse=True)
+    def package(self) -> None:
+        pytest.importorskip("reasoning_gym")
+
+    def test_a_dataset_by_name(self) -> None:
+        made = make("reasoning-gym", dataset="chain_sum", config={"max_terms": 3}, num_train=6, num_eval=2)
+        assert (len(made.train_tasks), len(made.eval_tasks)) == (6, 2)
+        task = made.train_tasks[0]
+        assert made.score(task, f"I think <answer>{task.answer}</answer>") == 1.0
+        assert made.score(task, task.answer) == 1.0
+        assert made.score(task, "") < 1.0
+        again = make("reasoning-gym", dataset="chain_sum", config={"max_terms": 3}, num_train=6, num_eval=2)
+        assert [task.messages for task in again.train_tasks] == [task.messages for task in made.train_tasks]
+
+    def test_a_composite(self) -> None:
+        parts = [{"name": "chain_sum", "weight": 3}, {"name": "leg_counting", "config": {"max_animals": 3}}]
+        made = make("reasoning-gym", datasets=parts, num_train=40, num_eval=4, system_prompt="default")
+        sources = [task.info["metadata"]["source_dataset"] for task in made.train_tasks]
+        assert sources.count("chain_sum") > sources.count("leg_counting") > 0
+        assert all(made.score(task, f"<answer>{task.answer}</answer>") == 1.0 for task in made.eval_tasks)
+        assert made.train_tasks[0].messages[0]["role"] == "system"
+
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            ({"dataset": "chain_sums"}, r"'chain_sums' is not one of the \d+ datasets .* did you mean 'chain_sum'\?"),
+            ({"dataset": "chain_sum", "config": {"max_term": 3}}, "reasoning-gym refuses it"),
+            ({}, "give either dataset or datasets"),
+            ({"dataset": "chain_sum", "system_prompt": "x"}, r"system_prompt = 'x' is not known; it is one of"),
+        ],
+    )
+    def test_mistakes(self, args: dict[str, Any], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            make("reasoning-gym", **args)
+
+
+# Two environments as their authors would write them: one turn with two rewards, and turns with tools.
+MODULE = """\
+import verifiers as vf
+from datasets import Dataset
+
+ROWS = Dataset.from_list([{"question": f"say {word}", "answer": word} for word in "abcdefgh"])
+
+def right(completion, answer, **kwargs):
+    return float(completion[-1]["content"] == answer)
+
+def short(completion, **kwargs):
+    return float(len(completion[-1]["content"]) < 3)
+
+def double(x: int) -> int:
+    \"\"\"Double a number.\"\"\"
+    return 2 * x
+
+def load_environment(kind="single", num_rows=8):
+    rows, rubric = ROWS.select(range(num_rows)), vf.Rubric(funcs=[right, short], weights=[1.0, 0.5])
+    if kind == "single":
+        return vf.SingleTurnEnv(dataset=rows, eval_dataset=ROWS.select([0, 1]), rubric=rubric, system_prompt="Obey.")
+    return vf.ToolEnv(dataset=rows, rubric=rubric, tools=[double], max_turns=3)
+"""
+
+
+# The package and what it imports warn of their own affairs.
+@pytest.mark.filterwarnings("ignore")
+class TestVerifiers:
+    @pytest.fixture(autouse=True)
+    def module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        pytest.importorskip("verifiers")
+        (tmp_path / "words_of_a_test.py").write_text(MODULE)
+        monkeypatch.syspath_prepend(tmp_path)
+        yield
+        sys.modules.pop("words_of_a_test", None)
+
+    def play(self, made: Any, *replies: Reply | Exception) -> tuple[Result, Scripted]:
+        model = Scripted(*replies)
+        return asyncio.run(made.rollout(made.train_tasks[0], model)), model
+
+    def test_a_single_turn(self) -> None:
+        made = make("verifiers", id="words-of-a-test")
+        assert (len(made.train_tasks), len(made.eval_tasks)) == (8, 2)
+        result, model = self.play(made, say("a"))
+        assert result.rewards == 1.5 and result.metrics["right"] == 1.0
+        assert [message["role"] for message in model.asked[0]] == ["system", "user"]
+        assert self.play(made, say("something else"))[0].rewards == 0.0
+
+    def test_turns_with_tools(self) -> None:
+        made = make("someone/words-of-a-test", kind="tools")
+        assert len(made.eval_tasks) == 1
+        result, model = self.play(made, call("double", x=4), say("a"))
+        assert result.rewards == 1.5
+        assert [message["role"] for message in model.asked[1]] == ["user", "assistant", "tool"]
+        assert model.asked[1][2]["content"] == "8" and model.tools[0]["function"]["name"] == "double"
+
+    def test_a_reply_without_words_is_worth_nothing_and_no_error(self) -> None:
+        assert self.play(make("verifiers", id="words-of-a-test"), say(""))[0].rewards == 0.0
+
+    def test_a_conversation_that_is_full_ends(self) -> None:
+        made = make("verifiers", id="words-of-a-test")
+        assert self.play(made, ContextFull("600 tokens"))[0].rewards == 0.0
+
+    def test_an_error_of_the_model_is_one_of_the_rollout(self) -> None:
+        with pytest.raises(RuntimeError, match="ModelError"):
+            self.play(make("verifiers", id="words-of-a-test"), ConnectionError("gone"))
+
+    def test_an_environment_that_is_not_installed(self) -> None:
+        with pytest.raises(UserError, match=r"env\.args\.id = 'no-such-words' cannot be loaded: Could not import"):
+            make("verifiers", id="no-such-words")
