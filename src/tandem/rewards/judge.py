@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import orjson
 
-from tandem.config.shared import key_from_environment
 from tandem.config.rewards import JudgeConfig
-from tandem.config.shared import root_url
+from tandem.config.shared import key_from_environment, root_url
 from tandem.rewards.cache import AnswerCache
 from tandem.rewards.servers import BadAnswer, Servers
 from tandem.utils.errors import shorten

@@ -159,7 +159,7 @@ def test_where_all_rest_the_first_to_return_is_asked() -> None:
 def test_a_server_that_never_answers_meets_the_deadline() -> None:
     with pytest.raises(RewardServerError, match=r"no answer within 0\.3 s"):
         ask(never, deadline_s=0.3, retries=100)
-    with pytest.raises(RewardServerError, match="failed: TimeoutError"):
+    with pytest.raises(RewardServerError, match=r"failed: no answer within 0\.1 s"):
         ask(never, timeout_s=0.1, retries=1)
 
 
