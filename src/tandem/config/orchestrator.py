@@ -3,13 +3,14 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tandem.config.advantages import AdvantageConfig, LengthPenaltyConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.filters import CurriculumConfig, FilterConfig
+from tandem.config.rewards import AnyReward
 from tandem.config.shared import (
     KeyOptions,
     LogOptions,
@@ -97,8 +98,16 @@ class EnvConfig(Config):
     """Arguments of the environment."""
 
     reward: str | None = None
-    """Reward function instead of the environment's own: exact_match, positional_match, or one of your own,
-    "package.module:function" or "./file.py:function", which gets the completion and the task's answer."""
+    """Reward function instead of the environment's own: exact_match, normalized_match, positional_match, numeric, math,
+    lcs, or one of your own, "package.module:function" or "./file.py:function", which gets the completion and the task's
+    answer. For options, or several, use rewards."""
+
+    rewards: list[AnyReward] = []
+    """Several rewards instead of the environment's own: their weighted sum is learned from, and each is logged by its
+    name. See docs/rewards.md."""
+
+    reward_workers: int = Field(default=2, ge=1)
+    """Processes that compute those of `rewards` that may take long: math, regex, lcs, json_schema, and your own."""
 
     system_prompt: str | None = None
     """System message in front of every task."""
@@ -120,6 +129,16 @@ class EnvConfig(Config):
 
     tries: int = Field(default=3, ge=1)
     """Attempts at a task whose rollouts fail, before the task is set aside."""
+
+    @model_validator(mode="after")
+    def _rewards_have_names(self) -> "EnvConfig":
+        if self.reward is not None and self.rewards:
+            raise ValueError(f"reward = {self.reward!r} and rewards are both given; give one of them")
+        names = [reward.label for reward in self.rewards]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two of rewards are called {name!r}; give one of them another `name`")
+        return self
 
 
 class OwnSamplingConfig(Config):
@@ -211,7 +230,21 @@ class SamplingConfig(TruncationConfig):
         return value
 
 
-class EvalConfig(TruncationConfig):
+class SampleOptions(TruncationConfig):
+    """How completions are drawn that are not learned from."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """Softmax temperature of evaluation. 0: greedy."""
+
+    @model_validator(mode="after")
+    def _draws_at_random(self) -> Self:
+        if self.truncation and self.temperature == 0:
+            (name, value), *_ = self.truncation.items()
+            raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
+        return self
+
+
+class EvalConfig(SampleOptions):
     """Evaluation on held-out prompts; always before the first step and after the last."""
 
     every: int | None = Field(default=None, ge=1)
@@ -223,14 +256,8 @@ class EvalConfig(TruncationConfig):
     samples: int = Field(default=1, ge=1)
     """Completions of each prompt. With k of them the reward is avg@k, and pass@1 … pass@k are logged too."""
 
-    temperature: float = Field(default=0.0, ge=0)
-    """Softmax temperature of evaluation. 0: greedy."""
-
     @model_validator(mode="after")
-    def _draws_at_random(self) -> "EvalConfig":
-        if self.truncation and self.temperature == 0:
-            (name, value), *_ = self.truncation.items()
-            raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
+    def _samples_differ(self) -> "EvalConfig":
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
