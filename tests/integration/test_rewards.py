@@ -54,7 +54,7 @@ def test_steering_on_two_goals_learns(
     text = Path("examples/steering/rl_letters.toml").read_text().replace("http://127.0.0.1:8100", url)
     toml.write_text("\n".join(line for line in text.splitlines() if not line.startswith("output_dir")))
     run = tmp_path / "run"
-    own = ["--model.name", rl_arguments[3], "--output-dir", str(run), *rl_arguments[6:8]]
+    own = ["--model.name", rl_arguments[3], "--output-dir", str(run), *rl_arguments[6:8], "--max-steps", "40"]
     done = starter.run("rl", "@", str(toml), *own)
     assert done.returncode == 0, done.stdout
     rewards = [line["eval/reward"] for line in read_metrics(RunDir(run)) if "eval/reward" in line]
