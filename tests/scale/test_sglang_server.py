@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.asking import ask
 from transformers import AutoModelForCausalLM
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult, Outcome, Sampling
+from tandem.inference.engine import GeneratedSample, GenerationRequest, Sampling
 from tandem.inference.sglang.engine import SGLangEngine, build_engine
 from tandem.transport.weights.manifest import write_manifest
 
@@ -80,19 +80,6 @@ def reference() -> Reference:
         return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
     return compute
-
-
-def ask(engine: SGLangEngine, request: GenerationRequest) -> "Future[GenerationResult]":
-    future: Future[GenerationResult] = Future()
-
-    def settle(outcome: Outcome) -> None:
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    engine.submit(request, settle)
-    return future
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])

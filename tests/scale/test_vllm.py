@@ -428,7 +428,7 @@ def test_pause_holds_requests_and_outlasts_an_update(server: VllmServer, countin
         assert server.health()["paused"] is True
         time.sleep(0.5)
         assert not waiting.done()
-        assert server.http.post("/resume").json() == {"paused": False}
+        assert server.http.post("/resume").json() == {"status": "resumed", "paused": False}
         [choice] = waiting.result()
     assert choice["weight_versions"] == seen_versions(choice) == [2] * 4
 

@@ -48,11 +48,14 @@ class AlignLossConfig(Config):
 
     type: Annotated[AlignLossType | str, OrImportPath(AlignLossType)] = "dpo"
     """dpo, ipo, hinge: pairs, with a reference model. kto, bco: single completions, good or bad, with a reference
-    model. orpo, cpo, simpo: pairs, without one. reward: pairs, trains a reward model. Or a function of your own over
-    pairs, "package.module:function" or "./file.py:function": docs/alignment.md."""
+    model. orpo, cpo, simpo: pairs, without one. reward: pairs, trains a reward model. Or a function of your own,
+    "package.module:function" or "./file.py:function": docs/alignment.md."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss function of your own."""
+
+    labeled: bool = False
+    """A loss function of your own takes single completions, good or bad, instead of pairs."""
 
     beta: float | None = Field(default=None, gt=0)
     """Scale of the implicit rewards (orpo: weight of the odds ratio). None: 0.1; simpo 2."""
@@ -114,11 +117,13 @@ class AlignLossConfig(Config):
 
     @property
     def is_paired(self) -> bool:
-        return self.type not in UNPAIRED
+        return self.type not in UNPAIRED and not self.labeled
 
     @model_validator(mode="after")
     def _options_fit_the_type(self) -> "AlignLossConfig":
         refuse_stray_options(self.type, self.options)
+        if self.labeled and not self.is_own:
+            raise ValueError(f"labeled = true has no effect with type = {self.type!r}; it is for a loss of your own")
         for name, types in KNOWN_TO.items():
             value = getattr(self, name)
             if value is not None and self.type not in types:

@@ -220,6 +220,9 @@ class EvalConfig(TruncationConfig):
     num_prompts: int = Field(default=64, ge=1)
     """Held-out prompts per evaluation."""
 
+    samples: int = Field(default=1, ge=1)
+    """Completions of each prompt. With k of them the reward is avg@k, and pass@1 … pass@k are logged too."""
+
     temperature: float = Field(default=0.0, ge=0)
     """Softmax temperature of evaluation. 0: greedy."""
 
@@ -228,6 +231,10 @@ class EvalConfig(TruncationConfig):
         if self.truncation and self.temperature == 0:
             (name, value), *_ = self.truncation.items()
             raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
+            )
         return self
 
 
@@ -261,7 +268,7 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
     """Prefer short completions. Left out: no preference."""
 
     solved_reward: float = 1.0
-    """A rollout with at least this reward counts as solved: in the curriculum and in length_penalty."""
+    """A rollout with at least this reward counts as solved: in the curriculum, in length_penalty and in pass@k."""
 
     filters: FilterConfig = FilterConfig()
     curriculum: CurriculumConfig | None = None

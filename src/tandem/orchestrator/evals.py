@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from tandem.envs.failures import Failure, failure_of, top_reasons
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.protocols import GroupMaker
 from tandem.orchestrator.samples import write_samples
+from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import ALL_TOKENS, Group, SamplingOptions, SamplingRequest, Task
 from tandem.utils.metrics import RunLog
@@ -31,6 +33,7 @@ class Evaluator:
         run_log: RunLog,
         options: SamplingOptions = ALL_TOKENS,
         name: str = "",
+        solved_reward: float = 1.0,
     ) -> None:
         self.maker = maker
         self.config = config
@@ -40,6 +43,7 @@ class Evaluator:
         self.run_log = run_log
         self.options = options
         self.name = name  # of the environment, where there are several
+        self.solved_reward = solved_reward
 
     def is_due(self, previous: int, version: int, last_version: int) -> bool:
         """Whether going from version `previous` to `version` passes an evaluation; the last one always is."""
@@ -47,7 +51,7 @@ class Evaluator:
         return version == last_version or (every is not None and version // every > previous // every)
 
     async def run(self, version: int, run_dir: RunDir) -> float:
-        """Mean reward over the held-out tasks, one completion each; tasks that fail are counted, not averaged."""
+        """Mean reward over the held-out tasks; tasks that fail are counted, not averaged."""
         started = time.monotonic()
         outcomes = await asyncio.gather(
             *(self._group(order, task, prompt) for order, (task, prompt) in enumerate(self.tasks)),
@@ -61,10 +65,10 @@ class Evaluator:
             reasons = top_reasons(failures)
             logger.warning("%d held-out tasks failed: %s", len(failures), reasons)
             self.run_log.event("eval_failures", version=version, count=len(failures), reasons=reasons)
-        reward = statistics.fmean(reward for group in groups for reward in group.rewards)
+        scores = summarize([group.rewards for group in groups], self.solved_reward)
         write_samples(run_dir.eval_samples(version, self.name), groups, advantages=None)
         metrics = {
-            "reward": reward,
+            **{name: value for name, value in scores.items() if math.isfinite(value)},
             "num_prompts": len(groups),
             "num_failed": len(failures),
             "seconds": time.monotonic() - started,
@@ -72,12 +76,12 @@ class Evaluator:
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         self.run_log.metrics(version, {prefix + key: value for key, value in metrics.items()})
         whose = f" on {self.name}" if self.name else ""
-        logger.info("held-out reward of version %d%s: %.3f over %d prompts", version, whose, reward, len(groups))
-        return reward
+        logger.info("held-out reward of version %d%s: %s", version, whose, describe(scores, len(groups)))
+        return scores["reward"]
 
     async def _group(self, order: int, task: Task, prompt: Sequence[int]) -> Group:
         seed = request_seed(self.seed, "eval", order)
-        sampling = SamplingRequest(1, self.max_tokens, self.config.temperature, seed, self.options)
+        sampling = SamplingRequest(self.config.samples, self.max_tokens, self.config.temperature, seed, self.options)
         return await self.maker.make_group(task, prompt, order, sampling)
 
 
@@ -96,6 +100,13 @@ class MixedEvaluator:
         reward = statistics.fmean(rewards)
         self.run_log.metrics(version, {"eval/reward": reward})
         return reward
+
+
+def describe(scores: dict[str, float], num_prompts: int) -> str:
+    """In a line of the log."""
+    passes = [f"{name} {value:.3f}" for name, value in scores.items() if name.startswith("pass@") and "_" not in name]
+    text = f"{scores['reward']:.3f} ± {scores['reward_ci95']:.3f} over {num_prompts} prompts"
+    return f"{text}, {', '.join(passes)}" if len(passes) > 1 else text
 
 
 def _failure(error: BaseException) -> Failure:

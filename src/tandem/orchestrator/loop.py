@@ -112,6 +112,7 @@ class Orchestrator:
                     self.run_log,
                     sampling_options(config.eval, plan.sampling.stop),
                     name,
+                    config.solved_reward,
                 )
             )
         return MixedEvaluator(evaluators, self.run_log) if config.envs else evaluators[0]

@@ -40,6 +40,7 @@ def test_shipped_files_are_valid(path: Path) -> None:
             ["= 128 cannot hold a pair", "valid value is 130"],
         ),
         (["--eval.every", "10"], ["eval.every = 10", "data.eval_size"]),
+        (["--loss.labeled"], ["labeled = true has no effect with type = 'dpo'"]),
         (["--loss.label-smoothing", "0.5"], ["loss.label_smoothing = ", "less than 0.5"]),
     ],
 )
@@ -50,9 +51,10 @@ def test_refused_with_key_value_and_remedy(arguments: list[str], expected: list[
         assert part in str(refusal.value)
 
 
-def test_a_loss_of_the_users_own_is_over_pairs_near_a_reference() -> None:
+def test_a_loss_of_the_users_own_is_over_pairs_or_completions_near_a_reference() -> None:
     loss = AlignLossConfig(type="my.losses:mine", options={"beta": 0.3})
     assert loss.is_own and loss.is_paired and loss.reference_source == "precomputed"
+    assert not AlignLossConfig(type="my.losses:mine", labeled=True).is_paired
     assert AlignLossConfig(type="my.losses:mine", reference="none").reference_source == "none"
 
 

@@ -101,3 +101,20 @@ def test_an_evaluation_without_any_result_ends_the_run(make_group, tmp_path: Pat
     evaluator = make_evaluator(FailingMaker(make_group, {3, 5, 9}), tmp_path)
     with pytest.raises(TooManyFailures, match=r"all 3 held-out tasks failed: 3 × RuntimeError: the service is asleep"):
         asyncio.run(evaluator.run(4, RunDir(tmp_path)))
+
+
+def test_several_samples_of_a_prompt_give_pass_at_k(make_group, tmp_path: Path) -> None:
+    class SolvesHalf(FakeMaker):
+        async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+            return self.group(order, version=4, rewards=(1.0, 0.0) * (sampling.n // 2))
+
+    evaluator = make_evaluator(SolvesHalf(make_group), tmp_path, samples=4, temperature=1.0)
+    assert asyncio.run(evaluator.run(4, RunDir(tmp_path))) == pytest.approx(0.5)
+    (line,) = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [line[f"eval/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.5, 5 / 6, 1.0])
+    assert line["eval/reward_ci95"] == 0.0
+
+
+def test_samples_that_would_be_the_same_are_refused() -> None:
+    with pytest.raises(ValueError, match="samples = 4 are all the same"):
+        EvalConfig(samples=4)

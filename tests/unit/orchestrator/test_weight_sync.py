@@ -271,15 +271,21 @@ def test_a_server_that_dies_again_and_again_is_served_again_and_again(tmp_path: 
     assert client.instance == "5" and client.loaded == [("base", 0)]
 
 
+async def meet_new_server(client: FakeClient, folder: Path) -> Policy:
+    """A server that got adapter 1 and has been started again since; adapter 2 is there to be loaded."""
+    for version in (1, 2):
+        publish(folder, version, adapter=True)
+    policy = make_policy(client, folder)
+    await policy.load(folder / step_name(1), 1)
+    client.restart()
+    return policy
+
+
 def test_an_update_that_meets_a_new_server_begins_from_the_base(tmp_path: Path) -> None:
     client = FakeClient()
-    for version in (1, 2):
-        publish(tmp_path, version, adapter=True)
 
     async def run() -> None:
-        policy = make_policy(client, tmp_path)
-        await policy.load(tmp_path / step_name(1), 1)
-        client.restart()
+        policy = await meet_new_server(client, tmp_path)
         await policy.load(tmp_path / step_name(2), 2)
         assert (await generate(policy)).versions == [2]
 
@@ -290,13 +296,9 @@ def test_an_update_that_meets_a_new_server_begins_from_the_base(tmp_path: Path) 
 def test_restoring_and_following_do_not_mix(tmp_path: Path) -> None:
     """While completions wait for the server, the next version comes: each is loaded whole, one after the other."""
     client = FakeClient()
-    for version in (1, 2):
-        publish(tmp_path, version, adapter=True)
 
     async def run() -> None:
-        policy = make_policy(client, tmp_path)
-        await policy.load(tmp_path / step_name(1), 1)
-        client.restart()
+        policy = await meet_new_server(client, tmp_path)
         await asyncio.gather(generate(policy), policy.load(tmp_path / step_name(2), 2), generate(policy))
 
     asyncio.run(run())

@@ -38,12 +38,7 @@ class TextAnswers:
         self, index: int, request: GenerationRequest, result: GenerationResult, sample: GeneratedSample
     ) -> Choice:
         body = self.body
-        text = completion_text(
-            self.tokenizer,
-            sample,
-            skip_special=body.skip_special_tokens,
-            keep_stop=body.include_stop_str_in_output,
-        )
+        text = whole_text(self.tokenizer, sample, body)
         logprobs = None
         if body.logprobs is not None:
             logprobs = text_logprobs(
@@ -143,12 +138,7 @@ class ChatAnswers:
         self, index: int, request: GenerationRequest, result: GenerationResult, sample: GeneratedSample
     ) -> Choice:
         body = self.body
-        text = completion_text(
-            self.tokenizer,
-            sample,
-            skip_special=body.skip_special_tokens,
-            keep_stop=body.include_stop_str_in_output,
-        )
+        text = whole_text(self.tokenizer, sample, body)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         reason: str | None = sample.finish_reason
         if self.make_reader is not None:
@@ -233,6 +223,11 @@ class ChatChunks:
 
 
 Answers = TextAnswers | ChatAnswers
+
+
+def whole_text(tokenizer: Tokenizer, sample: GeneratedSample, body: GenerationOptions) -> str:
+    skip, keep = body.skip_special_tokens, body.include_stop_str_in_output
+    return completion_text(tokenizer, sample, skip_special=skip, keep_stop=keep)
 
 
 def growing_text(tokenizer: Tokenizer, body: GenerationOptions) -> GrowingText:

@@ -22,7 +22,6 @@ from tandem.inference.control.updates import EngineLost, LoadFailed
 from tandem.inference.engine import (
     AdapterRefused,
     EngineBusy,
-    EngineError,
     EngineStats,
     GeneratedSample,
     GenerationRequest,
@@ -52,7 +51,7 @@ class SGLangBackend:
         self.adapters = AdapterRegistry[Adapter]({})
         self.history: list[Weights] = []  # that have served, one after another
         self.sending = asyncio.Event()
-        self.background: set[asyncio.Task[None]] = set()
+        self.background: set[asyncio.Task[Any]] = set()
         self._client, self._eos_token_ids = client, frozenset(eos_token_ids)
         self._in_flight: dict[Sample, asyncio.Task[Any]] = {}
         self._num_waiting = 0  # samples that have not been sent
@@ -110,8 +109,8 @@ class SGLangBackend:
         versions = token_versions(sample.meta, len(sample.ids), labels, oldest)
         end = ending(sample.meta["finish_reason"], sample.request.sampling, self._eos_token_ids)
         if on_part is not None:
-            on_part(sample.index, sample.part(start, versions, *end))
-        return sample.part(0, versions, *end)
+            on_part(sample.index, sample.part(start, versions, end))
+        return sample.part(0, versions, end)
 
     def _result(
         self, request: GenerationRequest, results: list[GeneratedSample], metas: list[Mapping[str, Any]]
@@ -132,16 +131,14 @@ class SGLangBackend:
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """No one waits for it, so a failure is only logged."""
-
-        async def run() -> None:
-            try:
-                await work
-            except EngineError as error:
-                logger.warning("%s", error)
-
-        task = asyncio.ensure_future(run())
+        task = asyncio.ensure_future(work)
         self.background.add(task)
-        task.add_done_callback(self.background.discard)
+        task.add_done_callback(self._end_background)
+
+    def _end_background(self, task: "asyncio.Task[Any]") -> None:
+        self.background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.warning("%s", task.exception())
 
     async def hold(self, mode: UpdateMode) -> None:
         self.sending.clear()  # so that the version a sample is sent under is known

@@ -30,7 +30,7 @@ from tandem.inference.engine import (
     UpdateMode,
 )
 from tandem.inference.sglang.backend import SGLangBackend
-from tandem.inference.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
+from tandem.inference.sglang.client import SGLangClient
 from tandem.inference.sglang.probe import probe
 from tandem.inference.sglang.translate import Abilities, check_request
 from tandem.inference.weight_check import ServedModel
@@ -203,7 +203,7 @@ class SGLangEngine:
                 expected = self._backend.history[-1].label
                 try:
                     label = str((await self._client.info("/model_info")).get("weight_version"))
-                except (SGLangUnreachable, SGLangRefused) as error:
+                except (EngineError, ValueError) as error:
                     misses += 1
                     if misses == LOOKS:
                         self._control.fail(f"the SGLang server is gone: {error}")
@@ -224,7 +224,7 @@ class SGLangEngine:
                 for adapter in self._backend.adapters.loaded.values():
                     self._backend.in_background(self._backend.drop_adapter(adapter))
                 self._backend.in_background(self._client.post("/continue_generation"))
-                await asyncio.gather(*self._backend.background)
+                await asyncio.gather(*self._backend.background, return_exceptions=True)
         await self._client.close()
 
 

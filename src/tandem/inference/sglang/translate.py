@@ -30,6 +30,9 @@ MAX_STOP_STRINGS = 32
 ADJUSTMENTS = ("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")  # of logits
 LEAST_TEMPERATURE = 1e-6  # SGLang takes the likeliest token below
 
+Ending = tuple[FinishReason | None, int | str | None]
+"""Why a completion ended, and the stop token other than EOS, or the stop string, that ended it."""
+
 
 @dataclass(frozen=True)
 class Abilities:
@@ -39,10 +42,6 @@ class Abilities:
     has_tokenizer: bool = True
     has_adapters: bool = False
     logprobs_at_temperature: bool = True
-
-
-class UnknownWeights(EngineLost):
-    """The answer was computed with weights that we did not put there."""
 
 
 def check_request(request: GenerationRequest, abilities: Abilities, options: SGLangConfig) -> None:
@@ -181,18 +180,12 @@ class Sample:
             self.top += [top_of(entry)[:num_top] for entry in meta["output_top_logprobs"][-num_new:]]
         return start
 
-    def part(
-        self,
-        start: int,
-        versions: list[int],
-        reason: FinishReason | None = None,
-        stop_reason: int | str | None = None,
-    ) -> GeneratedSample:
+    def part(self, start: int, versions: list[int], end: Ending = (None, None)) -> GeneratedSample:
         """From the token at `start` on. `versions`: of the weights that drew each token, from the first on."""
         if self.adapter is not None and self.adapter.version is not None:
             versions = [self.adapter.version] * len(versions)
         top = self.top[start:] if self.request.top_logprobs else None
-        return GeneratedSample(self.ids[start:], self.logprobs[start:], versions[start:], reason, stop_reason, top)
+        return GeneratedSample(self.ids[start:], self.logprobs[start:], versions[start:], *end, top)
 
 
 def top_of(entry: list[list[Any]]) -> TopLogprobs:
@@ -201,7 +194,7 @@ def top_of(entry: list[list[Any]]) -> TopLogprobs:
 
 def prompt_logprobs(meta: Mapping[str, Any], num_top: int | None) -> list[PromptLogprob] | None:
     """From the second prompt token on. The rank is known only where the token is among SGLang's alternatives."""
-    if num_top is None or not meta:
+    if num_top is None or "input_token_logprobs" not in meta:
         return None
     logprobs = []
     for (logprob, token, *_), entry in zip(meta["input_token_logprobs"], meta["input_top_logprobs"], strict=True):
@@ -212,10 +205,7 @@ def prompt_logprobs(meta: Mapping[str, Any], num_top: int | None) -> list[Prompt
     return logprobs
 
 
-def ending(
-    reason: Mapping[str, Any], sampling: Sampling, eos_token_ids: Collection[int]
-) -> tuple[FinishReason, int | str | None]:
-    """Why a completion ended, and the stop token other than EOS, or the stop string, that ended it."""
+def ending(reason: Mapping[str, Any], sampling: Sampling, eos_token_ids: Collection[int]) -> Ending:
     kind, matched = reason["type"], reason.get("matched")
     if kind == "length":
         return "length", None
@@ -246,7 +236,7 @@ def token_versions(meta: Mapping[str, Any], num_tokens: int, labels: Mapping[str
 
 def known(label: str, labels: Mapping[str, int]) -> int:
     if label not in labels:
-        raise UnknownWeights(
+        raise EngineLost(
             f"SGLang answered with weights {label!r}, which were not put there from here "
             f"(known: {', '.join(sorted(labels))}); was it restarted, or updated by another client?"
         )

@@ -184,7 +184,7 @@ class Routes:
             return Answer({"success": True})
         if route == "/resume":
             await vllm.control.resume()
-            return Answer({"paused": False})
+            return Answer({"status": "resumed", "paused": False})
         asked = read_pause(await request.body(), dict(request.query_params))
         await vllm.control.pause(asked.mode, clear_cache=asked.clear_cache)
         return Answer({"status": "paused", "paused": True})

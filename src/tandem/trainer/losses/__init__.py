@@ -12,8 +12,10 @@ from tandem.trainer.losses.objective import (
 )
 from tandem.trainer.losses.preference import PairStreams
 from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams
+from tandem.trainer.losses.unpaired import LabeledStreams
 
 __all__ = [
+    "LabeledStreams",
     "LossOutput",
     "Losses",
     "Metric",

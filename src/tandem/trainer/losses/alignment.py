@@ -70,19 +70,21 @@ LABELED_LOSSES: dict[str, LabeledLoss] = {
 
 def make_align_loss(config: AlignLossConfig) -> AlignLoss:
     """The loss is a sum over the pairs, or over the labeled completions."""
-    if config.type in LABELED_LOSSES:
-        labeled_loss = LABELED_LOSSES[config.type]
-        return lambda streams, facts: _with_kl(streams, labeled_loss(labeled_streams(streams), config, facts))
-    pair_loss = own_pair_loss(config) if config.is_own else PAIR_LOSSES[config.type]
-    return lambda streams, facts: _with_kl(streams, pair_loss(pair_streams(streams), config, facts))
+    if config.is_paired:
+        pair_loss = own_loss(config, "pair") if config.is_own else PAIR_LOSSES[config.type]
+        return lambda streams, facts: _with_kl(streams, pair_loss(pair_streams(streams), config, facts))
+    labeled_loss = own_loss(config, "completion") if config.is_own else LABELED_LOSSES[config.type]
+    return lambda streams, facts: _with_kl(streams, labeled_loss(labeled_streams(streams), config, facts))
 
 
-def own_pair_loss(config: AlignLossConfig) -> PairLoss:
-    """A user's own function, with its options."""
+def own_loss(
+    config: AlignLossConfig, unit: str
+) -> Callable[[PairStreams | LabeledStreams, AlignLossConfig, StepFacts], LossOutput]:
+    """A user's own function, with its options, that gives one loss per `unit`."""
     function = load_function(config.type, config.options, "loss")
 
-    def compute(pairs: PairStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
-        output = require_losses(function(pairs), len(pairs.chosen_logprobs), config.type, "pair")
+    def compute(streams: PairStreams | LabeledStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
+        output = require_losses(function(streams), len(streams), config.type, unit)
         return LossOutput(output.losses.sum(), output.metrics)
 
     return compute
@@ -97,11 +99,7 @@ def _with_kl(streams: AlignStreams, output: LossOutput) -> LossOutput:
 
 
 def pair_streams(streams: AlignStreams) -> PairStreams:
-    logprobs = streams.sums(streams.logprobs)
-    lengths = sequence_lengths(streams.sequences, streams.num_sequences).to(logprobs.dtype)
-    reference = torch.zeros_like(logprobs)
-    if streams.reference_logprobs is not None:
-        reference = streams.sums(streams.reference_logprobs)
+    logprobs, lengths, reference = sequence_streams(streams)
     return PairStreams(
         *(logprobs[0::2], logprobs[1::2]),
         *(lengths[0::2], lengths[1::2]),
@@ -110,7 +108,16 @@ def pair_streams(streams: AlignStreams) -> PairStreams:
 
 
 def labeled_streams(streams: AlignStreams) -> LabeledStreams:
-    assert streams.reference_logprobs is not None and streams.labels is not None
-    return LabeledStreams(
-        streams.sums(streams.logprobs), streams.sums(streams.reference_logprobs), streams.sums(streams.labels) > 0
-    )
+    assert streams.labels is not None
+    logprobs, lengths, reference = sequence_streams(streams)
+    return LabeledStreams(logprobs, reference, streams.sums(streams.labels) > 0, lengths)
+
+
+def sequence_streams(streams: AlignStreams) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, length, and log-prob of the reference (0 without one) of every sequence."""
+    logprobs = streams.sums(streams.logprobs)
+    lengths = sequence_lengths(streams.sequences, streams.num_sequences).to(logprobs.dtype)
+    reference = torch.zeros_like(logprobs)
+    if streams.reference_logprobs is not None:
+        reference = streams.sums(streams.reference_logprobs)
+    return logprobs, lengths, reference

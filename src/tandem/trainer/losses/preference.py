@@ -26,6 +26,9 @@ class PairStreams:
     reference_chosen: Tensor  # (pairs,), c°
     reference_rejected: Tensor  # (pairs,), r°
 
+    def __len__(self) -> int:
+        return len(self.chosen_logprobs)
+
 
 def dpo_loss(streams: PairStreams, beta: float, label_smoothing: float) -> LossOutput:
     """-(1 - ε) log σ(z) - ε log σ(-z) with z = β ((c - c°) - (r - r°))."""

@@ -25,9 +25,10 @@ class PolicyStreams:
 
 @dataclass(frozen=True)
 class Losses:
-    """What a loss function of a user's returns, as ours do: one loss per token, or per pair, and what to log."""
+    """What a loss function of a user's returns, as ours do: one loss per token, pair or completion, and what to
+    log."""
 
-    losses: Tensor  # (tokens,) or (pairs,)
+    losses: Tensor  # (tokens,), (pairs,) or (completions,)
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 

@@ -16,11 +16,15 @@ from tandem.trainer.losses.types import LossOutput
 
 @dataclass(frozen=True)
 class LabeledStreams:
-    """One entry per completion."""
+    """One entry per completion. Without a reference, its log-probs are zeros."""
 
     logprobs: Tensor  # (completions,), y; carries the gradient
     reference_logprobs: Tensor  # (completions,), y°
     is_good: Tensor  # (completions,) bool
+    lengths: Tensor  # (completions,), numbers of tokens
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
 
 
 @dataclass(frozen=True)

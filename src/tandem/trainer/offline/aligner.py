@@ -99,4 +99,5 @@ class Aligner:
             return stats
         if "rewards_chosen" in stats and "rewards_rejected" in stats:
             stats["margin"] = stats["rewards_chosen"] - stats["rewards_rejected"]
-        return stats | ({"mismatched_kl": facts.kl} if self.config.type == "kto" else {"reward_shift": facts.delta})
+        computed_with = {"kto": {"mismatched_kl": facts.kl}, "bco": {"reward_shift": facts.delta}}
+        return stats | computed_with.get(self.config.type, {})

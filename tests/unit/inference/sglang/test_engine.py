@@ -4,10 +4,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.asking import ask
 from tests.unit.inference.sglang.fake_server import EOS, FakeSGLang
 
 from tandem.inference.engine import (
@@ -17,7 +18,6 @@ from tandem.inference.engine import (
     GeneratedSample,
     GenerationRequest,
     GenerationResult,
-    OnPart,
     Outcome,
     Sampling,
     UnusableWeights,
@@ -30,19 +30,6 @@ from tandem.utils.errors import UserError
 MakeEngine = Callable[..., SGLangEngine]
 Publish = Callable[[int], Path]
 PROMPT = [5, 6, 7, 8]
-
-
-def ask(engine: SGLangEngine, request: GenerationRequest, on_part: OnPart | None = None) -> "Future[GenerationResult]":
-    future: Future[GenerationResult] = Future()
-
-    def settle(outcome: Outcome) -> None:
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    engine.submit(request, settle, on_part)
-    return future
 
 
 def sampling(max_tokens: int = 8) -> Sampling:

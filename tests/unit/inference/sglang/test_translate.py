@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.config.sglang import SGLangConfig
+from tandem.inference.control.updates import EngineLost
 from tandem.inference.engine import (
     EngineError,
     GeneratedSample,
@@ -19,7 +20,6 @@ from tandem.inference.sglang.translate import (
     Abilities,
     Adapter,
     Sample,
-    UnknownWeights,
     check_request,
     ending,
     prompt_logprobs,
@@ -170,7 +170,7 @@ def test_raw_logprobs_of_the_likeliest_token_are_asked_for_at_temperature_zero()
 def test_tokens_and_alternatives_of_a_whole_answer() -> None:
     sample = Sample(request(top_logprobs=1))
     assert sample.add(ANSWER) == 0
-    assert sample.part(0, [4, 4, 5], "length") == GeneratedSample(
+    assert sample.part(0, [4, 4, 5], ("length", None)) == GeneratedSample(
         [34, 52, 90], [-4.25, -4.5, -5.0], [4, 4, 5], "length", None, [[(3, -3.5)], [(34, -3.25)], [(52, -3.0)]]
     )
 
@@ -247,7 +247,7 @@ def test_without_spans_every_token_counts_as_of_the_oldest_version() -> None:
 
 
 def test_weights_that_were_not_put_there_from_here_are_an_error() -> None:
-    with pytest.raises(UnknownWeights, match="'9'"):
+    with pytest.raises(EngineLost, match="'9'"):
         token_versions({"weight_version": "9"}, 2, {"default": 0}, oldest=0)
 
 

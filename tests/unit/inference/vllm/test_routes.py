@@ -45,7 +45,7 @@ def test_pausing_and_resuming_show(client: TestClient, engine: ServedEngine) -> 
     assert client.post("/pause").json() == {"status": "paused", "paused": True}
     assert client.get("/is_paused").json() == {"is_paused": True}
     assert client.get("/health").json()["paused"] is True
-    assert client.post("/resume").json() == {"paused": False}
+    assert client.post("/resume").json() == {"status": "resumed", "paused": False}
     assert engine.calls == ["pause keep", "resume"]
 
 

@@ -24,6 +24,7 @@ def streams(*completions: tuple[float, float, bool]) -> LabeledStreams:
         torch.tensor(logprobs, dtype=torch.float64, requires_grad=True),
         torch.tensor(reference, dtype=torch.float64),
         torch.tensor(is_good),
+        torch.ones(len(is_good)),
     )
 
 
@@ -82,7 +83,7 @@ def test_gradient_against_finite_differences(name: str) -> None:
     is_good = torch.tensor([True, False, True, False, False])
 
     def loss(logprobs: Tensor) -> Tensor:
-        return LOSSES[name](LabeledStreams(logprobs, reference, is_good)).loss
+        return LOSSES[name](LabeledStreams(logprobs, reference, is_good, torch.ones_like(logprobs))).loss
 
     assert torch.autograd.gradcheck(loss, [torch.randn(5, dtype=torch.float64, requires_grad=True)])
 

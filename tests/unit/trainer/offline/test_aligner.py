@@ -200,22 +200,45 @@ def preferred(pairs: PairStreams, *, beta: float) -> Losses:
 """
 
 
-def test_a_loss_that_a_user_brings(start, tmp_path, monkeypatch) -> None:
-    """The formula of DPO in a file of one's own moves the model as DPO does."""
-    (tmp_path / "own_align_loss_of_a_test.py").write_text(OWN_LOSS)
+OWN_LABELED_LOSS = """\
+import torch
+from torch.nn import functional as F
+
+from tandem.trainer.losses import LabeledStreams, Losses, mean_of
+
+
+def preferred(completions: LabeledStreams, *, beta: float) -> Losses:
+    rewards = beta * (completions.logprobs - completions.reference_logprobs)
+    losses = -F.logsigmoid(torch.where(completions.is_good, rewards, -rewards))
+    return Losses(losses, {"rewards_chosen": mean_of(rewards, where=completions.is_good)})
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "code", "names"),
+    [
+        ("dpo", OWN_LOSS, ("loss", "margin", "kl", "entropy", "grad_norm")),
+        ("bco", OWN_LABELED_LOSS, ("loss", "rewards_chosen", "kl", "entropy", "grad_norm")),
+    ],
+)
+def test_a_loss_that_a_user_brings(start, tmp_path, monkeypatch, loss_type: AlignLossType, code: str, names) -> None:
+    """The formula of DPO, or of BCO at its first step, in a file of one's own moves the model as ours does."""
+    (tmp_path / "own_align_loss_of_a_test.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    own = AlignLossConfig(type="./own_align_loss_of_a_test.py:preferred", options={"beta": 0.3})
+    own = AlignLossConfig(
+        type="./own_align_loss_of_a_test.py:preferred", options={"beta": 0.3}, labeled=loss_type == "bco"
+    )
     found = []
-    for loss in (AlignLossConfig(type="dpo", beta=0.3), own):
+    for loss in (AlignLossConfig(type=loss_type, beta=0.3), own):
         aligner, rows, _ = start(loss, 60)
         stats = aligner.step(AlignBatch.of(rows), [])
         found.append((stats, list(aligner.stepper.model.parameters())))
     sys.modules.pop("own_align_loss_of_a_test")
     (ours, parameters), (theirs, others) = found
     assert all(torch.equal(one, other) for one, other in zip(parameters, others, strict=True))
-    names = ("loss", "margin", "kl", "entropy", "grad_norm")
     assert {name: theirs[name] for name in names} == {name: ours[name] for name in names}
+    assert "reward_shift" not in theirs
 
 
 def test_a_loss_that_a_user_brings_gives_one_number_a_pair(start, tmp_path, monkeypatch) -> None:
