@@ -95,7 +95,7 @@ def finish(words: list[str]) -> str:
 
 def check_training(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a dry run checks: flags, files, the model, rows and prompts, the output directory."""
-    asks_a_server = any("reward_url" in word for word in shown.words)
+    asks_a_server = any("reward_url" in word or "steering" in word for word in shown.words)
     untried = ["--no-orchestrator.env.check"] if asks_a_server else []
     monkeypatch.setattr("sys.argv", [shown.program, *shown.arguments, "--dry-run", *untried])
     monkeypatch.setattr(preflight, "_check_server", lambda config: None)  # of another process, or of vLLM
@@ -139,6 +139,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "make": check_make,
     "reward-server": leave_unchecked,
     "export-model": leave_unchecked,
+    "uvicorn": leave_unchecked,
     "curl": leave_unchecked,
     "pip": leave_unchecked,
     ".": leave_unchecked,
@@ -207,6 +208,10 @@ def test_a_model_is_served_as_shown(trained: Path, starter: Starter) -> None:
 
 def test_a_reward_model_is_served_as_shown(reward_trained: None, starter: Starter) -> None:
     check_answer(starter, "docs/alignment.md", "reward-server", "scores")
+
+
+def test_goals_are_served_as_shown(after_demo: Path, starter: Starter) -> None:
+    check_answer(starter, "docs/rewards.md", "reward-server", "reading_difficulty")
 
 
 def check_answer(starter: Starter, page: str, server: str, expected: str) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import types
 from collections.abc import Iterator
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -34,6 +34,8 @@ def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
     if kind == "missing":
         flag = ".".join([key, *_first_required(root, location)]).replace("_", "-")
         return f"{key} is required and was not given; set it in the file or with --{flag}"
+    if kind == "union_tag_invalid":
+        return f"{key}.type = {_nearest_tag(details)}"
     if kind == "literal_error":
         hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
         return f"{key} = {_short(details['input'])} is not valid; {hint}"
@@ -70,6 +72,16 @@ def _nearest_literal(details: ErrorDetails) -> str:
     return f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
 
 
+def _nearest_tag(details: ErrorDetails) -> str:
+    """Of a table that is one of several kinds, told apart by its type."""
+    given = details.get("ctx", {})
+    tags = [tag.strip("'") for tag in given.get("expected_tags", "").split(", ")]
+    nearest = difflib.get_close_matches(given.get("tag", ""), tags, n=1, cutoff=0.4)
+    one_of = f"one of: {', '.join(tags)}"
+    hint = f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
+    return f"{given.get('tag', '')!r} is not valid; {hint}"
+
+
 def _first_required(root: type[BaseModel], location: list[str]) -> list[str]:
     """The way from a missing table to a value that has to be given in it."""
     models = _models_at(root, location)
@@ -96,6 +108,8 @@ def _models_at(root: type[BaseModel], location: list[str]) -> list[type[BaseMode
 def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
+    if get_origin(annotation) is Annotated:
+        return models_in(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType, list):
         return [model for inner in get_args(annotation) for model in models_in(inner)]
     return []

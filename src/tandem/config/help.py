@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -41,10 +41,13 @@ def _fill(table: Table, cls: type[BaseModel], prefix: str) -> Iterator[Table]:
     for name, option in cls.model_fields.items():
         path = prefix + name.replace("_", "-")
         described = docstrings(cls).get(name, "")
-        model, is_list = _model_of(option.annotation)
-        if model is None or is_list:
+        models, is_list = _models_of(option.annotation)
+        if not models or is_list:
             table.rows.append((f"--{path} {_kind(option.annotation)}", _with_default(described, option)))
-        if model is not None:
+        if len(models) > 1:
+            inner += _kinds(models, f"{path}[*]", described)
+        elif models:
+            (model,) = models
             note = " (list item, via @ file or JSON)" if is_list else ""
             note = " (optional, default: None)" if option.default is None else note
             path += "[*]" if is_list else ""
@@ -52,6 +55,25 @@ def _fill(table: Table, cls: type[BaseModel], prefix: str) -> Iterator[Table]:
             inner += _fill(Table(f"{path}: {' '.join(summary.split())}{note}"), model, f"{path}.")
     yield table
     yield from inner
+
+
+def _kinds(models: list[type[BaseModel]], path: str, described: str) -> Iterator[Table]:
+    """A list of tables of several kinds: what all of them have, then what each has besides."""
+    shared = set.intersection(*(set(model.model_fields) for model in models)) - {"type"}
+    for number, model in enumerate([models[0], *models]):
+        title = f"{path} of type {_kind(model.model_fields['type'].annotation)}: {model.__doc__}"
+        if is_first := number == 0:
+            title = f"{path}: {described} (list item, via @ file or JSON)"
+        (table, *_) = _fill(Table(title), model, f"{path}.")
+        table.rows[:] = [
+            row for row in table.rows if (_option_of(row) in shared) == is_first and "type {" not in row[0]
+        ]
+        yield table if table.rows else Table(title, [("", "no options of its own")])
+
+
+def _option_of(row: tuple[str, str]) -> str:
+    """The option that a row is of: --a.b-c INT is b_c."""
+    return row[0].split()[0].rpartition(".")[2].replace("-", "_")
 
 
 @cache
@@ -78,15 +100,18 @@ def _described(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                 yield name, " ".join(text.split())
 
 
-def _model_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The table behind an option, if it is one, and whether it is a list of them."""
+def _models_of(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+    """The table behind an option, or the kinds that it may be of; none where it is none. And whether it is a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
+        return [annotation], False
+    if get_origin(annotation) is Annotated:
+        return _models_of(get_args(annotation)[0])
     if get_origin(annotation) is list:
-        return _model_of(get_args(annotation)[0])[0], True
+        return _models_of(get_args(annotation)[0])[0], True
     if get_origin(annotation) in (Union, types.UnionType):
-        return next((found for part in get_args(annotation) if (found := _model_of(part))[0]), (None, False))
-    return None, False
+        found = [_models_of(part) for part in get_args(annotation)]
+        return [model for models, _ in found for model in models], any(is_list for _, is_list in found)
+    return [], False
 
 
 def _kind(annotation: Any) -> str:
@@ -97,8 +122,8 @@ def _kind(annotation: Any) -> str:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin in (Union, types.UnionType):
         return "|".join("None" if part is type(None) else _kind(part) for part in parts)
-    if origin is list and (model := _model_of(parts[0])[0]):
-        return f"list[{{{', '.join(model.model_fields)}}}]"
+    if origin is list and (models := _models_of(parts[0])[0]):
+        return f"list[{{{', '.join(models[0].model_fields)}}}]" if len(models) == 1 else "list[{type, …}]"
     if origin is list:
         return f"[{_kind(parts[0])} [...]]"
     return KINDS.get(annotation) or getattr(annotation, "__name__", str(annotation)).upper()

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from tandem.config.advantages import AdvantageConfig, LengthPenaltyConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.filters import CurriculumConfig, FilterConfig
+from tandem.config.rewards import AnyReward
 from tandem.config.shared import (
     KeyOptions,
     LogOptions,
@@ -97,8 +98,16 @@ class EnvConfig(Config):
     """Arguments of the environment."""
 
     reward: str | None = None
-    """Reward function instead of the environment's own: exact_match, positional_match, or one of your own,
-    "package.module:function" or "./file.py:function", which gets the completion and the task's answer."""
+    """Reward function instead of the environment's own: exact_match, normalized_match, positional_match, numeric, math,
+    lcs, or one of your own, "package.module:function" or "./file.py:function", which gets the completion and the task's
+    answer. For options, or several, use rewards."""
+
+    rewards: list[AnyReward] = []
+    """Several rewards instead of the environment's own: their weighted sum is learned from, and each is logged by its
+    name. See docs/rewards.md."""
+
+    reward_workers: int = Field(default=2, ge=1)
+    """Processes that compute those of `rewards` that may take long: math, regex, lcs, json_schema, and your own."""
 
     system_prompt: str | None = None
     """System message in front of every task."""
@@ -120,6 +129,16 @@ class EnvConfig(Config):
 
     tries: int = Field(default=3, ge=1)
     """Attempts at a task whose rollouts fail, before the task is set aside."""
+
+    @model_validator(mode="after")
+    def _rewards_have_names(self) -> "EnvConfig":
+        if self.reward is not None and self.rewards:
+            raise ValueError(f"reward = {self.reward!r} and rewards are both given; give one of them")
+        names = [reward.label for reward in self.rewards]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two of rewards are called {name!r}; give one of them another `name`")
+        return self
 
 
 class OwnSamplingConfig(Config):

@@ -33,13 +33,17 @@ class ModelConfig(Config):
     architecture it has. inference.engine chooses what serves the model."""
 
 
-class ModelOptions(Config):
-    """Which model, and how long its sequences are."""
-
-    model: ModelConfig
+class LengthOptions(Config):
+    """How long the sequences of a model are."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Longest sequence, prompt and completion together, in tokens."""
+
+
+class ModelOptions(LengthOptions):
+    """Which model, and how long its sequences are."""
+
+    model: ModelConfig
 
 
 class SeedOptions(Config):

@@ -1,6 +1,7 @@
-"""`reward-server`: score texts with a reward model over HTTP."""
+"""`reward-server`: place texts in goal space, or score them with a reward model, over HTTP."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from tandem.config.base import parse
 from tandem.config.reward_server import RewardServerConfig
@@ -11,6 +12,9 @@ from tandem.utils.log import setup_logging
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
 DRAIN_TIMEOUT_S = 5.0
 
 
@@ -20,7 +24,8 @@ def main() -> None:
 
 def run() -> None:
     arguments = spell_out(sys.argv[1:], INFERENCE)
-    config = parse(RewardServerConfig, "reward-server", "Scores texts with a reward model.", arguments)
+    description = "Places texts in goal space, or scores them with a reward model."
+    config = parse(RewardServerConfig, "reward-server", description, arguments)
     setup_logging(config.log_level)
     serve(config)
 
@@ -31,12 +36,40 @@ def serve(config: RewardServerConfig) -> None:
     refuse_missing_gpu(config.device, "device")
     socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
-    # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
+    # FastAPI, and torch for a reward model, take long to import: only once the configuration is known to be good.
+    from tandem.inference.connections import make_server
+
+    app = goal_app(config, api_key) if config.model is None else reward_model_app(config, api_key)
+    timeout_s = config.server.receive_timeout_s
+    make_server(app, receive_timeout_s=timeout_s, drain_timeout_s=DRAIN_TIMEOUT_S).run(sockets=[socket])
+
+
+def goal_app(config: RewardServerConfig, api_key: str | None) -> "FastAPI":
+    from starlette.middleware import Middleware
+
+    from tandem.inference.api.limits import LimitBody
+    from tandem.inference.auth import RequireApiKey
+    from tandem.inference.browsers import RefuseForeignPages, RequireJson, names_of
+    from tandem.inference.closing import AnswerWhenClosing
+    from tandem.rewards.server import create_app
+
+    server = config.server
+    names = names_of(server.host, server.allowed_hosts) if api_key is None else None
+    middleware = [
+        Middleware(AnswerWhenClosing),
+        Middleware(RefuseForeignPages, names=names),
+        Middleware(RequireApiKey, api_key=api_key),
+        Middleware(LimitBody, max_bytes=server.max_body_mb << 20, timeout_s=server.receive_timeout_s),
+        Middleware(RequireJson),
+    ]
+    return create_app(config, middleware)
+
+
+def reward_model_app(config: RewardServerConfig, api_key: str | None) -> "FastAPI":
     import torch
 
     from tandem.data.tokenizer import Tokenizer
     from tandem.inference.browsers import names_of
-    from tandem.inference.connections import make_server
     from tandem.inference.reward_model.app import create_app
     from tandem.inference.reward_model.scores import ScoreModel
     from tandem.inference.vocabulary import compare_vocabularies
@@ -44,17 +77,19 @@ def serve(config: RewardServerConfig) -> None:
     from tandem.models.reward_model import load_scorer
     from tandem.models.runtime import choose_device, in_own_thread, setup_torch
 
+    assert config.model is not None
     setup_torch(threads=config.threads, seed=0, deterministic=False)
     device = choose_device(config.device)
     library.load_for(device)
     scorer = in_own_thread(load_scorer)(config.model.name, getattr(torch, config.model.dtype), device)
     config = within_positions(config, config.model.name)
+    assert config.model is not None
     spec = scorer.decoder.spec
     tokenizer = Tokenizer(config.model.name)
     compare_vocabularies(tokenizer, spec.vocab_size, config.model.name)
     model = ScoreModel(scorer, device, config.tokens_per_batch)
     server = config.server
-    app = create_app(
+    return create_app(
         model.scores,
         tokenizer,
         vocab_size=spec.vocab_size,
@@ -64,8 +99,6 @@ def serve(config: RewardServerConfig) -> None:
         receive_timeout_s=server.receive_timeout_s,
         host_names=names_of(server.host, server.allowed_hosts) if api_key is None else None,
     )
-    timeout_s = server.receive_timeout_s
-    make_server(app, receive_timeout_s=timeout_s, drain_timeout_s=DRAIN_TIMEOUT_S).run(sockets=[socket])
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from pydantic import BaseModel, ValidationError
 
 from tandem.config.explain import explain_validation_error
 from tandem.config.orchestrator import EnvConfig
-from tandem.envs.rewarded import Rewarded
+from tandem.envs.rewarded import Rewarded, by_answer
 from tandem.envs.system_prompt import SystemPrompted
 from tandem.rewards.registry import REWARDS
+from tandem.rewards.weighted import WeightedRewards
 from tandem.utils.errors import UserError
 from tandem.utils.registry import find_registered
 
@@ -48,7 +49,9 @@ def make_environment(config: EnvConfig) -> Any:
         raise UserError(f"env.args = {config.args!r} does not fit env.id = {config.id!r}: {error}") from error
     _check(environment, config)
     if config.reward is not None:
-        environment = Rewarded(environment, find_registered(REWARDS, config.reward, "env.reward"))
+        environment = Rewarded(environment, by_answer(find_registered(REWARDS, config.reward, "env.reward")))
+    if config.rewards:
+        environment = Rewarded(environment, WeightedRewards(config.rewards, config.reward_workers).score)
     return environment if config.system_prompt is None else SystemPrompted(environment, config.system_prompt)
 
 

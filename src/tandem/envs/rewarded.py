@@ -1,10 +1,10 @@
-"""An environment whose completions another reward function scores (`env.reward`).
+"""An environment whose completions are scored by others than itself (`env.reward`, `env.rewards`).
 
-Of a conversation, it scores what the model said last."""
+Of a conversation, they score what the model said last."""
 
 import functools
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.envs.results import Result, checked_result
@@ -15,20 +15,16 @@ from tandem.types.rollout import Task
 class Rewarded:
     """Everything but its score is that of `environment`."""
 
-    def __init__(self, environment: Any, reward: RewardFunction) -> None:
+    def __init__(self, environment: Any, score: Callable[[Task, str], Any]) -> None:
         self.train_tasks = environment.train_tasks
         self.eval_tasks = environment.eval_tasks
         self._environment = environment
 
-        @functools.wraps(reward)  # what is said of a score that is no reward then names the function itself
-        def score(task: Task, completion: str) -> float | Awaitable[float]:
-            return reward(completion, task.answer)
-
-        @functools.wraps(reward)
+        @functools.wraps(score)
         async def rollout(task: Task, model: Any) -> Result:
             played = checked_result(await environment.rollout(task, model))
-            reward = score(task, model.last_text)
-            return Result(await reward if inspect.isawaitable(reward) else reward, played.metrics, played.ended)
+            rewards = score(task, model.last_text)
+            return Result(await rewards if inspect.isawaitable(rewards) else rewards, played.metrics, played.ended)
 
         if hasattr(environment, "rollout"):
             self.rollout = rollout
@@ -37,3 +33,13 @@ class Rewarded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
+
+
+def by_answer(reward: RewardFunction) -> Callable[[Task, str], float | Awaitable[float]]:
+    """A function of completion and answer as one of task and completion."""
+
+    @functools.wraps(reward)  # what is said of a score that is no reward then names the function itself
+    def score(task: Task, completion: str) -> float | Awaitable[float]:
+        return reward(completion, task.answer)
+
+    return score

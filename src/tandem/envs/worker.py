@@ -43,6 +43,7 @@ from tandem.envs.wire import Channel, Payload
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
+from tandem.utils.log import setup_logging
 from tandem.utils.processes import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -219,6 +220,7 @@ def main() -> None:
     if request is None:
         return
     sys.path[:] = request["path"]
+    setup_logging("info", "tandem.rewards")  # what a judge costs, and servers that do not answer
     config = EnvConfig.model_validate(request["env"])
     environment, answer = make(config)
     if environment is None:

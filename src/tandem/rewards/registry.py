@@ -1,10 +1,98 @@
-"""Reward functions by name: a completion and the right answer to a number."""
+"""Rewards by name: the function behind each, and what its table in [[orchestrator.env.rewards]] makes of it."""
 
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from tandem.rewards.functions import exact_match, positional_match
+from tandem.config.rewards import (
+    CodeConfig,
+    GoalRewardConfig,
+    JsonSchemaConfig,
+    JudgeConfig,
+    OwnConfig,
+    RemoteConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SteeringConfig,
+)
+from tandem.rewards.calls import Call, load_own
+from tandem.rewards.code import CodeReward
+from tandem.rewards.formats import json_schema, regex, xml
+from tandem.rewards.functions import exact_match, lcs_ratio, length, normalized_match, numeric, positional_match
+from tandem.rewards.judge import Judge
+from tandem.rewards.maths import math
+from tandem.rewards.remote import RemoteReward, RewardModelReward
+from tandem.rewards.steering import GoalReward, SteeringReward
+from tandem.utils.errors import UserError
+from tandem.utils.sandbox import why_unprotected
 
 # Those that users bring may be async, which can wait for other services.
 RewardFunction = Callable[[str, str], float | Awaitable[float]]
 
-REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "positional_match": positional_match}
+# With no options, as `env.reward` takes them.
+REWARDS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "positional_match": positional_match,
+    "normalized_match": normalized_match,
+    "numeric": numeric,
+    "math": math,
+    "lcs": lcs_ratio,
+}
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {**REWARDS, "length": length, "regex": regex, "xml": xml}
+# They may take long, or for ever: in a process that can be killed.
+SLOW = ("math", "lcs", "regex", "json_schema")
+NEEDS = {"math": "math_verify", "json_schema": "jsonschema"}
+
+
+def make_call(config: RewardConfig, *, make: bool = True) -> Call:
+    """The reward that a table describes; UserError where it cannot be had. Without `make`, it is only looked at."""
+    match config:
+        case OwnConfig():
+            return load_own(config.type, config.args, "env.rewards.type", make=make)
+        case JudgeConfig():
+            return Call(Judge(config))
+        case RewardModelConfig():
+            return Call(RewardModelReward(config))
+        case RemoteConfig():
+            return Call(RemoteReward(config))
+        case GoalRewardConfig():
+            return Call(GoalReward(config))
+        case SteeringConfig():
+            return Call(SteeringReward(config))
+        case CodeConfig():
+            return Call(_code(config))
+        case JsonSchemaConfig():
+            return Call(partial(json_schema, schema=_schema(config)))
+    return Call(partial(FUNCTIONS[config.kind], **config.options))
+
+
+def is_slow(config: RewardConfig, call: Call) -> bool:
+    """Whether to call it in another process: what users bring, and what searches."""
+    if call.is_async:
+        return False
+    return isinstance(config, OwnConfig) or config.kind in SLOW or config.options.get("extract") is not None
+
+
+def require_installed(config: RewardConfig) -> None:
+    package = NEEDS.get(config.kind)
+    if package is not None and find_spec(package) is None:
+        raise UserError(f"env.rewards.type = {config.kind!r} needs {package}; pip install 'tandem-rl[rewards]'")
+
+
+def _code(config: CodeConfig) -> CodeReward:
+    if (reason := why_unprotected()) is not None and not config.allow_unprotected:
+        raise UserError(f"env.rewards.type = 'code' cannot run programs safely: {reason}")
+    return CodeReward(config.partial, config.timeout_s, config.memory_mb, config.allow_unprotected)
+
+
+def _schema(config: JsonSchemaConfig) -> dict[str, Any]:
+    if isinstance(config.json_schema, dict):
+        return config.json_schema
+    try:
+        return json.loads(Path(config.json_schema).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"env.rewards.json_schema = {config.json_schema!r} cannot be read: {error}") from error

@@ -1,10 +1,12 @@
 """Every mistake gets the key, the value, and what would be right."""
 
+from pathlib import Path
+
 import pytest
 
 from tandem.config.base import load_config
 from tandem.config.inference import InferenceConfig, ServerConfig
-from tandem.config.orchestrator import ClientConfig
+from tandem.config.orchestrator import ClientConfig, OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.sglang import SGLangConfig
@@ -196,3 +198,17 @@ def test_an_api_key_variable_that_is_not_set(monkeypatch, config, option) -> Non
     assert config(api_key_var="NO_SUCH_KEY").resolve_api_key() == "secret"
     assert config(api_key="plain").resolve_api_key() == "plain"
     assert config().resolve_api_key() is None
+
+
+def test_a_table_of_several_kinds_is_explained_by_its_type(tmp_path: Path) -> None:
+    def refusal(table: str) -> str:
+        file = tmp_path / "rewards.toml"
+        file.write_text(f"[[env.rewards]]\n{table}\n")
+        with pytest.raises(UserError) as refused:
+            load_config(OrchestratorConfig, ["@", str(file), "--model.name", "m"])
+        return str(refused.value)
+
+    assert refusal('type = "numric"').startswith("env.rewards.0.type = 'numric' is not valid; did you mean 'numeric'?")
+    assert "(value 1); did you mean 'tolerance'?" in refusal('type = "numeric"\ntolerence = 1')
+    assert "env.rewards.0.regex.pattern is required" in refusal('type = "regex"')
+    assert "'(' is not a regular expression" in refusal('type = "regex"\npattern = "("')

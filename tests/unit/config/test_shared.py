@@ -9,8 +9,8 @@ from tests.unit.config.test_help import COMMANDS
 from tandem.config.base import Config
 from tandem.config.rl import SECTIONS, SHARED_KEYS, RLConfig
 
-# Tables of their own kind, and a default of each command's own.
-OWN = {"output_dir", "loss", "eval", "server", "data", "metrics"}
+# Tables of their own kind, a default of each command's own, and a model that only the reward server can do without.
+OWN = {"output_dir", "loss", "eval", "server", "data", "metrics", "model"}
 
 
 def declared_in(cls: type[BaseModel], name: str) -> type:

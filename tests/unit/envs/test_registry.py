@@ -199,3 +199,35 @@ def test_a_reward_function_that_is_not_known(own_rewards: None) -> None:
         make_environment(EnvConfig(reward="exact"))
     with pytest.raises(UserError, match=r"env\.reward = 'rewards_of_a_test:lenght' cannot be imported: .*'length'"):
         make_environment(EnvConfig(reward="rewards_of_a_test:lenght"))
+
+
+def test_several_rewards_come_back_by_name(own_rewards: None) -> None:
+    """In the environment's own process, as in a run."""
+
+    async def score() -> list[Any]:
+        tables = [
+            {"type": "exact_match", "weight": 0.5},
+            {"type": "./rewards_of_a_test.py:length", "weight": 2.0, "name": "size"},
+            {"type": "./rewards_of_a_test.py:waits"},
+        ]
+        config = EnvConfig.model_validate({"args": {"num_train": 4, "num_eval": 2}, "rewards": tables})
+        async with open_environment(config) as environment:
+            await try_environment(environment, config)
+            task = environment.train_tasks[0]
+            return [await environment.score(task, text) for text in ("#" * 4, task.answer)]
+
+    assert asyncio.run(score()) == [
+        {"exact_match": 0.0, "size": 1.0, "waits": 0.25},
+        {"exact_match": 0.5, "size": 2.0, "waits": 0.5},
+    ]
+
+
+def test_one_of_several_that_is_no_reward_is_named(own_rewards: None) -> None:
+    async def score() -> None:
+        tables = [{"type": "exact_match"}, {"type": "./rewards_of_a_test.py:nothing"}]
+        config = EnvConfig.model_validate({"args": {"num_train": 4, "num_eval": 2}, "rewards": tables})
+        async with open_environment(config) as environment:
+            await try_environment(environment, config)
+
+    with pytest.raises(UserError, match="nothing: BadReward: the reward is None, not a number"):
+        asyncio.run(score())

@@ -1,7 +1,7 @@
 """The HTTP API of the reward server: POST /score, GET /health."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -20,11 +20,14 @@ from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.responses import Answer
-from tandem.inference.reward_model.batcher import Batcher, ScoreAll, Tokens
 from tandem.inference.text_size import TextLimit, size_of
 from tandem.inference.vocabulary import explain_beyond, token_beyond
+from tandem.rewards.batcher import Batcher
 from tandem.types.openai import ApiModel
 from tandem.utils.errors import UserError
+
+Tokens = Sequence[int]
+ScoreAll = Callable[[list[Tokens]], list[float]]
 
 
 class ScoreRequest(ApiModel):

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.reward_model.app import create_app
-from tandem.inference.reward_model.batcher import Batcher
 from tandem.inference.reward_model.scores import ScoreModel
 from tandem.models.reward_model import new_scorer
+from tandem.rewards.batcher import Batcher
 
 CPU = torch.device("cpu")
 SEQUENCES = [[1, 40, 41, 42, 2], [1, 50, 2], [1, 60, 61, 62, 63, 64, 2], [1, 2], [1, 70, 71, 2]]

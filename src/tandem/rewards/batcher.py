@@ -1,28 +1,28 @@
-"""Texts of requests that wait at the same time are scored together.
+"""Texts of requests that wait at the same time are scored together. Called by servers of reward models and of goals.
 
 requests ─► queue ─► worker: all that wait ─► one thread: scores ─► an answer for each
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
-Tokens = Sequence[int]
-ScoreAll = Callable[[list[Tokens]], list[float]]
-Job = tuple[list[Tokens], asyncio.Future[list[float]]]
+Item = TypeVar("Item")  # a text, in letters or in tokens
+Score = TypeVar("Score")  # a number, or one for each goal
 
 
-class Batcher:
+class Batcher(Generic[Item, Score]):
     """Made inside a running event loop; `run` serves until it is cancelled."""
 
-    def __init__(self, score_all: ScoreAll) -> None:
+    def __init__(self, score_all: Callable[[list[Item]], list[Score]]) -> None:
         self._score_all = score_all
-        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[list[Item], asyncio.Future[list[Score]]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, "scoring")  # always the same one: see `in_own_thread`
 
-    async def score(self, sequences: list[Tokens]) -> list[float]:
-        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        await self._queue.put((sequences, future))
+    async def score(self, items: list[Item]) -> list[Score]:
+        future: asyncio.Future[list[Score]] = asyncio.get_running_loop().create_future()
+        await self._queue.put((items, future))
         return await future
 
     async def run(self) -> None:
@@ -32,13 +32,13 @@ class Batcher:
                 while not self._queue.empty():
                     jobs.append(self._queue.get_nowait())
                 # Whoever has gone away in the meantime needs no answer.
-                jobs = [(sequences, future) for sequences, future in jobs if not future.done()]
+                jobs = [(items, future) for items, future in jobs if not future.done()]
                 await self._answer(jobs)
         finally:
             self._thread.shutdown(wait=False)
 
-    async def _answer(self, jobs: list[Job]) -> None:
-        together = [sequence for sequences, _ in jobs for sequence in sequences]
+    async def _answer(self, jobs: list[tuple[list[Item], asyncio.Future[list[Score]]]]) -> None:
+        together = [item for items, _ in jobs for item in items]
         try:
             loop = asyncio.get_running_loop()
             scores = iter(await loop.run_in_executor(self._thread, self._score_all, together))
@@ -47,7 +47,7 @@ class Batcher:
                 if not future.done():
                     future.set_exception(error)
             return
-        for sequences, future in jobs:
-            own = [next(scores) for _ in sequences]
+        for items, future in jobs:
+            own = [next(scores) for _ in items]
             if not future.done():
                 future.set_result(own)

@@ -1,0 +1,70 @@
+"""A process that computes rewards, one at a time: `python -m tandem.rewards.pool_worker`, started by rewards/pool.py.
+
+reads    {"rewards": [the table of each], "path": …}              once
+         {"reward": 2, "arguments": {"completion": …, …}}
+writes   {"ready": true}                                          once
+         {"value": 0.5} | {"error": "ValueError: … (my_rewards.py:12)"}
+"""
+
+import asyncio
+import inspect
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter
+
+from tandem.config.rewards import AnyReward
+from tandem.rewards.calls import Call
+from tandem.rewards.checked import checked_reward
+from tandem.rewards.registry import make_call
+from tandem.utils.errors import shorten
+from tandem.utils.processes import die_with_parent
+
+MAX_REASON = 400
+
+
+def compute(find: Callable[[int], Call], number: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = find(number)(arguments)
+        if inspect.isawaitable(value):  # a plain function that returns a coroutine
+            value = asyncio.run(_awaited(value))
+        return {"value": checked_reward(value)}
+    except BaseException as error:  # SystemExit, too, costs this call alone
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"error": f"{shorten(text, MAX_REASON)} ({where})"}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def main() -> None:
+    parent, connection = map(int, sys.argv[1:])
+    if not die_with_parent(parent):
+        raise SystemExit("the process that started this one is gone")
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach every process of a run; the orchestrator decides
+        signal.signal(number, lambda *_: None)
+    with socket.socket(fileno=connection) as channel, channel.makefile("rb") as lines:
+        request = orjson.loads(next(lines))
+        sys.path[:] = request["path"]
+        configs = TypeAdapter(list[AnyReward]).validate_python(request["rewards"])
+        find = cache(lambda number: make_call(configs[number]))  # what is never asked for is never made
+        channel.sendall(b'{"ready": true}\n')
+        for line in lines:
+            asked = orjson.loads(line)
+            channel.sendall(orjson.dumps(compute(find, asked["reward"], asked["arguments"])) + b"\n")
+    os._exit(0)  # threads that users' code left behind do not hold this up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The goal-space server: texts in, a list of numbers for each goal out.
+
+    POST /goalspace {"texts": […], "normalize": true} → {"length": […], "formality": […], …}
+    GET /goals, /health, /metrics
+
+`reward-server` starts it; or `uvicorn tandem.rewards.server:app --workers 4`, which reads its options from the file in
+$TANDEM_GOALS, if that is set, and its API key from $TANDEM_API_KEY.
+"""
+
+import asyncio
+import hmac
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.config.base import load_config
+from tandem.config.goals import GoalOptions
+from tandem.rewards.batcher import Batcher
+from tandem.rewards.goals import BadGoal, GoalSpace, Vector, make_goals
+
+OPTIONS_VAR, KEY_VAR = "TANDEM_GOALS", "TANDEM_API_KEY"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class GoalRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    texts: list[str] = Field(min_length=1)
+    normalize: bool = True
+    """Values from 0 to 1, over each goal's usual range; else as they are measured."""
+
+
+class GoalService:
+    """The routes of a server that measures goals, and what they share."""
+
+    def __init__(self, options: GoalOptions) -> None:
+        self.options = options
+        self.registry = CollectorRegistry()
+        self.texts = Counter("tandem_goal_texts", "Texts placed in goal space.", registry=self.registry)
+        hits = Gauge("tandem_goal_cache_hits", "Texts that were known already.", registry=self.registry)
+        self.failures = Counter("tandem_goal_failures", "Requests that a goal failed.", registry=self.registry)
+        self.goal_s = Histogram("tandem_goal_seconds", "Of one batch.", ("goal",), registry=self.registry)
+        self.space = GoalSpace(make_goals(options.goals), options.cache_size, self._observe)
+        hits.set_function(lambda: self.space.num_hits)
+        self._batcher: Batcher[str, Vector] | None = None
+
+    def _observe(self, goal: str, seconds: float) -> None:
+        self.goal_s.labels(goal).observe(seconds)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._batcher = Batcher(self.space.place_all)
+        worker = asyncio.create_task(self._batcher.run())
+        yield
+        worker.cancel()
+
+    async def measure(self, request: GoalRequest) -> dict[str, list[float]]:
+        """Raises ValueError where the request is too large, BadGoal where a goal fails."""
+        assert self._batcher is not None, "not running"
+        self._refuse_size(request.texts)
+        try:
+            vectors = await self._batcher.score(request.texts)
+        except BadGoal:
+            self.failures.inc()
+            raise
+        self.texts.inc(len(vectors))
+        return self.space.by_goal(vectors, normalize=request.normalize)
+
+    def _refuse_size(self, texts: list[str]) -> None:
+        most = self.options.max_texts
+        if len(texts) > most:
+            raise ValueError(f"{len(texts)} texts are more than max_texts = {most}; send them in several requests")
+        longest = self.options.max_text_chars
+        for number, text in enumerate(texts):
+            if len(text) > longest:
+                raise ValueError(f"texts.{number} has {len(text)} characters, more than max_text_chars = {longest}")
+
+    def add_routes(self, app: FastAPI) -> None:
+        @app.post("/goalspace")
+        async def goalspace(request: GoalRequest) -> Response:
+            """For each goal, a number for each text, in their order."""
+            try:
+                return JSONResponse(await self.measure(request))
+            except BadGoal as error:
+                return error_answer(500, str(error))
+            except ValueError as error:
+                return error_answer(400, str(error))
+
+        @app.get("/goals")
+        async def goals() -> Response:
+            """The goals, and the range that is normalized to 0 and 1."""
+            ranges = {goal.name: {"lowest": goal.lowest, "highest": goal.highest} for goal in self.space.goals}
+            return JSONResponse({"goals": ranges})
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return Response(generate_latest(self.registry), media_type=METRICS_TYPE)
+
+
+def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> FastAPI:
+    service = GoalService(options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    app = FastAPI(title="Tandem goal-space server", lifespan=lifespan, middleware=list(middleware))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return error_answer(400, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
+
+    service.add_routes(app)
+    return app
+
+
+def error_answer(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status)
+
+
+class Guard:
+    """Middleware of the app that uvicorn starts: the API key, and the size that a body says it has."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, max_bytes: int) -> None:
+        self.app = app
+        self.expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = dict(scope["headers"])
+        is_open = self.expected is None or scope["path"] == "/health"
+        if not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), self.expected or b""):
+            return error_answer(401, "a valid API key is needed: send the header 'Authorization: Bearer <key>'")
+        size = headers.get(b"content-length", b"0")
+        if b"transfer-encoding" in headers or not size.isdigit() or int(size) > self.max_bytes:
+            return error_answer(413, f"send a body of at most {self.max_bytes} bytes, with its content-length")
+        return None
+
+
+@cache
+def _app() -> FastAPI:
+    arguments = ["@", path] if (path := os.environ.get(OPTIONS_VAR)) else []
+    options = load_config(GoalOptions, arguments)
+    max_bytes = 4 * options.max_texts * options.max_text_chars
+    return create_app(options, [Middleware(Guard, api_key=os.environ.get(KEY_VAR) or None, max_bytes=max_bytes)])
+
+
+def __getattr__(name: str) -> Any:
+    """`app` is made when it is asked for: importing this module loads no goals."""
+    if name == "app":
+        return _app()
+    raise AttributeError(name)

@@ -1,0 +1,71 @@
+"""Rewards as users bring them, on good days and bad ones."""
+
+import asyncio
+import os
+import re
+import time
+from typing import Any
+
+
+def brief(completion: str, answer: str, *, most: int = 10) -> float:
+    return float(len(completion) <= most)
+
+
+def asked(completion: str, answer: str, prompt: str, info: dict[str, Any]) -> float:
+    return len(prompt) + info["bonus"]
+
+
+async def waits(completion: str, answer: str) -> float:
+    await asyncio.sleep(0.001)
+    return 0.25
+
+
+def returns_a_coroutine(completion: str, answer: str) -> Any:
+    return waits(completion, answer)
+
+
+async def waits_for_ever(completion: str, answer: str) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+def misbehaves(completion: str, answer: str) -> Any:
+    match completion:
+        case "sleeps":
+            time.sleep(1000)
+        case "holds the interpreter":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case "dies":
+            os._exit(7)
+        case "exits":
+            raise SystemExit(3)
+        case "raises":
+            raise KeyError("no such key")
+        case "prints":
+            print("to standard output")
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "text":
+            return "0.7"
+    return 0.5
+
+
+class Scorer:
+    """An object with `score(prompt, response)`, as reward models have it."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def score(self, prompt: str, response: str) -> float:
+        return self.scale * len(prompt) / len(response)
+
+
+class AsyncScorer:
+    async def score(self, prompt: str, response: str) -> float:
+        return Scorer().score(prompt, response)
+
+
+made = Scorer(3.0)
+number = 3

@@ -1,0 +1,78 @@
+"""Forms of a completion that are kept, and nearly kept."""
+
+import pytest
+
+from tandem.rewards.formats import json_schema, last_fenced, regex, xml
+from tandem.rewards.functions import NoAnswer
+from tandem.rewards.maths import math
+
+
+def test_regex() -> None:
+    assert regex("so\n#### 4", pattern=r"#### \d") == 1.0
+    assert regex("so 4", pattern=r"#### \d") == 0.0
+    assert regex(" a\nb ", pattern="a.b", whole=True) == 1.0
+    assert regex("a\nb c", pattern="a.b", whole=True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>hm</think><answer>4</answer>", 1.0),
+        ("  <think>\nhm\n</think>\n\n<answer>4</answer>\n", 1.0),
+        ("<think>hm</think>", 0.0),
+        ("<answer>4</answer><think>hm</think>", 0.0),
+        ("<think>hm</think> so <answer>4</answer>", 0.0),
+        ("<think>hm</think><answer>4</answer> done", 0.0),
+        ("<think></think><answer>4</answer>", 0.0),
+        ("<think>a<think>b</think></think><answer>4</answer>", 0.0),
+        ("<think>hm</think><answer>4", 0.0),
+        ("<think>hm</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_xml(completion: str, reward: float) -> None:
+    assert xml(completion, tags=["think", "answer"]) == reward
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ('{"age": 3}', 1.0),
+        ('Here you are:\n```json\n{"age": 3}\n```\nBye.', 1.0),
+        ('{"age": "3"}', 0.0),
+        ("{}", 0.0),
+        ('{"age": 3', 0.0),
+        ("", 0.0),
+        ("[" * 100_000, 0.0),
+    ],
+)
+def test_json_schema(completion: str, reward: float) -> None:
+    assert json_schema(completion, schema=SCHEMA) == reward
+
+
+def test_the_last_fenced_block() -> None:
+    assert last_fenced("```python\na\n``` and ```\nb\n```") == "b\n"
+    assert last_fenced("none") is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("$x = 2\\sqrt{2}$", "\\sqrt{8}", 1.0),
+        ("The answer is $(x+1)^2$", "$x^2+2x+1$", 1.0),
+        ("\\boxed{3}", "4", 0.0),
+        ("I do not know", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_math(completion: str, answer: str, reward: float) -> None:
+    assert math(completion, answer) == reward
+
+
+def test_an_answer_that_is_no_expression_is_no_zero() -> None:
+    with pytest.raises(NoAnswer, match="is no expression"):
+        math("4", "")

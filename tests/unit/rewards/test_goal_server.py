@@ -1,0 +1,151 @@
+"""The goal-space server: what it answers, what it refuses, and that it measures nothing twice."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from starlette.middleware import Middleware
+from tests.ports import free_port
+
+from tandem.config.goals import GoalConfig, GoalOptions
+from tandem.rewards.goals import BadGoal, GoalSpace, make_goals
+from tandem.rewards.server import Guard, create_app
+from tandem.utils.errors import UserError
+
+PLUGINS = str(Path(__file__).with_name("goal_plugins.py"))
+CALLS = GoalConfig(type=f"{PLUGINS}:Calls")
+VOWELS = GoalConfig(type=f"{PLUGINS}:vowels", lowest=0, highest=4)
+
+
+def options(*goals: GoalConfig, **others: Any) -> GoalOptions:
+    return GoalOptions(goals=list(goals), **others)
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(options(VOWELS, CALLS, max_texts=3, max_text_chars=10))) as client:
+        yield client
+
+
+def test_each_goal_has_a_number_for_each_text(client: TestClient) -> None:
+    answer = client.post("/goalspace", json={"texts": ["aa", "xyz"], "normalize": False})
+    assert answer.json() == {"vowels": [2.0, 0.0], "Calls": [2.0, 3.0]}
+    assert client.post("/goalspace", json={"texts": ["aa"]}).json() == {"vowels": [0.5], "Calls": [0.2]}
+    assert client.post("/goalspace", json={"texts": ["aaaaaaa"]}).json()["vowels"] == [1.0]  # beyond the range
+    assert client.get("/goals").json() == {
+        "goals": {"vowels": {"lowest": 0.0, "highest": 4.0}, "Calls": {"lowest": 0.0, "highest": 10.0}}
+    }
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"texts": []}, 400, "texts: List should have at least 1 item"),
+        ({"texts": [1]}, 400, "texts.0: Input should be a valid string"),
+        ({}, 400, "texts: Field required"),
+        ({"texts": ["a"], "normalise": True}, 400, "normalise: Extra inputs are not permitted"),
+        ({"texts": ["a"] * 4}, 400, "4 texts are more than max_texts = 3"),
+        ({"texts": ["a", "a" * 11]}, 400, "texts.1 has 11 characters, more than max_text_chars = 10"),
+        ({"texts": ["a", "raise"]}, 500, "the goal 'Calls' failed: RuntimeError: no GPU left"),
+        ({"texts": ["a", "short"]}, 500, "the goal 'Calls' gave 1 values for 2 texts"),
+        ({"texts": ["a", "nan"]}, 500, "the goal 'Calls' gave nan, which is no finite number"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(client: TestClient, body: Any, status: int, message: str) -> None:
+    answer = client.post("/goalspace", json=body)
+    assert (answer.status_code, answer.json()["error"]["message"][: len(message)]) == (status, message)
+    assert client.post("/goalspace", json={"texts": ["a"]}).status_code == 200  # and the server goes on
+
+
+def test_texts_are_measured_together_and_once() -> None:
+    space = GoalSpace(make_goals([CALLS]), cache_size=3)
+    measure: Any = space.goals[0].measure
+    assert space.place_all(["a", "bb", "a"]) == [(1.0,), (2.0,), (1.0,)]
+    assert space.place_all(["bb", "ccc"]) == [(2.0,), (3.0,)]
+    assert measure.asked == [["a", "bb"], ["ccc"]]
+    assert space.num_hits == 1
+    space.place_all(["dddd"])
+    space.place_all(["a"])  # the oldest was forgotten
+    assert measure.asked[2:] == [["dddd"], ["a"]]
+    with pytest.raises(BadGoal):
+        space.place_all(["nan"])
+    assert space.place_all(["a"]) == [(1.0,)]
+
+
+def test_requests_that_wait_are_measured_together() -> None:
+    app = create_app(options(CALLS, cache_size=0))
+    with TestClient(app) as client, ThreadPoolExecutor(8) as threads:
+        texts = ["x" * number for number in range(1, 41)]
+        answers = list(threads.map(lambda text: client.post("/goalspace", json={"texts": [text]}).json(), texts))
+        assert [answer["Calls"][0] for answer in answers] == [min(len(text) / 10, 1.0) for text in texts]
+        metrics = client.get("/metrics").text
+    assert "tandem_goal_texts_total 40.0" in metrics
+    assert 'tandem_goal_seconds_count{goal="Calls"}' in metrics
+
+
+def test_the_key_and_the_size_of_a_body() -> None:
+    app = create_app(options(VOWELS), [Middleware(Guard, api_key="secret", max_bytes=100)])
+    with TestClient(app) as client:
+        assert client.get("/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            assert client.post("/goalspace", json={"texts": ["a"]}, headers=headers).status_code == 401
+            assert client.get("/goals", headers=headers).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        assert client.post("/goalspace", json={"texts": ["a"]}, headers=key).status_code == 200
+        assert client.post("/goalspace", json={"texts": ["a" * 200]}, headers=key).status_code == 413
+        chunked = client.post("/goalspace", content=iter([b"{}"]), headers=key)
+        assert chunked.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("goals", "message"),
+    [
+        ([{"type": f"{PLUGINS}:vowels"}], "has no range to normalize by; give lowest and highest"),
+        ([{"type": f"{PLUGINS}:vowels", "lowest": 2, "highest": 1}], "lowest = 2, which is not below highest = 1"),
+        ([{"type": f"{PLUGINS}:none"}], "has no 'none'"),
+        ([{"type": f"{PLUGINS}:Calls", "args": {"x": 1}}], "does not fit"),
+        ([{"type": "length"}, {"type": "length"}], "two of them are called 'length'"),
+    ],
+)
+def test_goals_that_cannot_be_had(goals: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_goals([GoalConfig.model_validate(goal) for goal in goals])
+
+
+def test_uvicorn_starts_it_with_several_workers(tmp_path: Path) -> None:
+    port = free_port()
+    toml = tmp_path / "goals.toml"
+    toml.write_text(f'[[goals]]\ntype = "length"\n[[goals]]\ntype = "{PLUGINS}:vowels"\nlowest = 0\nhighest = 4\n')
+    command = [sys.executable, "-m", "uvicorn", "tandem.rewards.server:app", "--port", str(port), "--workers", "2"]
+    with subprocess.Popen(command, env={**os.environ, "TANDEM_GOALS": str(toml)}, start_new_session=True) as process:
+        try:
+            asyncio.run(wait_for(f"http://127.0.0.1:{port}/health", process))
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/goalspace",
+                b'{"texts": ["one two"], "normalize": false}',
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert response.read() == b'{"length":[2.0],"vowels":[3.0]}'
+        finally:
+            process.terminate()
+
+
+async def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    async with asyncio.timeout(300):
+        while process.poll() is None:
+            try:
+                urllib.request.urlopen(url, timeout=5).close()
+                return
+            except OSError:
+                await asyncio.sleep(0.1)
+    raise AssertionError("it did not start")

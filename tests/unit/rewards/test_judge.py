@@ -1,0 +1,122 @@
+"""A judge over HTTP, and other servers that give rewards: what is asked, what is read, what is refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import TypeAdapter
+from tests.unit.rewards.misbehaving_server import Behaviour, Server, says, serving
+
+from tandem.config.rewards import AnyReward, JudgeConfig
+from tandem.rewards.judge import Judge, fill_in
+from tandem.rewards.servers import RewardServerError
+from tandem.rewards.weighted import WeightedRewards
+from tandem.types.rollout import Task
+
+TASK = Task(0, [{"role": "user", "content": "two?"}], "2")
+
+
+def grading(text: str, **usage: int) -> Behaviour:
+    answer = {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
+    return says(json.dumps(answer))
+
+
+def judge(behaviour: Behaviour, times: int = 1, **options: Any) -> tuple[list[float], Judge, list[Any]]:
+    async def run() -> tuple[list[float], Judge, list[Any]]:
+        async with serving(behaviour) as (server,):
+            config = JudgeConfig(type="judge", model="m", base_url=[server.url + "/v1"], retries=0, **options)
+            asked = Judge(config)
+            try:
+                rewards = [await asked("It is {answer}.", "2", prompt="two?") for _ in range(times)]
+            finally:
+                await asked.close()
+            return rewards, asked, server.bodies
+
+    return asyncio.run(run())
+
+
+def test_the_judge_sees_the_template_and_its_score_is_scaled() -> None:
+    template = "Q: {prompt} A: {completion} R: {answer} {other}"
+    (reward,), _, (body,) = judge(grading("Hm. Score: 3\nNo: score: 7.5"), template=template, max_tokens=9)
+    assert reward == 0.75
+    assert body == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Q: two? A: It is {answer}. R: 2 {other}"}],
+        "max_tokens": 9,
+        "temperature": 0.0,
+    }
+
+
+def test_tokens_are_counted_and_the_same_question_is_free() -> None:
+    behaviour = grading("Score: 10", prompt_tokens=1000, completion_tokens=50)
+    rewards, asked, bodies = judge(behaviour, times=3, input_price=2.0, output_price=10.0)
+    assert rewards == [1.0] * 3 and len(bodies) == 1
+    assert (asked.usage.calls, asked.usage.prompt_tokens, asked.usage.completion_tokens) == (1, 1000, 50)
+    assert asked.cost == pytest.approx(0.0025)
+    _, _, bodies = judge(behaviour, times=3, cache_size=0)
+    assert len(bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        (grading("I like it"), r"gave no score .*'I like it'"),
+        (grading("Score: 11"), "gave the score 11, which is not between 0 and 10"),
+        (grading("Score: -1"), "gave the score -1"),
+        (says('{"choices": []}'), "gave an answer that is none"),
+        (says("nope", 500), "failed: 500: nope"),
+    ],
+)
+def test_a_judge_that_gives_no_score_is_an_error(behaviour: Behaviour, message: str) -> None:
+    with pytest.raises(RewardServerError, match=message):
+        judge(behaviour)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": "grade!"}, r"template has no \{completion\}"),
+        ({"score_pattern": r"\d"}, "has no group"),
+        ({"lowest": 1.0, "highest": 1.0}, "is not below"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JudgeConfig(type="judge", model="m", base_url=["http://x"], **options)
+
+
+def test_what_is_filled_in_is_not_filled_in_again() -> None:
+    assert fill_in("{prompt}{answer}", prompt="{answer}", answer="{prompt}", completion="") == "{answer}{prompt}"
+
+
+def score(kind: str, behaviour: Behaviour) -> tuple[float, Server]:
+    async def run() -> tuple[float, Server]:
+        async with serving(behaviour) as (server,):
+            table = {"type": kind, "base_url": server.url, "retries": 0}
+            rewards = WeightedRewards(TypeAdapter(list[AnyReward]).validate_python([table]), 1)
+            try:
+                return (await rewards.score(TASK, "It is 2."))[kind], server
+            finally:
+                await rewards.close()
+
+    return asyncio.run(run())
+
+
+def test_a_reward_model_scores_the_whole_conversation() -> None:
+    reward, server = score("reward_model", says('{"scores": [-1.5]}'))
+    assert reward == -1.5
+    assert server.bodies == [{"messages": [[*TASK.messages, {"role": "assistant", "content": "It is 2."}]]}]
+    with pytest.raises(RewardServerError, match="gave 2 scores instead of 1"):
+        score("reward_model", says('{"scores": [1, 2]}'))
+
+
+def test_a_server_of_ones_own() -> None:
+    def answer(body: Any) -> web.StreamResponse:
+        return web.json_response({"score": len(body["completion"]) + len(body["messages"]) + float(body["answer"])})
+
+    reward, _ = score("remote", answer)
+    assert reward == 8 + 1 + 2
+    with pytest.raises(RewardServerError, match="gave no score: the reward is None"):
+        score("remote", says('{"score": null}'))

@@ -1,0 +1,219 @@
+"""Several servers, some of them sick."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+from tests.unit.rewards.misbehaving_server import Behaviour, Server, never, says, serving
+
+from tandem.rewards import servers as module
+from tandem.rewards.cache import AnswerCache
+from tandem.rewards.servers import EJECT_AFTER, BadAnswer, RewardServerError, Servers, pause_s
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
+
+
+def read(content: bytes) -> int:
+    value = orjson.loads(content)["value"]
+    if value is None:
+        raise BadAnswer("gave no value")
+    return value
+
+
+def with_servers(
+    *behaviours: Behaviour, body: Callable[[Servers, list[Server]], Coroutine[Any, Any, Any]], **options: Any
+) -> Any:
+    async def run() -> Any:
+        async with serving(*behaviours) as running:
+            servers = Servers([server.url for server in running], **options)
+            try:
+                return await body(servers, running)
+            finally:
+                await servers.close()
+
+    return asyncio.run(run())
+
+
+def ask(*behaviours: Behaviour, **options: Any) -> int:
+    return with_servers(*behaviours, body=lambda servers, _: servers.ask("/x", {}, read), **options)
+
+
+GOOD = says('{"value": 7}')
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        (says('{"error": {"message": "out of memory"}}', 500), "failed: 500: out of memory"),
+        (says("<html>", 502), "failed: 502: <html>"),
+        (says("slow down", 429), "failed: 429: slow down"),
+        (says('{"detail": "no such model"}', 404), "failed: 404: no such model"),
+        (says('{"value": NaN}'), "gave an answer that is none .*JSONDecodeError"),
+        (says("{}"), "gave an answer that is none .KeyError: 'value'"),
+        (says("[]"), "gave an answer that is none"),
+        (says(""), "gave an answer that is none"),
+        (says('{"value": null}'), "gave no value"),
+    ],
+)
+def test_a_bad_answer_is_an_error_with_its_reason(behaviour: Behaviour, message: str) -> None:
+    with pytest.raises(RewardServerError, match=message):
+        ask(behaviour, retries=1)
+
+
+def test_what_may_pass_is_asked_again_and_what_will_not_is_not() -> None:
+    async def counted(servers: Servers, running: list[Server]) -> int:
+        with pytest.raises(RewardServerError):
+            await servers.ask("/x", {}, read)
+        return len(running[0].bodies)
+
+    assert with_servers(says("", 503), body=counted, retries=2) == 3
+    assert with_servers(says("", 429), body=counted, retries=2) == 3
+    assert with_servers(says("{}"), body=counted, retries=2) == 3
+    assert with_servers(says("", 400), body=counted, retries=2) == 1
+
+
+def test_a_server_that_is_gone_does_not_matter_while_another_answers() -> None:
+    async def ask_both(servers: Servers, running: list[Server]) -> list[int]:
+        return list(await asyncio.gather(*(servers.ask("/x", {}, read) for _ in range(20))))
+
+    assert with_servers(GOOD, says("", 500), body=ask_both, retries=6) == [7] * 20
+
+    async def gone() -> int:
+        async with serving(GOOD) as (good,):
+            servers = Servers(["http://127.0.0.1:9", good.url], retries=5)
+            try:
+                return await servers.ask("/x", {}, read)
+            finally:
+                await servers.close()
+
+    assert asyncio.run(gone()) == 7
+
+
+def test_the_one_with_the_fewest_requests_is_asked() -> None:
+    opened: list[asyncio.Event] = []
+
+    async def slow(body: Any) -> web.StreamResponse:
+        await opened[0].wait()
+        return web.Response(text='{"value": 1}')
+
+    async def spread(servers: Servers, running: list[Server]) -> list[int]:
+        opened.append(asyncio.Event())
+        asked = [asyncio.ensure_future(servers.ask("/x", {}, read)) for _ in range(9)]
+        while sum(server.now for server in running) < 9:
+            await asyncio.sleep(0.01)
+        counts = [server.now for server in running]
+        opened[0].set()
+        await asyncio.gather(*asked)
+        return counts
+
+    assert with_servers(slow, slow, slow, body=spread) == [3, 3, 3]
+
+
+def test_a_sick_server_rests_and_comes_back() -> None:
+    now = 100.0
+
+    async def story(servers: Servers, running: list[Server]) -> None:
+        nonlocal now
+        sick, _ = running
+        while servers.servers[0].failures < EJECT_AFTER:
+            await servers.ask("/x", {}, read)
+        asked = len(sick.bodies)
+        for _ in range(20):
+            await servers.ask("/x", {}, read)
+        assert len(sick.bodies) == asked  # it rests
+        now += module.FIRST_REST_S + 0.1
+        while len(sick.bodies) == asked:
+            await servers.ask("/x", {}, read)
+        assert servers.servers[0].rests_until == now + 2 * module.FIRST_REST_S  # still sick: twice as long
+        sick.behave = GOOD
+        now += 2 * module.FIRST_REST_S + 0.1
+        asked = len(sick.bodies)
+        while len(sick.bodies) == asked:
+            await servers.ask("/x", {}, read)
+        assert servers.servers[0].failures == 0
+        before = len(sick.bodies)
+        while len(sick.bodies) < before + 3:
+            await servers.ask("/x", {}, read)
+
+    with_servers(says("", 500), GOOD, body=story, retries=5, clock=lambda: now)
+
+
+def test_where_all_rest_the_first_to_return_is_asked() -> None:
+    async def story(servers: Servers, running: list[Server]) -> int:
+        with pytest.raises(RewardServerError):
+            await servers.ask("/x", {}, read)
+        for server in running:
+            server.behave = GOOD
+        return await servers.ask("/x", {}, read)
+
+    assert with_servers(says("", 500), says("", 500), body=story, retries=2 * EJECT_AFTER + 1) == 7
+
+
+def test_a_server_that_never_answers_meets_the_deadline() -> None:
+    with pytest.raises(RewardServerError, match=r"no answer within 0\.3 s"):
+        ask(never, deadline_s=0.3, retries=100)
+    with pytest.raises(RewardServerError, match=r"failed: no answer within 0\.1 s"):
+        ask(never, timeout_s=0.1, retries=1)
+
+
+def test_a_request_that_is_cancelled_leaves_nothing_under_way() -> None:
+    async def story(servers: Servers, running: list[Server]) -> int:
+        asked = asyncio.ensure_future(servers.ask("/x", {}, read))
+        while not running[0].now:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.wait([asked])
+        return servers.servers[0].outstanding
+
+    assert with_servers(never, body=story) == 0
+
+
+def test_pauses_grow_and_differ() -> None:
+    assert 0.5 * 0.02 <= pause_s(1) <= 0.02
+    assert pause_s(50) <= module.LONGEST_PAUSE_S
+    assert len({pause_s(3) for _ in range(10)}) > 1
+
+
+def test_the_key_is_sent() -> None:
+    async def sent(servers: Servers, running: list[Server]) -> str:
+        await servers.ask("/x", {}, read)
+        return running[0].headers[0]["Authorization"]
+
+    assert with_servers(GOOD, body=sent, api_key="secret") == "Bearer secret"
+
+
+def test_the_same_question_is_asked_once_and_errors_are_forgotten() -> None:
+    async def story() -> None:
+        cache: AnswerCache[float] = AnswerCache(2)
+        calls: list[str] = []
+
+        async def answer(name: str) -> float:
+            calls.append(name)
+            await asyncio.sleep(0)
+            if name == "bad":
+                raise BadAnswer(name)
+            return time.monotonic()
+
+        first, second = await asyncio.gather(*(cache.get("a", lambda: answer("a")) for _ in range(2)))
+        assert first == second and calls == ["a"] and cache.num_hits == 1
+        for _ in range(2):
+            with pytest.raises(BadAnswer):
+                await cache.get("bad", lambda: answer("bad"))
+        assert calls == ["a", "bad", "bad"]
+        await cache.get("b", lambda: answer("b"))
+        await cache.get("c", lambda: answer("c"))  # "a" is the oldest
+        await cache.get("a", lambda: answer("a"))
+        assert calls[3:] == ["b", "c", "a"]
+        nothing: AnswerCache[float] = AnswerCache(0)
+        await nothing.get("a", lambda: answer("a"))
+        await nothing.get("a", lambda: answer("a"))
+        assert calls[6:] == ["a", "a"]
+
+    asyncio.run(story())
