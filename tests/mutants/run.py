@@ -78,8 +78,9 @@ class Workplace:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.worker = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
-    def judge(self, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
-        """What the tests say of the sources as they are now. A crash is a failure, too."""
+    def judge(self, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
+        """What the tests say of the sources as they are now: a verdict and the end of their output. A crash is a
+        failure, too."""
         paths = [str(ROOT / "tests" / "unit" / test) for test in tests]
         quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         arguments = ["-x", f"--timeout={TEST_TIMEOUT_S}", *quiet, *paths]
@@ -87,10 +88,10 @@ class Workplace:
         print(json.dumps([arguments, timeout_s]), file=self.worker.stdin, flush=True)
         code, output = json.loads(self.worker.stdout.readline())
         if code == NO_END or "Failed: Timeout" in output:
-            return HANGS
+            return HANGS, output
         if code >= 0 and code not in VERDICTS:
             raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}: {output}")
-        return VERDICTS.get(code, "killed")
+        return VERDICTS.get(code, "killed"), output
 
     def close(self) -> None:
         assert self.worker.stdin is not None
@@ -112,7 +113,7 @@ def judge(mutant: Mutant, workplaces: "Queue[Workplace]") -> str:
     workplace = workplaces.get()
     try:
         with workplace.mutated(mutant):
-            return workplace.judge(mutant.tests)
+            return workplace.judge(mutant.tests)[0]
     finally:
         workplaces.put(workplace)
 
@@ -120,9 +121,9 @@ def judge(mutant: Mutant, workplaces: "Queue[Workplace]") -> str:
 def check_baseline(mutants: Sequence[Mutant], workplace: Workplace) -> None:
     """Tests that fail anyway would kill every mutant."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    verdict = workplace.judge(tests, BASELINE_TIMEOUT_S)
+    verdict, output = workplace.judge(tests, BASELINE_TIMEOUT_S)
     if verdict != VERDICTS[0]:
-        raise SystemExit(f"mutants: these tests fail without a mutant ({verdict}): {' '.join(tests)}")
+        raise SystemExit(f"{output}\nmutants: tests fail without a mutant")
 
 
 def run(mutants: Sequence[Mutant], num_workers: int) -> list[Mutant]:

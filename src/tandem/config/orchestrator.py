@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -230,7 +230,21 @@ class SamplingConfig(TruncationConfig):
         return value
 
 
-class EvalConfig(TruncationConfig):
+class SampleOptions(TruncationConfig):
+    """How completions are drawn that are not learned from."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """Softmax temperature of evaluation. 0: greedy."""
+
+    @model_validator(mode="after")
+    def _draws_at_random(self) -> Self:
+        if self.truncation and self.temperature == 0:
+            (name, value), *_ = self.truncation.items()
+            raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
+        return self
+
+
+class EvalConfig(SampleOptions):
     """Evaluation on held-out prompts; always before the first step and after the last."""
 
     every: int | None = Field(default=None, ge=1)
@@ -242,14 +256,8 @@ class EvalConfig(TruncationConfig):
     samples: int = Field(default=1, ge=1)
     """Completions of each prompt. With k of them the reward is avg@k, and pass@1 … pass@k are logged too."""
 
-    temperature: float = Field(default=0.0, ge=0)
-    """Softmax temperature of evaluation. 0: greedy."""
-
     @model_validator(mode="after")
-    def _draws_at_random(self) -> "EvalConfig":
-        if self.truncation and self.temperature == 0:
-            (name, value), *_ = self.truncation.items()
-            raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
+    def _samples_differ(self) -> "EvalConfig":
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,19 @@ class SGLangBackend:
         samples = [Sample(request, index, seed) for index in range(request.n)]
         tasks = [asyncio.ensure_future(self._sample(sample, on_part)) for sample in samples]
         try:
-            return self._result(request, await asyncio.gather(*tasks), [sample.meta for sample in samples])
+            results = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        num_cached = min(len(request.prompt_ids), *(sample.meta.get("cached_tokens") or 0 for sample in samples))
+        self._counts.update(
+            prompt_tokens=len(request.prompt_ids),
+            cached_prompt_tokens=num_cached,
+            generated_tokens=sum(len(result.token_ids) for result in results),
+            preemptions=sum(sample.meta.get("num_retractions") or 0 for sample in samples),
+        )
+        self._finished.update(str(result.finish_reason) for result in results)
+        return GenerationResult(results, num_cached, prompt_logprobs(samples[0].meta, request.prompt_logprobs))
 
     async def _sample(self, sample: Sample, on_part: OnPart | None) -> GeneratedSample:
         self._num_waiting += 1
@@ -112,19 +121,6 @@ class SGLangBackend:
             on_part(sample.index, sample.part(start, versions, end))
         return sample.part(0, versions, end)
 
-    def _result(
-        self, request: GenerationRequest, results: list[GeneratedSample], metas: list[Mapping[str, Any]]
-    ) -> GenerationResult:
-        num_cached = min(len(request.prompt_ids), *(meta.get("cached_tokens") or 0 for meta in metas))
-        self._counts.update(
-            prompt_tokens=len(request.prompt_ids),
-            cached_prompt_tokens=num_cached,
-            generated_tokens=sum(len(result.token_ids) for result in results),
-            preemptions=sum(meta.get("num_retractions") or 0 for meta in metas),
-        )
-        self._finished.update(str(result.finish_reason) for result in results)
-        return GenerationResult(results, num_cached, prompt_logprobs(metas[0], request.prompt_logprobs))
-
     def _abort(self, sample: Sample) -> None:
         """SGLang ends it with what it has."""
         self.in_background(self._client.post("/abort_request", rid=sample.rid))
@@ -157,13 +153,7 @@ class SGLangBackend:
         """SGLang sees the same files as we do."""
 
     async def load(self, path: Path, version: int) -> None:
-        try:
-            await self._client.post("/flush_cache")
-        except SGLangRefused as error:
-            raise EngineBusy(
-                f"SGLang does not empty its cache now, so the old weights keep serving: {error}; update with mode wait "
-                "or abort, or use SGLang 0.5.21 or newer"
-            ) from error
+        await self._flush("the old weights keep serving; update with mode wait or abort, or use SGLang 0.5.21 or newer")
         try:
             await self._load(Weights(str(version), str(path.resolve()), version))
         except SGLangRefused as error:
@@ -181,10 +171,13 @@ class SGLangBackend:
         await self._client.post("/update_weights_from_disk", model_path=weights.path, **options)
 
     async def reset_prefix_cache(self) -> None:
+        await self._flush("SGLang empties its cache only while nothing runs")
+
+    async def _flush(self, hint: str) -> None:
         try:
             await self._client.post("/flush_cache")
         except SGLangRefused as error:
-            raise EngineBusy(f"{error}; SGLang empties its cache only while nothing runs") from error
+            raise EngineBusy(f"{error}; {hint}") from error
 
     async def load_adapter(self, name: str, path: Path, version: int | None, *, replace: bool) -> None:
         """Each load gets a name of its own at SGLang, so that a replacement can be loaded beside what it replaces,

@@ -78,21 +78,12 @@ def _refused_logprobs(request: GenerationRequest, abilities: Abilities) -> Itera
     temperature, greedy, raw = request.sampling.temperature, is_greedy(request.sampling), request.raw_logprobs
     if temperature in (0.0, 1.0) or (greedy and raw):  # SGLang computes log-probs of greedy requests at temperature 1
         return
-    if raw and abilities.logprobs_at_temperature:
-        yield (
-            f"raw log-probs at temperature = {temperature}: SGLang returns them at the temperature; use temperature 1, "
-            "or start it with SGLANG_RETURN_ORIGINAL_LOGPROB=1"
-        )
-    if not raw and not abilities.logprobs_at_temperature:
-        yield (
-            f"log-probs at temperature = {temperature}: SGLang runs with SGLANG_RETURN_ORIGINAL_LOGPROB; "
-            "use temperature 1, or start it without"
-        )
-    if greedy:
-        yield (
-            f"top_k = 1 at temperature = {temperature}: whether SGLang's log-probs are at this temperature depends on "
-            "what else runs; use temperature 0"
-        )
+    if raw == abilities.logprobs_at_temperature:
+        kind, how = ("raw log-probs", "with") if raw else ("log-probs", "without")
+        start = f"start SGLang {how} SGLANG_RETURN_ORIGINAL_LOGPROB=1"
+        yield f"{kind} at temperature = {temperature}: use temperature 1, or {start}"
+    if greedy:  # whether SGLang's log-probs are at this temperature then depends on what else runs
+        yield f"top_k = 1 at temperature = {temperature}: use temperature 0"
 
 
 def is_greedy(sampling: Sampling) -> bool:

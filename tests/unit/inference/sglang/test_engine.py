@@ -157,6 +157,30 @@ def test_a_request_that_sglang_drops_is_answered_with_its_reason(make_engine: Ma
         ask(engine, GenerationRequest(PROMPT, sampling(), n=3)).result(10)
 
 
+def test_an_answer_that_cannot_be_read_costs_its_request_only(make_engine: MakeEngine, sglang: FakeSGLang) -> None:
+    engine = make_engine()
+    sglang.ending = {"kind": "a word SGLang does not use"}
+    with pytest.raises(KeyError, match="type"):
+        ask(engine, GenerationRequest(PROMPT, sampling(), n=2)).result(10)
+    sglang.ending = None
+    assert ask(engine, GenerationRequest(PROMPT, sampling(2))).result(10) and engine.failure is None
+
+
+def test_requests_after_a_failure_and_after_the_end_are_answered_why(
+    make_engine: MakeEngine, sglang: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "WATCH_S", 0.02)
+    engine = make_engine()
+    sglang.label = "default-again"
+    until(lambda: engine.failure is not None, "the engine to fail")
+    for end in (lambda: None, engine.stop, engine.stop):  # stopping twice is stopping once
+        end()
+        with pytest.raises(EngineError, match="'default-again' instead of 'default'"):
+            ask(engine, GenerationRequest(PROMPT, sampling())).result(10)
+        with pytest.raises(EngineError, match="'default-again' instead of 'default'"):
+            engine.resume()
+
+
 def test_a_lost_connection_is_answered_with_an_error(make_engine: MakeEngine, sglang: FakeSGLang) -> None:
     engine = make_engine()
     sglang.limit = 2

@@ -1,0 +1,88 @@
+"""Options of `evaluate`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tandem.config.orchestrator import EnvConfig, SampleOptions
+from tandem.config.shared import ComputeOptions, KeyOptions, LogOptions, SeedOptions, ServerUrl
+
+
+class EndpointConfig(KeyOptions):
+    """An OpenAI-compatible endpoint."""
+
+    section = "endpoint"
+
+    base_url: ServerUrl | None = None
+    """Its address, with or without /v1."""
+
+    model: str | None = None
+    """The model to ask for. None: the first that /v1/models names."""
+
+    retries: int = Field(default=5, ge=0)
+    """How often to send a request again that was refused as too much (429) or not answered."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for one request."""
+
+
+class EvaluateConfig(LogOptions, ComputeOptions, SeedOptions, SampleOptions):
+    """Evaluation of a model on an environment."""
+
+    model: Path | None = None
+    """A model directory. Our own engine serves it for as long as the evaluation takes."""
+
+    run: Path | None = None
+    """The directory of a run: every version of its weights that is still there, and the model it started from."""
+
+    endpoint: EndpointConfig = EndpointConfig()
+
+    env: EnvConfig = EnvConfig()
+
+    split: Literal["held_out", "train"] = "held_out"
+    """Which tasks of the environment."""
+
+    num_prompts: int | None = Field(default=64, ge=1)
+    """Number of tasks, the first of the split. None: all."""
+
+    samples: int = Field(default=1, ge=1)
+    """Completions of each task. With k of them, pass@1 … pass@k are told."""
+
+    solved_reward: float = 1.0
+    """A completion with at least this reward counts as solved."""
+
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest completion, in tokens."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Longest sequence of the server that is started, prompt and completion together."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the server that is started."""
+
+    concurrency: int = Field(default=64, ge=1)
+    """Tasks under way at once."""
+
+    output_dir: Path = Path("outputs/evaluate")
+    """Where results.json and samples.jsonl are written."""
+
+    compare: Path | None = None
+    """The results.json of an earlier evaluation on the same tasks: tells which of them changed."""
+
+    @model_validator(mode="after")
+    def _has_one_target(self) -> "EvaluateConfig":
+        given = {"model": self.model, "run": self.run, "endpoint.base_url": self.endpoint.base_url}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) != 1:
+            raise ValueError(
+                f"{', '.join(named) or 'nothing'} is given to be evaluated; give one of --model, --run and "
+                "--endpoint.base-url"
+            )
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
+            )
+        if self.max_tokens >= self.seq_len:
+            raise ValueError(f"max_tokens = {self.max_tokens} leaves no room for a prompt in seq_len = {self.seq_len}")
+        return self

@@ -1,0 +1,66 @@
+"""`evaluate`: an environment's tasks against a model, a run or an endpoint. (`eval` alone is a word of every shell.)"""
+
+import asyncio
+from typing import Any
+
+from tandem.config.base import parse
+from tandem.config.evaluate import EvaluateConfig
+from tandem.config.short_names import ORCHESTRATOR
+from tandem.utils.processes import run_entrypoint
+
+DESCRIPTION = """\
+Asks a model the tasks of an environment, and tells how well it did.
+
+  evaluate --model models/my_model --env arithmetic             a model directory
+  evaluate --run outputs/rl --env arithmetic                    every version of a run
+  evaluate --endpoint.base-url http://host:8000 --env ./my_env.py:Mine --samples 8 --temperature 1
+  evaluate --model models/other --env arithmetic --compare outputs/evaluate/results.json --output-dir outputs/other
+Writes results.json and samples.jsonl to output_dir."""
+
+
+def main() -> None:
+    config = parse(EvaluateConfig, "evaluate", DESCRIPTION, short_names=ORCHESTRATOR)
+    run_entrypoint("evaluate", lambda: launch(config))
+
+
+def launch(config: EvaluateConfig) -> None:
+    from tandem.launch.guard import guarded
+    from tandem.orchestrator.compare import read_results, show_comparison, show_results
+    from tandem.utils.log import setup_logging
+
+    setup_logging(config.log_level)
+    earlier = None if config.compare is None else read_results(config.compare)
+    with guarded():
+        results = asyncio.run(evaluate_all(config))
+    show_results(results)
+    if earlier is not None:
+        show_comparison(earlier[-1], results[-1])
+    print(f"results and samples are in {config.output_dir}")
+
+
+async def evaluate_all(config: EvaluateConfig) -> list[dict[str, Any]]:
+    """The results of every model that there is to evaluate, written as they come."""
+    from tandem.envs.process import open_environment
+    from tandem.envs.trial import try_environment
+    from tandem.launch.evaluation import targets
+    from tandem.orchestrator.evaluate import append_samples, evaluate, results_of
+    from tandem.utils.files import write_json
+    from tandem.utils.run_lock import refuse_unwritable
+
+    results: list[dict[str, Any]] = []
+    options = config.model_dump(mode="json", exclude={"endpoint": {"api_key"}})
+    async with open_environment(config.env) as environment:
+        await try_environment(environment, config.env)
+        with refuse_unwritable(config.output_dir):
+            config.output_dir.mkdir(parents=True, exist_ok=True)
+            (config.output_dir / "samples.jsonl").unlink(missing_ok=True)
+        async for target, endpoint in targets(config):
+            outcomes = await evaluate(config, environment, endpoint)
+            append_samples(config.output_dir / "samples.jsonl", target, outcomes)
+            results.append(results_of(target, outcomes, config.solved_reward))
+            write_json(config.output_dir / "results.json", {"config": options, "results": results})
+    return results
+
+
+if __name__ == "__main__":
+    main()

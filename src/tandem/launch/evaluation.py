@@ -1,0 +1,70 @@
+"""The models that `evaluate` asks: an endpoint that is there, or a server that is started for them."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.config.evaluate import EvaluateConfig
+from tandem.launch.server import serving
+from tandem.orchestrator.endpoint import ChatEndpoint
+from tandem.transport.weights.manifest import MANIFEST, is_adapter
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json
+from tandem.utils.http import OK
+from tandem.utils.run_dir import RunDir, step_name, steps_with
+
+
+async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoint]]:
+    """Each model with its name, ready to be asked."""
+    if config.endpoint.base_url is not None:
+        async with _asking(config, config.endpoint.base_url) as endpoint:
+            yield await endpoint.find_model(), endpoint
+        return
+    base, versions = models_of(config)
+    server = {
+        "model": {"name": str(base), "dtype": config.dtype},
+        "seq_len": config.seq_len,
+        "server": {"weight_roots": sorted({str(path.parent) for _, path in versions})},
+        **config.model_dump(mode="json", include={"device", "threads", "seed", "deterministic", "log_level"}),
+    }
+    async with serving(server, config.output_dir) as http, _asking(config, http.base_url) as endpoint:
+        await endpoint.find_model()
+        for version, path in versions:
+            if path != base:
+                reply = await http.send("POST", "/update_weights", {"path": str(path), "version": version})
+                if reply.status != OK:
+                    raise UserError(f"{path} cannot be served: {reply.reason}")
+            yield str(path), endpoint
+
+
+def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:
+    """The model that a server starts with, and what is evaluated, by version. Of a run, its start comes first."""
+    if config.model is not None:
+        return config.model.resolve(), [(0, config.model.resolve())]
+    assert config.run is not None
+    run_dir = RunDir(config.run)
+    try:
+        base = Path(read_json(run_dir.config / "trainer.json")["model"]["name"]).resolve()
+    except (OSError, LookupError, ValueError, TypeError) as error:
+        raise UserError(f"run = '{config.run}' is not the directory of a run of `rl`: {error}") from error
+    steps = steps_with(run_dir.weights, MANIFEST)
+    versions = [(step, (run_dir.weights / step_name(step)).resolve()) for step in steps]
+    if not versions:
+        raise UserError(f"run = '{config.run}' has published no weights yet; evaluate its model by --model '{base}'")
+    if any(is_adapter(path) for _, path in versions):
+        raise UserError(
+            f"run = '{config.run}' trains a LoRA adapter; evaluate the merged model, which is there when the run is "
+            f"over, by --model '{run_dir.merged / 'latest'}'"
+        )
+    return base, [(0, base), *versions]
+
+
+@asynccontextmanager
+async def _asking(config: EvaluateConfig, base_url: str) -> AsyncIterator[ChatEndpoint]:
+    sampling: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature, **config.truncation}
+    endpoint = ChatEndpoint(config.endpoint, base_url, sampling)
+    try:
+        yield endpoint
+    finally:
+        await endpoint.close()

@@ -1,0 +1,85 @@
+"""What evaluations gave, as people read it, and two of them on the same tasks: which of them changed."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.orchestrator.scores import confidence
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json
+
+Rewards = Mapping[str, Sequence[float]]  # of each task
+MOST_LINES = 10
+
+
+@dataclass(frozen=True)
+class Comparison:
+    num_common: int
+    difference: float  # of the mean reward, over the tasks that both have
+    ci95: float  # half the width of its 95 % confidence interval
+    better: list[tuple[str, float]]  # task and difference, largest first
+    worse: list[tuple[str, float]]
+
+
+def compare(before: Rewards, after: Rewards) -> Comparison | None:
+    """None where no task is in both."""
+    common = [task for task in after if task in before]
+    if not common:
+        return None
+    changes = {task: statistics.fmean(after[task]) - statistics.fmean(before[task]) for task in common}
+    ordered = sorted(changes.items(), key=lambda change: (-abs(change[1]), change[0]))
+    return Comparison(
+        num_common=len(common),
+        difference=statistics.fmean(changes.values()),
+        ci95=confidence(list(changes.values())),
+        better=[(task, change) for task, change in ordered if change > 0],
+        worse=[(task, change) for task, change in ordered if change < 0],
+    )
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """What `evaluate` has written."""
+    try:
+        results = read_json(path)["results"]
+        for result in results:
+            _ = result["target"], result["scores"]["reward"], result["tasks"].items()
+        _ = results[-1]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"compare = '{path}' is no results.json of `evaluate`: {error}") from error
+    return results
+
+
+def show_results(results: Sequence[dict[str, Any]]) -> None:
+    """One line a model."""
+    names = [name for name in results[0]["scores"] if not name.endswith("_ci95")]
+    table = Table("model", *names, "tasks", "failed")
+    for result in results:
+        scores = result["scores"]
+        cells = [f"{scores[name]:.3f} ± {scores[f'{name}_ci95']:.3f}" for name in names]
+        table.add_row(result["target"], *cells, str(result["num_prompts"]), str(result["num_failed"]))
+    console = Console()
+    console.print(table)
+    for result in results:
+        for task, error in list(result["errors"].items())[:MOST_LINES]:
+            console.print(f"{result['target']}, task {task}: {error}", markup=False)
+
+
+def show_comparison(before: dict[str, Any], after: dict[str, Any]) -> None:
+    console = Console()
+    comparison = compare(before["tasks"], after["tasks"])
+    if comparison is None:
+        console.print("the earlier evaluation has none of these tasks: nothing to compare", markup=False)
+        return
+    console.print(
+        f"against {before['target']}, on {comparison.num_common} tasks: reward {comparison.difference:+.3f} ± "
+        f"{comparison.ci95:.3f}, {len(comparison.better)} tasks better, {len(comparison.worse)} worse",
+        markup=False,
+    )
+    for name, tasks in (("better", comparison.better), ("worse", comparison.worse)):
+        for task, change in tasks[:MOST_LINES]:
+            console.print(f"  {name}: task {task}, {change:+.3f}", markup=False)

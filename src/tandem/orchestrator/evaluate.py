@@ -1,0 +1,98 @@
+"""An environment's tasks, asked of an endpoint and scored: what `evaluate` does, besides finding the model."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tandem.config.evaluate import EvaluateConfig
+from tandem.envs.failures import failure_of
+from tandem.envs.process import EnvironmentProcess, HeldTask
+from tandem.envs.results import checked_score, total
+from tandem.orchestrator.endpoint import ChatEndpoint, EndpointPlayer
+from tandem.orchestrator.scores import summarize
+from tandem.orchestrator.tasks import request_seed
+from tandem.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One task: the rewards of its samples, or why there are none."""
+
+    task: int
+    rewards: list[float]
+    samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    error: str | None = None
+
+
+async def evaluate(config: EvaluateConfig, environment: EnvironmentProcess, endpoint: ChatEndpoint) -> list[Outcome]:
+    """Every task, `concurrency` of them at once. One that fails costs nothing but itself."""
+    split = environment.eval_tasks if config.split == "held_out" else environment.train_tasks
+    tasks = list(split)[: config.num_prompts]
+    if not tasks:
+        raise UserError(f"env.id = {config.env.id!r} has no {config.split} tasks")
+    limit = asyncio.Semaphore(config.concurrency)
+
+    async def one(order: int, task: HeldTask) -> Outcome:
+        async with limit:
+            try:
+                samples = await _samples(config, environment, endpoint, order, task)
+            except Exception as error:  # of the environment's code, or of the endpoint: it is told by task
+                return Outcome(task.index, [], error=str(failure_of(error)))
+        return Outcome(task.index, [sample["reward"] for sample in samples], samples)
+
+    return await asyncio.gather(*(one(order, task) for order, task in enumerate(tasks)))
+
+
+async def _samples(
+    config: EvaluateConfig, environment: EnvironmentProcess, endpoint: ChatEndpoint, order: int, task: HeldTask
+) -> list[dict[str, Any]]:
+    seed = request_seed(config.seed, "eval", order)
+    if task.is_interactive:
+        seeds = [request_seed(seed, "rollout", number) for number in range(config.samples)]
+        return await asyncio.gather(*(_episode(environment, endpoint, task, one) for one in seeds))
+    answers = await endpoint.ask(task.messages, n=config.samples, seed=seed)
+    scores = await asyncio.gather(*(environment.score(task, answer.text) for answer in answers))
+    return [
+        _line(task, total(checked_score(score)), completion=answer.text, finish_reason=answer.finish_reason)
+        for answer, score in zip(answers, scores, strict=True)
+    ]
+
+
+async def _episode(
+    environment: EnvironmentProcess, endpoint: ChatEndpoint, task: HeldTask, seed: int
+) -> dict[str, Any]:
+    player = EndpointPlayer(endpoint, seed)
+    result = await environment.play(task, player)
+    conversation = player.messages[len(task.messages) :]
+    return _line(task, total(result.rewards), conversation=conversation, ended=result.ended)
+
+
+def _line(task: HeldTask, reward: float, **rest: Any) -> dict[str, Any]:
+    return {"task": task.index, "messages": task.messages, "answer": task.answer, **rest, "reward": reward}
+
+
+def results_of(target: str, outcomes: Sequence[Outcome], solved_reward: float) -> dict[str, Any]:
+    """What results.json holds of one model. UserError where every task failed."""
+    scored = [outcome for outcome in outcomes if outcome.error is None]
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if not scored:
+        raise UserError(f"all {len(errors)} tasks failed on {target}: {errors[0]}")
+    return {
+        "target": target,
+        "num_prompts": len(scored),
+        "num_failed": len(errors),
+        "scores": summarize([outcome.rewards for outcome in scored], solved_reward),
+        "tasks": {str(outcome.task): outcome.rewards for outcome in scored},
+        "errors": {str(outcome.task): outcome.error for outcome in outcomes if outcome.error is not None},
+    }
+
+
+def append_samples(path: Path, target: str, outcomes: Sequence[Outcome]) -> None:
+    with path.open("ab") as file:
+        for outcome in outcomes:
+            for sample in outcome.samples:
+                file.write(orjson.dumps({"target": target} | sample) + b"\n")
