@@ -25,6 +25,7 @@ ENVIRONMENTS: dict[str, Any] = {
     "word-sorting": "tandem.envs.small_tasks:WordSorting",
     "word-problems": "tandem.envs.small_tasks:WordProblems",
     "calculator": "tandem.envs.calculator:CalculatorUse",
+    "python": "tandem.envs.python_tool:PythonUse",
     "guessing-game": "tandem.envs.guessing:GuessingGame",
     "simulated-user": "tandem.envs.simulated_user:SimulatedUser",
     "dataset": "tandem.envs.dataset:DatasetEnvironment",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 from tandem.rewards.checked import BadReward, checked_reward
 
@@ -44,13 +44,18 @@ def checked_rewards(rewards: Mapping[Any, Any]) -> dict[str, float]:
 def checked_result(value: Any) -> Result:
     if not isinstance(value, Result):
         return Result(checked_score(value))
-    for name, number in value.metrics.items():
-        if isinstance(number, str) or not math.isfinite(number):
-            raise BadReward(f"metrics.{name} = {number!r} is not a finite number")
     if not isinstance(value.ended, str) or not 0 < len(value.ended) <= MAX_WORD:
         raise BadReward(f"ended = {value.ended!r:.80} is not a word")
-    metrics = {str(name): float(number) for name, number in value.metrics.items()}
-    return Result(checked_score(value.rewards), metrics, value.ended)
+    return Result(checked_score(value.rewards), checked_metrics(value.metrics), value.ended)
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise BadReward(f"metrics = {metrics!r:.80} is not a table of numbers")
+    for name, number in metrics.items():
+        if not isinstance(number, SupportsFloat) or not math.isfinite(float(number)):
+            raise BadReward(f"metrics.{name} = {number!r:.80} is not a finite number")
+    return {str(name): float(number) for name, number in metrics.items()}
 
 
 def total(rewards: float | Mapping[str, float]) -> float:

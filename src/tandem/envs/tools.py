@@ -25,6 +25,10 @@ ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 MAX_RESULT = 20_000
 
 
+class ToolUnavailable(Exception):
+    """The tool itself is out of order. That is no answer to the model: the episode fails."""
+
+
 def as_schema(tool: Tool) -> dict[str, Any]:
     return tool if isinstance(tool, dict) else function_schema(tool)
 
@@ -65,6 +69,8 @@ async def call_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> 
         result = function(**{name: getattr(checked, name) for name in type(checked).model_fields})
         if inspect.isawaitable(result):
             result = await result
+    except ToolUnavailable:
+        raise
     except Exception as error:  # a tool that fails is part of the conversation
         return f"Error: {error or type(error).__name__}"[:MAX_RESULT]
     return as_text(result)[:MAX_RESULT]

@@ -147,6 +147,8 @@ def reply(function: Callable[..., Any], outcome: Outcome, check: Callable[[Any],
             return {"value": check(outcome.value)}
         except BadReward as error:
             failure = Failure(str(error), place_of(function))
+        except Exception as error:  # of objects that users made: every call is answered
+            failure = failure_of(error)
     return failed(failure, lingers=outcome.lingers)
 
 

@@ -123,6 +123,8 @@ def _encode(name: str, tasks: Sequence[Task], tokenizer: Tokenizer, config: Orch
 
 
 def _encode_task(task: Task, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(task, HeldTask) and task.is_interactive and not task.messages:
+        return []  # the episode begins otherwise
     tools = task.tools if isinstance(task, HeldTask) else None
     if tools and isinstance(why := choose_format(tokenizer), str):
         raise UserError(f"it gives the model tools, which this model cannot use: {why}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.data.templates import CHATML, PROMPTS_TO_THINK, THINKING_WITH_TOOLS
+from tests.unit.data.templates import CHATML, COUNTED, PROMPTS_TO_THINK, THINKING_WITH_TOOLS
 
 from tandem.data.dialogue import Dialogue
 from tandem.data.tokenizer import Tokenizer
@@ -27,7 +27,8 @@ def assistant(text: str) -> Message:
 @pytest.fixture(scope="session")
 def tokenizers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     found = {}
-    for name, template in {"chatml": CHATML, "thinking": THINKING_WITH_TOOLS, "prompts": PROMPTS_TO_THINK}.items():
+    templates = {"chatml": CHATML, "thinking": THINKING_WITH_TOOLS, "prompts": PROMPTS_TO_THINK, "counted": COUNTED}
+    for name, template in templates.items():
         folder = tmp_path_factory.mktemp("models") / name
         shutil.copytree(tiny_model, folder)
         (folder / "chat_template.jinja").write_text(template)
@@ -84,8 +85,8 @@ def test_a_turn_that_was_cut_off_is_closed(tokenizers: dict[str, Tokenizer]) -> 
 
 @pytest.mark.parametrize(
     ("template", "reply"),
-    [("thinking", "<think>\nhm\n</think>\n\nyes"), ("prompts", "hm</think>yes")],
-    ids=["reasoning is dropped after the next question", "the generation prompt is not shown again"],
+    [("thinking", "<think>\nhm\n</think>\n\nyes"), ("prompts", "hm</think>yes"), ("counted", "yes")],
+    ids=["reasoning is dropped after the next question", "the generation prompt is not shown again", "it counts"],
 )
 def test_a_template_that_rewrites_history_ends_the_sequence(
     tokenizers: dict[str, Tokenizer], template: str, reply: str

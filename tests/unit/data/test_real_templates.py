@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tandem.data.dialogue import Dialogue
 from tandem.data.masks import Conversation, Rendering, learned_spans
 from tandem.data.tokenizer import Tokenizer
+from tandem.data.tool_calls import TaggedCalls
 
 TRL = importlib.util.find_spec("trl")
 pytestmark = pytest.mark.skipif(TRL is None, reason="TRL is not installed")
@@ -99,3 +101,34 @@ def test_a_call_that_the_template_does_not_show_is_not_learned_as_nothing(make, 
     rendering = Rendering(Conversation(CALLED, TOOLS), make(template, ["<|eot_id|>", "<|im_end|>"]))
     with pytest.raises(ValueError, match="the chat template shows nothing of message 1; does it know tools"):
         learned_spans(rendering, ["assistant"])
+
+
+THINKS = "<think>\nR\n</think>\n\n"
+QUESTION, RESULT = turn("user", "Q2"), turn("tool", "RESULT", name="add", tool_call_id="call12345")
+# Template, what the model writes, its message, what follows, and whether the conversation goes on from these tokens.
+CONTINUED: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
+    ("qwen2_5", "A1", turn("assistant", "A1"), QUESTION, True),
+    ("qwen2_5", TAGGED.replace("\n", ""), turn("assistant", "", tool_calls=[CALL]), RESULT, True),
+    ("qwen3", "A1", turn("assistant", "A1"), QUESTION, True),
+    ("qwen3", f"{THINKS}A1", turn("assistant", f"{THINKS}A1"), QUESTION, False),  # it drops the thought then
+    ("qwen3", f"{THINKS}{TAGGED}", turn("assistant", THINKS.strip(), tool_calls=[CALL]), RESULT, True),
+    ("qwen3_5_think", "R\n</think>\n\nA1", turn("assistant", "R\n</think>\n\nA1"), QUESTION, False),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "reply", "following", "goes_on"), CONTINUED)
+def test_conversations_go_on_from_their_tokens_where_the_template_leaves_them(
+    make, template: str, text: str, reply: dict[str, Any], following: dict[str, Any], goes_on: bool
+) -> None:
+    tokenizer = make(template, ["<|im_end|>"])
+    tools = TOOLS if reply.get("tool_calls") else None
+    dialogue = Dialogue(tokenizer, [turn("user", "Q1")], tools, TaggedCalls if tools else None)
+    written = tokenizer.encode(f"{text}<|im_end|>")
+    before = dialogue.token_ids + written
+    dialogue.add_reply(reply, written)
+    messages = [turn("user", "Q1"), reply, following]
+    assert dialogue.extend(messages, tools) is goes_on
+    if goes_on:
+        assert dialogue.token_ids == before + dialogue.new_ids
+        shown = tokenizer.render(messages, add_generation_prompt=True, tools=tools)
+        assert shown.endswith(tokenizer.decode(dialogue.new_ids, skip_special_tokens=False))

@@ -64,6 +64,14 @@ class Playing:
         raise AssertionError(task.answer)
 
 
+class Explosive(dict[str, float]):
+    def items(self) -> Any:
+        raise ArithmeticError("boom")
+
+    def __bool__(self) -> bool:
+        return True
+
+
 RESULTS = {
     "nan": float("nan"),
     "none": None,
@@ -71,7 +79,9 @@ RESULTS = {
     "nan by name": {"fine": 1.0, "bad": float("nan")},
     "empty": {},
     "bad metric": Result(1.0, {"share": float("inf")}),
+    "no metric": Result(1.0, {"share": None}),  # pyright: ignore[reportArgumentType]
     "bad end": Result(1.0, {}, ""),
+    "explodes": Explosive(),
 }
 
 

@@ -85,8 +85,8 @@ def test_an_episode_is_a_conversation_with_the_model() -> None:
 
 
 def test_what_is_no_result_costs_its_episode_and_says_where() -> None:
-    behaviours = ["raises", "nan", "none", "text", "nan by name", "empty", "bad metric", "bad end", "bad messages"]
-    outcomes = play(config("good", *behaviours))
+    behaviours = ["raises", "nan", "none", "text", "nan by name", "empty", "bad metric", "no metric", "bad end"]
+    outcomes = play(config("good", *behaviours, "bad messages", "explodes"))
     assert isinstance(outcomes[0], Result)
     failures = [outcome for outcome in outcomes[1:] if isinstance(outcome, Failure)]
     assert [failure.reason.partition(";")[0] for failure in failures] == [
@@ -97,8 +97,10 @@ def test_what_is_no_result_costs_its_episode_and_says_where() -> None:
         "bad: the reward is nan",
         "there are no rewards: the table of them is empty",
         "metrics.share = inf is not a finite number",
+        "metrics.share = None is not a finite number",
         "ended = '' is not a word",
         "ChatRefused: message 0 needs 'role' as text",
+        "ArithmeticError: boom",
     ]
     assert all(failure.where.startswith("playing.py:") for failure in failures)
 

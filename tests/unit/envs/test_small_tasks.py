@@ -9,7 +9,7 @@ from tandem.envs.registry import ENVIRONMENTS, make_environment
 from tandem.envs.small_tasks import final_number
 from tandem.utils.errors import UserError
 
-NAMES = ["arithmetic", "word-sorting", "word-problems", "calculator"]
+NAMES = ["arithmetic", "word-sorting", "word-problems", "calculator", "python"]
 
 
 @pytest.mark.parametrize("name", NAMES)

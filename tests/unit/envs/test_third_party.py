@@ -11,8 +11,10 @@ from tests.unit.envs.scripted import Scripted, call, say
 
 from tandem.config.orchestrator import EnvConfig
 from tandem.envs.model import ContextFull, Reply
+from tandem.envs.process import open_environment
 from tandem.envs.registry import make_environment
 from tandem.envs.results import Result
+from tandem.envs.trial import ScriptedPlayer, try_environment
 from tandem.utils.errors import UserError
 
 
@@ -127,3 +129,15 @@ class TestVerifiers:
     def test_an_environment_that_is_not_installed(self) -> None:
         with pytest.raises(UserError, match=r"env\.args\.id = 'no-such-words' cannot be loaded: Could not import"):
             make("verifiers", id="no-such-words")
+
+    def test_in_a_process_of_its_own(self) -> None:
+        """As in a run: requests of OpenAI's client cross to the orchestrator and back."""
+        env = EnvConfig(id="verifiers", args={"id": "words-of-a-test", "args": {"num_rows": 4}})
+
+        async def run() -> Result:
+            async with open_environment(env) as environment:
+                await try_environment(environment, env)
+                assert len(environment.train_tasks) == 4
+                return await environment.play(environment.train_tasks[0], ScriptedPlayer("a"))
+
+        assert asyncio.run(run()).rewards == 1.5

@@ -6,6 +6,7 @@ import pytest
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.process import HeldTask
 from tandem.envs.reverse_text import ReverseText, reverse_task
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.types.rollout import Task
@@ -81,6 +82,18 @@ def test_held_out_prompts_are_checked_too(tokenizer: Tokenizer) -> None:
     environment.eval_tasks = [reverse_task(0, "abcdefghijk")]
     with pytest.raises(UserError, match="the prompt of held-out task 0 has 19 tokens"):
         encode_prompts(environment, tokenizer, config(seq_len=26))
+
+
+def test_an_episode_may_begin_without_a_prompt_and_with_tools_only_where_the_model_knows_them(
+    tokenizer: Tokenizer,
+) -> None:
+    environment = ReverseText(num_train=4, num_eval=2)
+    environment.train_tasks[0] = HeldTask(3, [], "", is_interactive=True)
+    assert list(encode_prompts(environment, tokenizer, config(seq_len=64)).train[0]) == []
+    messages = [{"role": "user", "content": "x"}]
+    environment.train_tasks[0] = HeldTask(3, messages, "", is_interactive=True, tools=[{"type": "function"}])
+    with pytest.raises(UserError, match=r"training task 3: it gives the model tools, .* template has no tools"):
+        encode_prompts(environment, tokenizer, config(seq_len=64))
 
 
 def test_an_environment_without_tasks_is_refused(tokenizer: Tokenizer) -> None:
