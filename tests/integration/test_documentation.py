@@ -18,10 +18,11 @@ from tests.ports import free_port
 
 from tandem.config.align import AlignConfig
 from tandem.config.base import load_config
+from tandem.config.evaluate import EvaluateConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
-from tandem.config.short_names import RL, spell_out
+from tandem.config.short_names import ORCHESTRATOR, RL, spell_out
 from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
 from tandem.launch import preflight
@@ -109,6 +110,12 @@ def check_server(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not config.vllm.flags or config.engine == "vllm"
 
 
+def check_evaluation(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(EvaluateConfig, spell_out(shown.arguments, ORCHESTRATOR))
+    folder = config.model or config.run
+    assert folder is not None and folder.is_dir(), f"{shown}: there is no such folder after the demo"
+
+
 def check_python(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *_ = shown.arguments
     assert script == "-m" or (ROOT / script).is_file(), f"{shown}: no such script"
@@ -137,6 +144,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "python": check_python,
     "torchrun": check_torchrun,
     "make": check_make,
+    "evaluate": check_evaluation,
     "reward-server": leave_unchecked,
     "export-model": leave_unchecked,
     "uvicorn": leave_unchecked,
@@ -191,6 +199,12 @@ def test_a_checkpoint_is_exported_as_shown(trained: Path) -> None:
         newest = str(newest_checkpoint(RunDir(trained)))
         arguments = [argument if argument != "100" else newest for argument in shown.arguments]
         assert "the model of step" in finish(command("export", *arguments))
+
+
+def test_a_run_is_evaluated_as_shown(trained: Path) -> None:
+    [shown] = [shown for shown in commands_of(ROOT / "docs" / "environments.md") if "--run" in shown.words]
+    output = finish(command("evaluate", *shown.arguments, "--num-prompts", "2", "--threads", "1"))
+    assert "weights/step_" in output.replace("\n", "") and "results and samples are in" in output
 
 
 def ask(curl: Command, port: int) -> httpx.Response:

@@ -52,11 +52,12 @@ class EvaluateConfig(LogOptions, ComputeOptions, SeedOptions, SampleOptions):
     solved_reward: float = 1.0
     """A completion with at least this reward counts as solved."""
 
-    max_tokens: int = Field(default=512, ge=1)
-    """Longest completion, in tokens."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens. None: as long as the server allows."""
 
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest sequence of the server that is started, prompt and completion together."""
+    seq_len: int | None = Field(default=None, ge=2)
+    """Longest sequence of the server that is started, prompt and completion together. None: 2,048, or what the model
+    allows."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the server that is started."""
@@ -83,6 +84,6 @@ class EvaluateConfig(LogOptions, ComputeOptions, SeedOptions, SampleOptions):
             raise ValueError(
                 f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
             )
-        if self.max_tokens >= self.seq_len:
+        if self.max_tokens is not None and self.seq_len is not None and self.max_tokens >= self.seq_len:
             raise ValueError(f"max_tokens = {self.max_tokens} leaves no room for a prompt in seq_len = {self.seq_len}")
         return self

@@ -24,7 +24,7 @@ async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoi
     base, versions = models_of(config)
     server = {
         "model": {"name": str(base), "dtype": config.dtype},
-        "seq_len": config.seq_len,
+        **({} if config.seq_len is None else {"seq_len": config.seq_len}),
         "server": {"weight_roots": sorted({str(path.parent) for _, path in versions})},
         **config.model_dump(mode="json", include={"device", "threads", "seed", "deterministic", "log_level"}),
     }
@@ -62,7 +62,9 @@ def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:
 
 @asynccontextmanager
 async def _asking(config: EvaluateConfig, base_url: str) -> AsyncIterator[ChatEndpoint]:
-    sampling: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature, **config.truncation}
+    sampling: dict[str, Any] = {"temperature": config.temperature, **config.truncation}
+    if config.max_tokens is not None:
+        sampling["max_tokens"] = config.max_tokens
     endpoint = ChatEndpoint(config.endpoint, base_url, sampling)
     try:
         yield endpoint

@@ -63,7 +63,7 @@ class ChatEndpoint:
         if tools:
             body["tools"] = tools
         if max_tokens is not None:
-            body["max_tokens"] = min(max_tokens, self.sampling["max_tokens"])
+            body["max_tokens"] = min(max_tokens, self.sampling.get("max_tokens", max_tokens))
         reply = await self.http.post("/v1/chat/completions", body, self.config.retries, _send_again)
         try:
             answer = orjson.loads(reply.body)
