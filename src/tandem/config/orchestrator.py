@@ -310,6 +310,11 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
     group_size: int = Field(default=8, ge=1)
     """Rollouts of each prompt. prompts_per_step x group_size = rollouts per step."""
 
+    oversampling: float = Field(default=1.0, ge=1, le=4)
+    """Start this many times prompts_per_step groups. A step takes the first prompts_per_step that finish; at
+    max_staleness = 0 the others are cut off and sampled again with the next version. More than 1 saves waiting for the
+    longest completions and favours short ones within a step; every task still has its turn."""
+
     max_staleness: int = Field(default=1, ge=0)
     """How many versions the oldest token of a batch may lag behind the policy. 0: strictly on-policy. 1: generation and
     training overlap. More: fully asynchronous."""
@@ -388,6 +393,11 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
             raise ValueError(
                 f"deterministic = true needs max_staleness = 0, not {self.max_staleness}: if generation "
                 "and training overlap, the version that samples a token depends on timing"
+            )
+        if self.deterministic and self.oversampling > 1:
+            raise ValueError(
+                f"oversampling = {self.oversampling:g} with deterministic = true: which groups finish first depends on "
+                "timing; set oversampling = 1"
             )
         outage_s = self.client.outage_timeout_s
         if outage_s > self.weights_timeout_s and outage_s != OUTAGE_TIMEOUT_S:  # the default may give way

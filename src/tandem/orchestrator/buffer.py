@@ -1,16 +1,17 @@
 """Finished groups between generation and training. Owns staleness: which groups may start, which are too old.
 
 With P prompts a step, version v and staleness s: steps up to v + 1 + s may train on rollouts started
-now, so (v + 1 + s) * P groups may have been started in all. Dropped groups give their place back, and the caller
-samples them again.
+now, so (v + 1 + s) * P groups may have been started in all, and `num_spare` more where stragglers are not waited for.
+Dropped groups give their place back, and the caller samples them again.
 """
 
 from tandem.types.rollout import Group
 
 
 class GroupBuffer:
-    def __init__(self, prompts_per_step: int, max_staleness: int, start_step: int = 0) -> None:
+    def __init__(self, prompts_per_step: int, max_staleness: int, start_step: int = 0, num_spare: int = 0) -> None:
         self.prompts_per_step = prompts_per_step
+        self.num_spare = num_spare
         self.max_staleness = max_staleness
         self.num_started = start_step * prompts_per_step  # consumed, waiting or in flight; dropped ones leave
         self.num_dropped_stale = 0
@@ -23,9 +24,14 @@ class GroupBuffer:
     def waiting_orders(self) -> list[int]:
         return sorted(group.order for group in self._groups)
 
-    def can_start(self, version: int) -> bool:
-        """Whether a group started at `version` is sure to be trained on in time."""
-        return self.num_started < (version + 1 + self.max_staleness) * self.prompts_per_step
+    def can_start(self, version: int, step: int) -> bool:
+        """Whether a group started at `version` is sure to be trained on in time, or is one to spare for `step`."""
+        num_spare = 0 if self.is_late(version, step) else self.num_spare
+        return self.num_started < (version + 1 + self.max_staleness) * self.prompts_per_step + num_spare
+
+    def is_late(self, version: int, step: int) -> bool:
+        """Whether a group started at `version` is too old for `step`, whenever it finishes."""
+        return (step - 1) - version > self.max_staleness
 
     def started(self) -> None:
         self.num_started += 1

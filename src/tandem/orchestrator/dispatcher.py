@@ -3,7 +3,7 @@
 version changes ──► start groups ──► in flight ──► buffer ──► next_batch(step)
                           ▲                │           │
                           ├── failed: again┤           │
-                          ├── stale: again ────────────┘
+                          ├── stale, or too late: again ┘
                           ├── filtered: another in its place
                           └── task failed: set aside, another in its place
 """
@@ -61,7 +61,9 @@ class Dispatcher:
         self.tries = tries
         self._retry = list(retry)
         self._max_orders = max_orders
+        self.num_cut = 0  # groups that were under way when their step went on without them
         self._in_flight: dict[asyncio.Task[Group], int] = {}
+        self._started_at: dict[asyncio.Task[Group], int] = {}  # version
         self._failed: Counter[int] = Counter()  # how often, by order
 
     @property
@@ -73,11 +75,11 @@ class Dispatcher:
         """Wait until `step` has its groups."""
         while True:
             self._make_stale_anew(step)
-            self._start_groups()
+            self._start_groups(step)
             groups = self.buffer.take(step)
             if groups is not None:
                 self.curriculum.update()
-                self._start_groups()
+                self._start_groups(step + 1)
                 return groups
             self._check(deadline)
             await self._wait_for_progress()
@@ -98,16 +100,34 @@ class Dispatcher:
             raise
 
     def _make_stale_anew(self, step: int) -> None:
+        self._cut_stragglers(step)
         orders = self.buffer.drop_stale(step)
         if orders:
             self._retry = sorted([*orders, *self._retry])
-            logger.warning("step %d: groups %s are too stale; they are sampled again", step, orders)
+            level = logging.INFO if self.buffer.num_spare else logging.WARNING  # where some are to spare, it is no news
+            logger.log(level, "step %d: groups %s are too stale; they are sampled again", step, orders)
             self.run_log.event("groups_stale", step=step, orders=orders)
 
-    def _start_groups(self) -> None:
-        while self.buffer.can_start(self.policy.version) and (order := self._take_order()) is not None:
+    def _cut_stragglers(self, step: int) -> None:
+        """Groups under way that are too old for this step already: whatever becomes of them, they are sampled again."""
+        late = [task for task, version in self._started_at.items() if self.buffer.is_late(version, step)]
+        for task in late:
+            task.cancel()
+            self._retry = sorted([self._end(task), *self._retry])
+            self.buffer.give_up()
+        self.num_cut += len(late)
+
+    def _end(self, task: asyncio.Task[Group]) -> int:
+        """It is under way no more; returns its order."""
+        del self._started_at[task]
+        return self._in_flight.pop(task)
+
+    def _start_groups(self, step: int) -> None:
+        while self.buffer.can_start(self.policy.version, step) and (order := self._take_order()) is not None:
             self.buffer.started()
-            self._in_flight[asyncio.ensure_future(self.make_group(order))] = order
+            task = asyncio.ensure_future(self.make_group(order))
+            self._in_flight[task] = order
+            self._started_at[task] = self.policy.version
 
     def _take_order(self) -> int | None:
         """The next order whose task is not set aside."""
@@ -119,7 +139,7 @@ class Dispatcher:
     def _next_order(self) -> int | None:
         if self._retry:
             return self._retry.pop(0)
-        if self.buffer.num_started >= self._max_orders:
+        if self.buffer.num_started >= self._max_orders + self.buffer.num_spare:
             return None  # the last step has its groups: nothing more will be trained on
         while self.curriculum.skips(self.next_order, self.tasks.place(self.next_order)):
             self.next_order += 1
@@ -133,7 +153,7 @@ class Dispatcher:
 
     def _collect(self) -> None:
         for task in [task for task in self._in_flight if task.done()]:
-            order = self._in_flight.pop(task)
+            order = self._end(task)
             error = task.exception()
             if error is None:
                 self._add(task.result())

@@ -162,7 +162,8 @@ class Orchestrator:
 
     async def _write_batches(self, policy: Policy) -> None:
         config, step_size = self.config, self.config.prompts_per_step
-        buffer = GroupBuffer(step_size, config.max_staleness, self.start.step)
+        num_spare = round(step_size * (config.oversampling - 1))
+        buffer = GroupBuffer(step_size, config.max_staleness, self.start.step, num_spare)
         dispatcher = Dispatcher(
             self._make_group,
             self._keep,
@@ -185,7 +186,8 @@ class Orchestrator:
                 self._write_batch(groups, step, self._state(step, dispatcher))
                 written = time.monotonic()
                 times = {"step_s": written - started, "batch_s": written - collected}
-                self._log_step(groups, step, policy.version, times, buffer.num_dropped_stale)
+                counts = {"groups/stale": buffer.num_dropped_stale, "groups/cut": dispatcher.num_cut}
+                self._log_step(groups, step, policy.version, times | counts)
         finally:
             await dispatcher.close()
 
@@ -223,24 +225,23 @@ class Orchestrator:
         self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)
 
-    def _log_step(self, groups: list[Group], step: int, version: int, times: dict[str, float], num_stale: int) -> None:
+    def _log_step(self, groups: list[Group], step: int, version: int, measured: dict[str, float]) -> None:
         metrics = batch_metrics(groups, step) | self.shaping.metrics(groups)
         filtered = sum((Counter(one.take_metrics()) for one in self.filters.values()), Counter())
         metrics |= filtered | self.curriculum.metrics()
         metrics |= self._metrics_by_environment(groups, step)
-        tokens_per_s = metrics["completion_tokens/total"] / max(times["step_s"], 1e-9)
+        tokens_per_s = metrics["completion_tokens/total"] / max(measured["step_s"], 1e-9)
         state = {
             "tokens_per_s": tokens_per_s,
             "generate_s": statistics.fmean(group.generate_s for group in groups),
             "score_s": statistics.fmean(group.score_s for group in groups),
             "version": version,
-            "groups/stale": num_stale,
             "rollouts/failed": self.ledger.num_failed,
             "tasks/set_aside": len(self.tasks.set_aside),
             "servers/present": self.policy.num_present,
             "servers/requests_moved": self.policy.num_moved,
         }
-        self.run_log.metrics(step, metrics | times | state)
+        self.run_log.metrics(step, metrics | measured | state)
         logger.info(
             "step %d: reward %.3f, staleness %d, %.0f tokens/s",
             step,

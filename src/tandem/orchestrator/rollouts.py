@@ -78,7 +78,7 @@ class RolloutMaker:
         started = time.monotonic()
         if self.episodes is not None and self.episodes.plays(task):
             seeds = [request_seed(sampling.seed, "rollout", number) for number in range(sampling.n)]
-            requests = [replace(sampling, n=1, seed=seed) for seed in seeds]
+            requests = [replace(sampling, n=1, seed=seed, session=sampling.seed) for seed in seeds]
             played = await asyncio.gather(*(self.episodes.play(task, self.policy, request) for request in requests))
             times.generate_s += time.monotonic() - started
             return played

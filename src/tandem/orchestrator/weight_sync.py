@@ -6,6 +6,7 @@ should serve; requests that were open when it went away are sent again, to anoth
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from tandem.utils.run_dir import step_name
 
 POLL_S = 0.002
 LOADING_POLL_S = 0.1
+MAX_SESSIONS = 100_000
 logger = logging.getLogger(__name__)
 
 VersionListener = Callable[[int, int], Awaitable[None]]
@@ -30,7 +32,7 @@ class Policy:
     is done when another version is served, and then replaced by a new one.
 
     Each request goes to the server with the fewest completions under way: all samples of a prompt to the same one,
-    which then computes the prompt once."""
+    which then computes the prompt once. So do the turns of all conversations of a group (their session)."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class Policy:
         self.next_update: asyncio.Future[int] = loop.create_future()
         self.replicas: list[Replica] = []
         self._keepers: dict[Replica, asyncio.Task[None]] = {}
+        self._sessions: OrderedDict[int, Replica] = OrderedDict()  # the latest
         self._path = model_dir  # of the version being served
         self._is_loaded = asyncio.Event()  # the first version
         self._lost: asyncio.Future[None] = loop.create_future()
@@ -76,7 +79,7 @@ class Policy:
         """`sampling.n` completions of one prompt. If all servers have gone away, they are waited for."""
         try:
             while True:
-                replica = min(self.replicas, key=lambda one: (not one.is_present, one.num_open))
+                replica = self._choose(sampling.session)
                 try:
                     return await replica.generate(prompt_ids, sampling)
                 except Moved:
@@ -142,6 +145,17 @@ class Policy:
                     raise
                 continue
             await on_update(previous, newest)
+
+    def _choose(self, session: int | None) -> Replica:
+        known = None if session is None else self._sessions.get(session)
+        if known is not None and known.is_present and known in self.replicas:
+            return known
+        replica = min(self.replicas, key=lambda one: (not one.is_present, one.num_open))
+        if session is not None:
+            self._sessions[session] = replica
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return replica
 
     def _on_trouble(self, replica: Replica) -> None:
         """A server does not answer. If there are others, they take over; the last one is waited for."""

@@ -47,6 +47,9 @@ class SamplingRequest:
     temperature: float
     seed: int
     options: SamplingOptions = ALL_TOKENS
+    session: int | None = (
+        None  # requests with the same one begin alike: a server that has met one has its prefix cached
+    )
 
 
 @dataclass(frozen=True)

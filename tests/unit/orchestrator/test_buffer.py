@@ -7,9 +7,9 @@ from tandem.orchestrator.buffer import GroupBuffer, staleness
 from tandem.types.rollout import Completion, Group, Rollout, Task
 
 
-def num_startable(buffer: GroupBuffer, version: int) -> int:
+def num_startable(buffer: GroupBuffer, version: int, step: int = 1) -> int:
     count = 0
-    while buffer.can_start(version):
+    while buffer.can_start(version, step):
         buffer.started()
         count += 1
     return count
@@ -34,6 +34,15 @@ def test_staleness_of_one_starts_one_batch_ahead() -> None:
 def test_staleness_of_two_starts_two_batches_ahead() -> None:
     buffer = GroupBuffer(prompts_per_step=3, max_staleness=2)
     assert [num_startable(buffer, version) for version in (0, 1, 3)] == [9, 3, 6]
+
+
+def test_groups_to_spare_are_started_only_for_a_step_that_can_still_use_them() -> None:
+    """On-policy, what starts at version 0 is of use for step 1 only."""
+    buffer = GroupBuffer(prompts_per_step=4, max_staleness=0, num_spare=2)
+    assert num_startable(buffer, version=0, step=1) == 6
+    buffer.give_up()
+    assert num_startable(buffer, version=0, step=2) == 0
+    assert num_startable(buffer, version=1, step=2) == 5
 
 
 def test_a_resumed_run_counts_what_was_trained_before() -> None:
@@ -98,7 +107,7 @@ def test_any_finishing_order_gives_full_fresh_batches(
     used: list[int] = []
     anew: list[int] = []
     while step <= 5:
-        while buffer.can_start(version):
+        while buffer.can_start(version, version + 1):
             buffer.started()
             if anew:
                 in_flight[anew.pop(0)] = version

@@ -77,6 +77,7 @@ def run_with(
     keep: Callable[[Group], Group | None] | None = None,
     curriculum: Curriculum | None = None,
     max_staleness: int = 0,
+    num_spare: int = 0,
     start_step: int = 0,
     next_order: int = 0,
     retry: Iterable[int] = (),
@@ -91,7 +92,7 @@ def run_with(
             maker,
             keep or (lambda group: group),
             curriculum or Curriculum(None, solved_reward=1.0, seed=0),
-            GroupBuffer(2, max_staleness, start_step),
+            GroupBuffer(2, max_staleness, start_step, num_spare),
             maker.policy,
             tasks or task_order(),
             FailureLedger(RunDir(root), max_failed_share),
@@ -226,17 +227,14 @@ def test_groups_that_grow_too_old_are_made_anew_before_any_other(maker: Maker, t
         trained += [group.order for group in await dispatcher.next_batch(2, deadline())]
         maker.policy.update()
         maker.hang = set()
-        maker.release.set()  # group 0 arrives, of version 0
-        await asyncio.sleep(0)
         trained += [group.order for group in await dispatcher.next_batch(3, deadline())]
-        assert dispatcher.buffer.num_dropped_stale == 1
+        assert dispatcher.num_cut == 1
         assert 0 in dispatcher.unfinished_orders + trained
         maker.policy.update()
         trained += [group.order for group in await dispatcher.next_batch(4, deadline())]
         assert sorted(trained) == list(range(8))
 
     run_with(maker, tmp_path, body, max_staleness=1, max_orders=8)
-    assert events(tmp_path, "groups_stale")[0]["orders"] == [0]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
@@ -367,3 +365,50 @@ def test_groups_reach_the_curriculum_when_their_batch_is_cut(maker: Maker, tmp_p
         assert curriculum.easy == {0, 1, 2}
 
     run_with(maker, tmp_path, body, keep=lambda group: group if group.order else None, curriculum=curriculum)
+
+
+def test_stragglers_are_not_waited_for_and_sampled_again(maker: Maker, tmp_path: Path) -> None:
+    """Order 0 takes for ever. The step goes on with 1 and 2; when 0 is too old for the next one, it is cut off."""
+    maker.hang = {0}
+
+    async def body(dispatcher: Dispatcher) -> None:
+        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [1, 2]
+        assert dispatcher.unfinished_orders == [0]
+        waiting = asyncio.ensure_future(dispatcher.next_batch(2, deadline()))
+        await asyncio.sleep(0.01)
+        assert (dispatcher.num_cut, dispatcher.unfinished_orders, maker.orders) == (1, [0], [0, 1, 2])
+        maker.hang = set()
+        maker.policy.update()
+        assert [group.order for group in await waiting] == [0, 3]
+        assert maker.orders == [0, 1, 2, 0, 3, 4]
+
+    run_with(maker, tmp_path, body, num_spare=1)
+
+
+def test_groups_to_spare_that_finish_after_their_step_are_sampled_again(maker: Maker, tmp_path: Path) -> None:
+    """All three are done before the step is cut: the last of them waits, and is too old for the next step."""
+
+    async def body(dispatcher: Dispatcher) -> None:
+        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [0, 1]
+        assert maker.orders == [0, 1, 2], "nothing is started that would be too old"
+        maker.policy.update()
+        assert [group.order for group in await dispatcher.next_batch(2, deadline())] == [2, 3]
+        assert (dispatcher.buffer.num_dropped_stale, dispatcher.num_cut) == (1, 0)
+
+    run_with(maker, tmp_path, body, num_spare=1)
+    assert events(tmp_path, "groups_stale")[0]["orders"] == [2]
+
+
+def test_a_group_that_is_young_enough_for_the_next_step_is_not_cut_off(maker: Maker, tmp_path: Path) -> None:
+    maker.hang = {0}
+
+    async def body(dispatcher: Dispatcher) -> None:
+        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [1, 2]
+        assert [group.order for group in await dispatcher.next_batch(2, deadline())] == [3, 4]
+        assert dispatcher.num_cut == 0
+        waiting = asyncio.ensure_future(dispatcher.next_batch(3, deadline()))
+        await asyncio.sleep(0.01)
+        assert dispatcher.num_cut == 1
+        waiting.cancel()
+
+    run_with(maker, tmp_path, body, max_staleness=1, num_spare=1)

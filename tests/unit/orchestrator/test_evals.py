@@ -70,6 +70,7 @@ def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Pa
         "temperature": 0.0,
         "seed": request_seed(1, "eval", 1),
         "options": SamplingOptions(),
+        "session": None,
     }
 
 

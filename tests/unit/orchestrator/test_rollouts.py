@@ -83,7 +83,7 @@ def test_a_group_in_which_all_goes_well(tokenizer: Tokenizer) -> None:
     assert [rollout.text for rollout in group.rollouts] == ["a", "b", "c"]
     assert [rollout.prompt_ids for rollout in group.rollouts] == [PROMPT] * 3
     (request,) = client.requests
-    assert request == {"prompt": PROMPT, "n": 3, "max_tokens": 8, "temperature": 0.7, "seed": 11, "options": OPTIONS}
+    assert request == {"prompt": PROMPT} | vars(SamplingRequest(3, 8, temperature=0.7, seed=11, options=OPTIONS))
     assert attempts == [Attempt(TASK, 9, 0, 3, [])]
     assert group.generate_s > 0 and group.score_s > 0
 

@@ -130,6 +130,25 @@ def test_requests_go_where_the_fewest_completions_are_under_way(tmp_path: Path) 
     run_with(tmp_path, 2, body)
 
 
+def test_the_conversations_of_a_group_stay_at_one_server_while_it_is_there(tmp_path: Path) -> None:
+    async def chat(policy: Policy, session: int) -> None:
+        await policy.generate([session], SamplingRequest(1, 1, temperature=1.0, seed=0, session=session))
+
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        for machine in machines:
+            machine.slow.clear()
+        waiting = [asyncio.ensure_future(chat(policy, session)) for session in (5, 6, 5, 5, 6)]
+        await asyncio.sleep(0.01)
+        assert [machine.asked for machine in machines] == [[[5]] * 3, [[6]] * 2]
+        machines[0].down = True
+        for machine in machines:
+            machine.slow.set()
+        await asyncio.gather(*waiting)
+        assert machines[1].answered == 5
+
+    run_with(tmp_path, 2, body)
+
+
 def test_every_server_gets_every_version_before_it_counts(tmp_path: Path) -> None:
     async def body(policy: Policy, machines: list[Machine]) -> None:
         await policy.load(tmp_path, 1)
