@@ -4,8 +4,8 @@
     python benchmarks/orchestrator_cpu.py --rollouts 1000
 
 Client, policy, environment process and rollout maker are those of a run; only the engine is played, by a process of its
-own. Told are the CPU time of the orchestrator per finished rollout, its memory, and the longest stall of its event loop.
-The environment's process, with the reward function, is not counted.
+own. Told are the CPU time of the orchestrator per finished rollout, its memory, and the longest stall of its event
+loop. The environment's process, with the reward function, is not counted.
 """
 
 import argparse
