@@ -23,7 +23,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tandem.config.orchestrator import ClientConfig, EnvConfig
+from tandem.config.client import ClientConfig
+from tandem.config.environment import EnvConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.process import open_environment
 from tandem.orchestrator.client import InferenceClient

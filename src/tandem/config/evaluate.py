@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.orchestrator import EnvConfig, SampleOptions
+from tandem.config.environment import EnvConfig
+from tandem.config.sampling import SampleOptions
 from tandem.config.shared import ComputeOptions, KeyOptions, LogOptions, SeedOptions, ServerUrl
 
 

@@ -26,7 +26,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.envs.calls import over_limit
 from tandem.envs.failures import MAX_TRACEBACK, Failure, UserCodeError, place_in
 from tandem.envs.model import ChatRefused, ContextFull, over_turn

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.envs.failures import UserCodeError
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.protocol import Environment

@@ -31,7 +31,7 @@ from typing import Any
 
 import orjson
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.envs.calls import CALLED_OFF, Calls, Outcome
 from tandem.envs.failures import Failure, failure_of, place_of
 from tandem.envs.model import Clock, RemoteModel

@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from tandem.config.orchestrator import ClientConfig
+from tandem.config.client import ClientConfig
 from tandem.types.identity import ServerIdentity, describe_run
 from tandem.types.rollout import Completion, SamplingRequest, require_logprobs
 from tandem.utils.http import BUSY, OK, RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable

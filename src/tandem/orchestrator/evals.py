@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from tandem.config.orchestrator import EvalConfig
+from tandem.config.sampling import EvalConfig
 from tandem.envs.failures import Failure, failure_of, top_reasons
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.protocols import GroupMaker

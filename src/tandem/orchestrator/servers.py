@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from tandem.config.orchestrator import read_servers
+from tandem.config.client import read_servers
 from tandem.orchestrator.protocols import Server
 from tandem.orchestrator.weight_sync import Policy
 from tandem.utils.errors import UserError

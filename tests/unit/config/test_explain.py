@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tandem.config.base import load_config
+from tandem.config.client import ClientConfig
 from tandem.config.inference import InferenceConfig, ServerConfig
-from tandem.config.orchestrator import ClientConfig, OrchestratorConfig
+from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.sglang import SGLangConfig

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from tests.unit.envs.scripted import Scripted, call, say
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.envs.calculator import CalculatorUse, calculator
 from tandem.envs.conversing import converse, use_tools
 from tandem.envs.guessing import GuessingGame

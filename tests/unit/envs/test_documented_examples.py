@@ -11,7 +11,7 @@ import pytest
 from tests.documentation import FENCE, ROOT
 from tests.unit.envs.scripted import Scripted, call, say
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.config.rl import RLConfig
 from tandem.envs.registry import make_environment
 from tandem.envs.results import Result

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.envs import process
 from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.model import ChatRefused

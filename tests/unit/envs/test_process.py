@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.envs import process
 from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.process import EnvironmentProcess, open_environment

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.envs.failures import UserCodeError, failure_of
 from tandem.envs.trial import try_environment
 from tandem.types.rollout import Task

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.orchestrator import ClientConfig
+from tandem.config.client import ClientConfig
 from tandem.orchestrator import client as client_module
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
 from tandem.types.identity import ServerIdentity

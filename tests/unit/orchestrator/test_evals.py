@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.orchestrator import EvalConfig
+from tandem.config.sampling import EvalConfig
 from tandem.envs.failures import Failure
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures

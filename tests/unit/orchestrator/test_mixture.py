@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import TASKS, FakeServer
 
-from tandem.config.orchestrator import EnvConfig, OrchestratorConfig
+from tandem.config.environment import EnvConfig
+from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import Mixture, open_environments, try_environments
 from tandem.orchestrator.loop import Orchestrator

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.orchestrator import ClientConfig, read_servers
+from tandem.config.client import ClientConfig, read_servers
 from tandem.orchestrator import replica as replica_module
 from tandem.orchestrator import servers as servers_module
 from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost

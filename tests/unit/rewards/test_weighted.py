@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from tandem.config.orchestrator import EnvConfig
+from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward
 from tandem.rewards.checked import BadReward
 from tandem.rewards.pool import RewardFailed
