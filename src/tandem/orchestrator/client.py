@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ class InferenceClient:
             "logprobs": 0,
             "return_token_ids": True,
             "detokenize": False,  # token ids are all that is read; vLLM passes over it
-            **asdict(sampling.options),
+            **vars(sampling.options),
         } | self.model
         answer = await self._post("/v1/completions", body, self.instance)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])

@@ -1,6 +1,7 @@
 """An HTTP client of one server: requests that fail on their way are sent again, refusals are read for their reason."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import orjson
 OK = 200
 BUSY = 429
 RETRY_STATUS = (BUSY, 502, 503, 504)
+JSON_HEADERS = {"Content-Type": "application/json"}
 MAX_REASON = 500  # characters of an answer in no known shape
 
 
@@ -80,8 +82,9 @@ class HttpClient:
         """One attempt, to be read as it comes. Raises Unreachable, while it is read too."""
         timeout_s = timeout_s or self.timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        content = {} if body is None else {"data": json_bytes(body), "headers": JSON_HEADERS}
         try:
-            async with self.session.request(method, self.base_url + route, json=body, timeout=timeout) as response:
+            async with self.session.request(method, self.base_url + route, timeout=timeout, **content) as response:
                 yield response
         except TimeoutError as error:
             raise Unreachable(f"no answer within {timeout_s:g} s") from error
@@ -110,6 +113,14 @@ class HttpClient:
             if not is_wanted:
                 break
         raise RequestFailed(f"{self.base_url}{route} failed: {problem}")
+
+
+def json_bytes(body: Any) -> bytes:
+    """Half of a surrogate pair, which orjson refuses, is written as an escape."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body).encode()
 
 
 def reason_of(body: bytes) -> str:

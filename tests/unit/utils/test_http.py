@@ -1,13 +1,14 @@
 """Sending again what failed on its way, against a server that answers as planned."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
 
-from tandem.utils.http import RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
+from tandem.utils.http import HttpClient, RETRY_STATUS, Reply, RequestFailed, Unreachable, json_bytes
 
 
 @asynccontextmanager
@@ -88,3 +89,9 @@ def test_no_answer_in_time_is_told_apart_from_a_refusal() -> None:
                 await client.send("POST", "/do", timeout_s=0.05)
 
     asyncio.run(run())
+
+
+def test_bodies_are_json_whatever_the_text() -> None:
+    """Half of a surrogate pair comes from data files that were written carelessly."""
+    assert json.loads(json_bytes({"text": "ä\ud83d", "n": 1.5})) == {"text": "ä\ud83d", "n": 1.5}
+    assert json_bytes({"text": "ä"}) == '{"text":"ä"}'.encode()
