@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from tandem.utils.http import HttpClient, RETRY_STATUS, Reply, RequestFailed, Unreachable, json_bytes
+from tandem.utils.http import RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable, json_bytes
 
 
 @asynccontextmanager
