@@ -33,6 +33,7 @@ from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.weight_sync import Policy
 from tandem.types.identity import ServerIdentity
 from tandem.types.rollout import Group, SamplingRequest
+from tandem.utils.garbage import collect_rarely
 from tandem.utils.metrics import RunLog
 from tandem.utils.ports import nearest_free_port
 from tandem.utils.run_dir import RunDir
@@ -113,11 +114,12 @@ async def measure(url: str, model: Path, folder: Path, env: EnvConfig, num_rollo
             return await maker.make_group(tasks[order], prompts[order], order, sampling)
 
         stalls = Stalls()
-        watching = asyncio.ensure_future(stalls.watch())
+        watching = [asyncio.ensure_future(stalls.watch()), asyncio.ensure_future(policy.watch())]
         began, cpu = time.monotonic(), time.process_time()
         groups = await asyncio.gather(*(group(order) for order in range(len(tasks))))
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
-        watching.cancel()
+        for task in watching:
+            task.cancel()
     await client.close()
     finished = sum(len(group.rollouts) for group in groups)
     return {
@@ -146,6 +148,7 @@ def main() -> None:
         ),
     }
     results: dict[str, dict[str, float]] = {}
+    collect_rarely()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run(

@@ -178,6 +178,7 @@ class Worker:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 self._take(await receive(reader))
+                await asyncio.sleep(0)  # thousands may have come at once, and others wait for the event loop too
 
     def _take(self, answer: Payload) -> None:
         if "started" in answer:

@@ -52,6 +52,7 @@ class RolloutMaker:
         self.record = record
         self.delays_s = delays_s
         self.episodes = episodes  # of environments that have conversations
+        self._starting = asyncio.Lock()
 
     async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
         """`sampling.n` rollouts with rewards; TaskFailed where they do not come together."""
@@ -75,6 +76,8 @@ class RolloutMaker:
     async def _attempt(
         self, task: Task, prompt_ids: list[int], sampling: SamplingRequest, times: Times
     ) -> list[Rollout | RolloutFailure]:
+        async with self._starting:  # one group at each pass of the event loop: a step may start a thousand
+            await asyncio.sleep(0)
         started = time.monotonic()
         if self.episodes is not None and self.episodes.plays(task):
             seeds = [request_seed(sampling.seed, "rollout", number) for number in range(sampling.n)]
