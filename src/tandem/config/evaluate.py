@@ -47,9 +47,6 @@ class EvaluateConfig(LogOptions, ComputeOptions, SeedOptions, SampleOptions):
     num_prompts: int | None = Field(default=64, ge=1)
     """Number of tasks, the first of the split. None: all."""
 
-    samples: int = Field(default=1, ge=1)
-    """Completions of each task. With k of them, pass@1 … pass@k are told."""
-
     solved_reward: float = 1.0
     """A completion with at least this reward counts as solved."""
 
@@ -80,10 +77,6 @@ class EvaluateConfig(LogOptions, ComputeOptions, SeedOptions, SampleOptions):
             raise ValueError(
                 f"{', '.join(named) or 'nothing'} is given to be evaluated; give one of --model, --run and "
                 "--endpoint.base-url"
-            )
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
             )
         if self.max_tokens is not None and self.seq_len is not None and self.max_tokens >= self.seq_len:
             raise ValueError(f"max_tokens = {self.max_tokens} leaves no room for a prompt in seq_len = {self.seq_len}")

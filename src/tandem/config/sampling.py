@@ -49,6 +49,9 @@ class SamplingConfig(TruncationConfig):
 class SampleOptions(TruncationConfig):
     """How completions are drawn that are not learned from."""
 
+    samples: int = Field(default=1, ge=1)
+    """Completions of each prompt. With k of them the reward is avg@k, and pass@1 … pass@k are told too."""
+
     temperature: float = Field(default=0.0, ge=0)
     """Softmax temperature of evaluation. 0: greedy."""
 
@@ -57,6 +60,10 @@ class SampleOptions(TruncationConfig):
         if self.truncation and self.temperature == 0:
             (name, value), *_ = self.truncation.items()
             raise ValueError(f"{name} = {value:g} has no effect with temperature = 0 (greedy); give a temperature")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
+            )
         return self
 
 
@@ -68,14 +75,3 @@ class EvalConfig(SampleOptions):
 
     num_prompts: int = Field(default=64, ge=1)
     """Held-out prompts per evaluation."""
-
-    samples: int = Field(default=1, ge=1)
-    """Completions of each prompt. With k of them the reward is avg@k, and pass@1 … pass@k are logged too."""
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> "EvalConfig":
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples = {self.samples} are all the same with temperature = 0 (greedy); give a temperature"
-            )
-        return self

@@ -17,7 +17,6 @@ from tandem.utils.http import OK, RETRY_STATUS, HttpClient, Reply, RequestFailed
 class Answer:
     message: Message
     finish_reason: str
-    num_tokens: int | None  # of all samples of the request, where the endpoint counts them
 
     @property
     def text(self) -> str:
@@ -66,10 +65,8 @@ class ChatEndpoint:
             body["max_tokens"] = min(max_tokens, self.sampling.get("max_tokens", max_tokens))
         reply = await self.http.post("/v1/chat/completions", body, self.config.retries, _send_again)
         try:
-            answer = orjson.loads(reply.body)
-            tokens = (answer.get("usage") or {}).get("completion_tokens")
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            answers = [Answer(_message(choice["message"]), choice["finish_reason"], tokens) for choice in choices]
+            choices = sorted(orjson.loads(reply.body)["choices"], key=lambda choice: choice["index"])
+            answers = [Answer(_message(choice["message"]), choice["finish_reason"]) for choice in choices]
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
             raise RequestFailed(f"{self.http.base_url} did not answer with choices: {reply.body[:200]!r}") from error
         if len(answers) != n:
@@ -84,11 +81,9 @@ class EndpointPlayer:
         self.endpoint = endpoint
         self.seed = seed
         self.messages: list[Message] = []
-        self.num_tokens = 0
-        self.finish_reason = ""
 
     def restart(self) -> None:
-        self.messages, self.num_tokens = [], 0
+        self.messages = []
 
     async def chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, max_tokens: int | None
@@ -98,8 +93,6 @@ class EndpointPlayer:
         except RequestFailed as error:
             raise ChatRefused(str(error)) from error
         self.messages = [*messages, answer.message]
-        self.num_tokens += answer.num_tokens or 0
-        self.finish_reason = answer.finish_reason
         return {"message": answer.message, "finish_reason": answer.finish_reason}
 
 
