@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from tandem.envs.failures import failure_of
 from tandem.orchestrator.buffer import GroupBuffer
@@ -27,6 +28,13 @@ logger = logging.getLogger(__name__)
 
 MakeGroup = Callable[[int], Awaitable[Group]]
 FilterGroup = Callable[[Group], Group | None]
+
+
+class Start(NamedTuple):
+    """Which group was started, and at which version."""
+
+    order: int
+    version: int
 
 
 class Dispatcher:
@@ -62,14 +70,14 @@ class Dispatcher:
         self._retry = list(retry)
         self._max_orders = max_orders
         self.num_cut = 0  # groups that were under way when their step went on without them
-        self._in_flight: dict[asyncio.Task[Group], int] = {}
-        self._started_at: dict[asyncio.Task[Group], int] = {}  # version
+        self._in_flight: dict[asyncio.Task[Group], Start] = {}
         self._failed: Counter[int] = Counter()  # how often, by order
 
     @property
     def unfinished_orders(self) -> list[int]:
         """Started but not trained on: what a resumed run has to make again."""
-        return sorted([*self._in_flight.values(), *self._retry, *self.buffer.waiting_orders])
+        orders = [start.order for start in self._in_flight.values()]
+        return sorted([*orders, *self._retry, *self.buffer.waiting_orders])
 
     async def next_batch(self, step: int, deadline: Deadline) -> list[Group]:
         """Wait until `step` has its groups."""
@@ -110,24 +118,18 @@ class Dispatcher:
 
     def _cut_stragglers(self, step: int) -> None:
         """Groups under way that are too old for this step already: whatever becomes of them, they are sampled again."""
-        late = [task for task, version in self._started_at.items() if self.buffer.is_late(version, step)]
+        late = [task for task, start in self._in_flight.items() if self.buffer.is_late(start.version, step)]
         for task in late:
             task.cancel()
-            self._retry = sorted([self._end(task), *self._retry])
+            self._retry = sorted([self._in_flight.pop(task).order, *self._retry])
             self.buffer.give_up()
         self.num_cut += len(late)
-
-    def _end(self, task: asyncio.Task[Group]) -> int:
-        """It is under way no more; returns its order."""
-        del self._started_at[task]
-        return self._in_flight.pop(task)
 
     def _start_groups(self, step: int) -> None:
         while self.buffer.can_start(self.policy.version, step) and (order := self._take_order()) is not None:
             self.buffer.started()
             task = asyncio.ensure_future(self.make_group(order))
-            self._in_flight[task] = order
-            self._started_at[task] = self.policy.version
+            self._in_flight[task] = Start(order, self.policy.version)
 
     def _take_order(self) -> int | None:
         """The next order whose task is not set aside."""
@@ -153,7 +155,7 @@ class Dispatcher:
 
     def _collect(self) -> None:
         for task in [task for task in self._in_flight if task.done()]:
-            order = self._end(task)
+            order = self._in_flight.pop(task).order
             error = task.exception()
             if error is None:
                 self._add(task.result())

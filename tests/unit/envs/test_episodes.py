@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tandem.config.environment import EnvConfig
-from tandem.envs import process
 from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.model import ChatRefused
 from tandem.envs.process import EnvironmentProcess, open_environment
@@ -17,14 +16,9 @@ from tandem.envs.trial import try_environment
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
 
-HERE = str(Path(__file__).parent)
 LIMIT_S = 2.0
 
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE)
-    monkeypatch.setattr(process, "GRACE_S", 1.0)
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 class Speaker:

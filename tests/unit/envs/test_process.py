@@ -9,21 +9,15 @@ from pathlib import Path
 import pytest
 
 from tandem.config.environment import EnvConfig
-from tandem.envs import process
 from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.process import EnvironmentProcess, open_environment
 from tandem.utils.errors import UserError
 from tandem.utils.processes import descendants
 
-HERE = str(Path(__file__).parent)
 # Long enough for a slow machine to answer a call that does nothing.
 LIMIT_S = 2.0
 
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE)
-    monkeypatch.setattr(process, "GRACE_S", 1.0)
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 def config(*behaviours: str, cls: str = "Misbehaving", **options: object) -> EnvConfig:
