@@ -43,6 +43,7 @@ from tandem.orchestrator.weight_sync import Policy
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Group, SamplingRequest, Task
+from tandem.utils.garbage import collect_by_the_clock
 from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
@@ -131,7 +132,7 @@ class Orchestrator:
         ready = await self.servers.wait_until_ready()
         for replica in policy.replicas:
             replica.is_present = replica.server in ready
-        watching = [tasks.create_task(policy.watch())]
+        watching = [tasks.create_task(policy.watch()), tasks.create_task(collect_by_the_clock())]
         await self._serve_first_version()
         self.run_log.event("started", version=policy.version, run=self.run_name)
         await self._evaluate_start()
