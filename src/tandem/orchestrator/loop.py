@@ -87,7 +87,14 @@ class Orchestrator:
         )
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
-        self.policy = Policy(list(servers), config.model.name, self.run_dir.weights, self.start.step, self.run_log)
+        self.policy = Policy(
+            list(servers),
+            config.model.name,
+            self.run_dir.weights,
+            self.start.step,
+            self.run_log,
+            None if config.deterministic else config.client.concurrency,
+        )
         episodes = open_episodes(environment, tokenizer, config.seq_len)
         make_maker = partial(RolloutMaker, self.policy, environment, tokenizer, episodes=episodes)
         self.makers = {
@@ -242,6 +249,8 @@ class Orchestrator:
             "servers/present": self.policy.num_present,
             "servers/requests_moved": self.policy.num_moved,
         }
+        if (limit := self.policy.limit) is not None:
+            state["servers/concurrency"] = limit
         self.run_log.metrics(step, metrics | measured | state)
         logger.info(
             "step %d: reward %.3f, staleness %d, %.0f tokens/s",

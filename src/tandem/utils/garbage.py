@@ -21,8 +21,8 @@ AT_LEAST_S = 3600.0
 
 
 async def collect_by_the_clock() -> None:
-    """Run this as a task; automatic collection is off until it ends. What is there now, modules and prompts above all, is
-    never looked at again."""
+    """Run this as a task; automatic collection is off until it ends. What is there now, modules and prompts above all,
+    is never looked at again."""
     gc.collect()
     gc.freeze()
     gc.disable()
