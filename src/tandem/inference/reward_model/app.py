@@ -13,18 +13,18 @@ from starlette.responses import Response
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest, add_error_handlers
-from tandem.inference.api.limits import LimitBody
 from tandem.inference.api.messages import refuse_size
 from tandem.inference.api.text import Encoders
-from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing
-from tandem.inference.responses import Answer
 from tandem.inference.text_size import TextLimit, size_of
 from tandem.inference.vocabulary import explain_beyond, token_beyond
 from tandem.rewards.batcher import Batcher
 from tandem.types.openai import ApiModel
 from tandem.utils.errors import UserError
+from tandem.utils.serving.auth import RequireApiKey
+from tandem.utils.serving.limits import LimitBody
+from tandem.utils.serving.responses import Answer
 
 Tokens = Sequence[int]
 ScoreAll = Callable[[list[Tokens]], list[float]]
