@@ -98,6 +98,7 @@ def reward_model_app(config: RewardServerConfig, api_key: str | None) -> "FastAP
         max_body_bytes=server.max_body_mb << 20,
         receive_timeout_s=server.receive_timeout_s,
         host_names=names_of(server.host, server.allowed_hosts) if api_key is None else None,
+        options=config,
     )
 
 

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from tandem.config.base import load_config
 from tandem.config.goals import GoalOptions
 from tandem.rewards.batcher import Batcher
-from tandem.rewards.goals import BadGoal, GoalSpace, Vector, make_goals
+from tandem.rewards.goals import BadGoal, Goal, GoalSpace, Vector, make_goals
 from tandem.utils.serving.auth import RequireApiKey
 from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import error_answer
@@ -45,14 +45,15 @@ class GoalRequest(BaseModel):
 class GoalService:
     """The routes of a server that measures goals, and what they share."""
 
-    def __init__(self, options: GoalOptions) -> None:
+    def __init__(self, options: GoalOptions, goals: Sequence[Goal] | None = None) -> None:
+        """`goals`: None are those that the options name."""
         self.options = options
         self.registry = CollectorRegistry()
         self.texts = Counter("tandem_goal_texts", "Texts placed in goal space.", registry=self.registry)
         hits = Gauge("tandem_goal_cache_hits", "Texts that were known already.", registry=self.registry)
         self.failures = Counter("tandem_goal_failures", "Requests that a goal failed.", registry=self.registry)
         self.goal_s = Histogram("tandem_goal_seconds", "Of one batch.", ("goal",), registry=self.registry)
-        self.space = GoalSpace(make_goals(options.goals), options.cache_size, self._observe)
+        self.space = GoalSpace(goals or make_goals(options.goals), options.cache_size, self._observe)
         hits.set_function(lambda: self.space.num_hits)
         self._batcher: Batcher[str, Vector] | None = None
 
