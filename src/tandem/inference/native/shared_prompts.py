@@ -1,10 +1,10 @@
 """Which decoding rows begin with the same blocks, so that a kernel reads these once for several rows. No torch.
 
-    blocks of the rows   1 2 3 7       rows 0 – 2 share three blocks, rows 3 – 4 two
-                         1 2 3 8
-                         1 2 3 9
-                         4 5 6
-                         4 5 11
+blocks of the rows   1 2 3 7       rows 0 – 2 share three blocks, rows 3 – 4 two
+                     1 2 3 8
+                     1 2 3 9
+                     4 5 6
+                     4 5 11
 """
 
 from dataclasses import dataclass

@@ -220,9 +220,7 @@ class DecodeRows:
         prefix_parts = 0
         shared_tokens, prefix = self.positions, [q.new_empty(0, dtype=torch.float32)] * 3
         if shared is not None:
-            prefix_parts = min(
-                MAX_PREFIX_PARTS, num_splits(max(1, num_rows // ROWS_AT_ONCE) * num_kv_heads, q.device)
-            )
+            prefix_parts = min(MAX_PREFIX_PARTS, num_splits(max(1, num_rows // ROWS_AT_ONCE) * num_kv_heads, q.device))
             shared_tokens, prefix = shared.tokens, self._attend_to_shared(shared, q, keys, values, prefix_parts)
         parts = _new_parts(q, splits) if splits > 1 else [q.new_empty(0, dtype=torch.float32)] * 3
         shape = _shape_of(q, keys)
