@@ -23,6 +23,7 @@ from tandem.models.spec import ModelSpec
 
 pytest.importorskip("triton", reason="pip install triton")
 
+from tandem.inference.native.cuda import attention as cuda_attention
 from tandem.inference.native.cuda import draw as drawing
 from tandem.inference.native.cuda import layers
 from tandem.inference.native.cuda import runner as cuda_runner
@@ -78,8 +79,16 @@ class Paged:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("splits", [1, 4])
-def test_decode_attention(shape: tuple[int, int, int, int, int | None], dtype: torch.dtype, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "many_programs"), [(1, 1), (4, 1024)])
+def test_decode_attention(
+    shape: tuple[int, int, int, int, int | None],
+    dtype: torch.dtype,
+    splits: int,
+    many_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the tiles of many programs, and of few."""
+    monkeypatch.setattr(cuda_attention, "MANY_PROGRAMS", many_programs)
     lengths = [1, 2, 63, 64, 65, 130] + ([700, 1031] if ON_GPU else [])
     paged = Paged(lengths, shape, dtype)
     q = torch.randn(len(lengths), paged.heads, paged.head_dim, device=DEVICE).to(dtype)

@@ -22,7 +22,7 @@ from torch import Tensor
 from tandem.inference.native.shared_prompts import ROWS_AT_ONCE
 
 TILE = 64  # tokens of the context a program reads at once
-DECODE_WARPS, DECODE_STAGES = 2, 3  # what was measured best (docs/log.md)
+MANY_PROGRAMS = 1024  # which read less at once each
 QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
 MAX_SPLITS = 32
@@ -224,12 +224,13 @@ class DecodeRows:
             shared_tokens, prefix = shared.tokens, self._attend_to_shared(shared, q, keys, values, prefix_parts)
         parts = _new_parts(q, splits) if splits > 1 else [q.new_empty(0, dtype=torch.float32)] * 3
         shape = _shape_of(q, keys)
+        tile, warps, stages = decode_tile(shape["PADDED"], num_rows * num_kv_heads * splits)
         _decode[(num_rows, num_kv_heads, splits)](
             q, keys, values, self.table, self.columns, self.positions, shared_tokens, *prefix, out, *parts,
             *keys.stride()[:3], head_dim**-0.5, splits,
-            **shape, ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=TILE,
+            **shape, ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=tile,
             WINDOW=window or 0, IS_SPLIT=splits > 1, PREFIX_PARTS=prefix_parts,
-            num_warps=DECODE_WARPS if shape["PADDED"] <= 128 else 4, num_stages=DECODE_STAGES,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if splits > 1:
             _merge[(num_rows * num_heads,)](
@@ -248,7 +249,7 @@ class DecodeRows:
         _prefix[(len(shared.first), num_kv_heads, splits)](
             q, keys, values, self.table, self.columns, shared.tokens, shared.first, shared.count, *parts,
             *keys.stride()[:3], head_dim**-0.5, splits, **shape, ROWS=rows, TILE=TILE,
-            num_warps=2 if rows <= 16 and shape["PADDED"] <= 128 else 4, num_stages=DECODE_STAGES,
+            num_warps=2 if rows <= 16 and shape["PADDED"] <= 128 else 4, num_stages=3,
         )  # fmt: skip
         return parts
 
@@ -291,6 +292,13 @@ class PrefillTiles:
             ROWS=QUERY_TILE, TILE=TILE, WINDOW=window or 0, num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
+
+
+def decode_tile(padded: int, num_programs: int) -> tuple[int, int, int]:
+    """Tokens that a program reads at once, warps and stages: what was measured best (docs/log.md)."""
+    if padded > 128:
+        return TILE, 4, 3
+    return (TILE // 2, 1, 4) if padded == 128 and num_programs >= MANY_PROGRAMS else (TILE, 2, 3)
 
 
 def num_splits(num_programs: int, device: torch.device) -> int:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 BLOCK = 4096
 # A search goes over a row many times by itself and waits for memory each time it asks: it asks for more at once.
-SEARCH_BLOCK, SEARCH_WARPS = 16384, 16
+SEARCH_BLOCK, SEARCH_WARPS = 8192, 16
+LEAST_KEY = tl.constexpr(-(2**31))  # of `_key`
 LOWEST = tl.constexpr(-1e30)  # below every logit, and a number: the difference of two infinities is none
 
 
@@ -34,7 +35,7 @@ def _load(row, i, vocab):
 def _key(x, SHIFT: tl.constexpr):
     """Integers in the order of the numbers; without the bits that bfloat16 does not have."""
     bits = x.to(tl.int32, bitcast=True)
-    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000) >> SHIFT
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -63,7 +64,7 @@ def _above(row, vocab, divisor, greatest, key, SHIFT: tl.constexpr, BLOCK: tl.co
     for start in range(0, vocab, BLOCK):
         i = start + lane
         x = _load(row, i, vocab)
-        counts = (_key(x, SHIFT) >= key) & (i < vocab)
+        counts = (_key(x, SHIFT) >= key.to(tl.int32)) & (i < vocab)
         count += counts.to(tl.int32)
         mass += tl.where(counts, tl.exp((x - greatest) / divisor), 0.0)
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
@@ -75,9 +76,9 @@ def _least_kept(
 ):  # fmt: skip
     """The greatest key that keeps enough; what lies above it, in number and mass; how many tokens have it, and the mass
     of one of these."""
-    key = tl.full([], 0, tl.int64)
+    key = tl.full([], LEAST_KEY, tl.int64) >> SHIFT
     for bit in range(32 - SHIFT):
-        trial = key | (tl.full([], 1, tl.int64) << (31 - SHIFT - bit))
+        trial = key + (tl.full([], 1, tl.int64) << (31 - SHIFT - bit))
         count, mass = _above(row, vocab, divisor, greatest, trial, SHIFT, BLOCK)
         if (count >= enough_count) & (mass >= enough_mass):
             key = trial
@@ -91,10 +92,10 @@ def _least_kept(
 def _kept(x, i, vocab, divisor, greatest, key, num_ties, ties_before, min_p, SHIFT: tl.constexpr):
     """exp(logit - greatest) where a token is kept, else 0; of the tokens at the key itself the first `num_ties`."""
     keys = _key(x, SHIFT)
-    is_tie = (keys == key) & (i < vocab)
+    is_tie = (keys == key.to(tl.int32)) & (i < vocab)
     rank = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
     e = tl.exp((x - greatest) / divisor)
-    kept = ((keys > key) | (is_tie & (rank < num_ties))) & (i < vocab) & (e >= min_p)
+    kept = ((keys > key.to(tl.int32)) | (is_tie & (rank < num_ties))) & (i < vocab) & (e >= min_p)
     return tl.where(kept, e, 0.0), ties_before + tl.sum(is_tie.to(tl.int32), axis=0)
 
 
@@ -113,7 +114,7 @@ def _draw_truncated(
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
-    key, num_ties, kept_mass = tl.full([], -1, tl.int64), vocab, total
+    key, num_ties, kept_mass = tl.full([], LEAST_KEY, tl.int64), vocab, total
     if top_k > 0:
         enough = tl.minimum(top_k, vocab)
         key, count, mass, _, tie_mass = _least_kept(row, vocab, divisor, greatest, enough, 0.0, SHIFT, SEARCH)
