@@ -94,9 +94,7 @@ def test_the_deadline_and_a_second_signal_end_what_does_not_listen(
     for number in numbers:
         process.send_signal(number)
         time.sleep(1.5)
-    while (
-        len(numbers) > 1 and process.poll() is None
-    ):  # a busy machine may have heard of both at once: that is one signal
+    while len(numbers) > 1 and process.poll() is None:  # on a busy machine both may have come at once: one signal
         process.send_signal(numbers[-1])
         time.sleep(1.5)
     _, errors = process.communicate(timeout=60 * PATIENCE)
