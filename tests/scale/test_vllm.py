@@ -56,8 +56,9 @@ def tiny_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def server(vllm_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    log, drain = tmp_path_factory.mktemp("vllm") / "server.log", ("--drain-timeout-s", str(30 * PATIENCE))
     # With vLLM's own control routes, so that tests can show that they need the key too.
-    started = start(vllm_python, tiny_model, tmp_path_factory.mktemp("vllm") / "server.log", dev_mode=True)
+    started = start(vllm_python, tiny_model, log, *drain, dev_mode=True)
     yield started
     started.end()
 
