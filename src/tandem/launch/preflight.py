@@ -42,6 +42,7 @@ def check(config: RLConfig) -> int:
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     _check_server(config)
+    _check_deployment(config)
     _check_devices(config)
     loss = config.trainer.loss
     if loss.is_own:
@@ -57,6 +58,11 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
     async with open_environments(config) as environment:
         encode_prompts(environment, tokenizer, config)
         await try_environments(environment, config)
+
+
+def _check_deployment(config: RLConfig) -> None:
+    if config.deployment in ("shared", "colocated"):
+        raise UserError(f"deployment = {config.deployment!r} is not there yet; set it to 'split', or leave it out")
 
 
 def _check_devices(config: RLConfig) -> None:
