@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import model_validator
 
 from tandem.config.base import FILES, Config
+from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
@@ -41,6 +42,8 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, M
     deployment: Deployment | None = None
     """Where trainer and server run. split: two processes, each with its own GPUs. shared: two processes on one GPU, new
     weights through its memory. colocated: one process, where the server reads the trainer's weights. None: split."""
+
+    gpus: GpuConfig = GpuConfig()
 
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""

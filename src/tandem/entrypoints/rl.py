@@ -53,16 +53,20 @@ def check_and_run(config: RLConfig) -> None:
 
 
 def write_plan(config: RLConfig) -> None:
-    """What `--dry-run` leaves."""
+    """What `--dry-run` leaves, and what it prints."""
+    from tandem.launch.describe import describe_run
+    from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
 
     folder = RunDir(config.output_dir).dry_run
-    plans = make_plan(config, folder)
+    gpus = find_gpu_plan(config)
+    plans = make_plan(config, folder, gpus=gpus)
     with refuse_unwritable(config.output_dir):
         write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
+    print("\n".join(describe_run(config, plans, gpus)))
     print(f"dry run: all checks passed; configuration and process plan are in {folder}")
 
 
@@ -71,6 +75,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from rich.console import Console
 
     from tandem.launch import preflight
+    from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
     from tandem.launch.summary import print_summary
@@ -81,8 +86,8 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = make_plan(config, run_dir.config)
-    listening = preflight.take_port(config)
+    plans = make_plan(config, run_dir.config, gpus=find_gpu_plan(config))
+    listening = preflight.take_ports(config)
     if config.clean:
         run_dir.clean()
     if config.resume:

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tandem.launch.plan import ProcessPlan
@@ -44,14 +44,17 @@ class Interrupted(Exception):
 
 
 class Supervisor:
-    """`listening`: what the inference server listens on, where the run has one. `save_timeout_s`: how long the trainer
-    may take to save a checkpoint when a signal ends the run."""
+    """`listening`: what each inference server listens on. `save_timeout_s`: how long the trainer may take to save a
+    checkpoint when a signal ends the run."""
 
     def __init__(
-        self, plans: list[ProcessPlan], listening: socket.socket | None = None, save_timeout_s: float = 0.0
+        self,
+        plans: list[ProcessPlan],
+        listening: Mapping[str, socket.socket] | None = None,
+        save_timeout_s: float = 0.0,
     ) -> None:
         self.plans = {plan.name: plan for plan in plans}
-        self.listening = listening
+        self.listening = listening or {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.save_timeout_s = save_timeout_s
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
@@ -110,7 +113,7 @@ class Supervisor:
     def _start(self, plan: ProcessPlan) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
-        handed = self.listening if plan.name == "inference" else None
+        handed = self.listening.get(plan.name)
         if handed is not None:
             environment |= handed_over(handed)
         with plan.log.open("ab") as log:
