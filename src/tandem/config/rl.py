@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from tandem.config.base import FILES, Config
 from tandem.config.gpus import GpuConfig
@@ -44,6 +44,13 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, M
     weights through its memory. colocated: one process, where the server reads the trainer's weights. None: split."""
 
     gpus: GpuConfig = GpuConfig()
+
+    max_restarts: int = Field(default=3, ge=0)
+    """How often each process that fails is started again, once the run has made a step. Server: the run goes on.
+    Orchestrator and trainer: both go on from the newest checkpoint. 0: a failure ends the run."""
+
+    restart_delay_s: float = Field(default=1.0, ge=0)
+    """Wait before the first restart of a process; it doubles from one to the next, up to a minute."""
 
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""

@@ -23,6 +23,7 @@ from tandem.utils.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 Number = int | float
+GAVE_UP = "gave_up"  # the event of a process that failed for a reason that starting it again would not mend
 
 
 class RunLog:
