@@ -4,8 +4,10 @@ import asyncio
 import json
 import socket
 import urllib.request
+from urllib.parse import urlsplit
 
 from tandem.config.changes import review_changes
+from tandem.config.inference import LOOPBACK_HOSTS
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
@@ -117,13 +119,18 @@ def _check_address(url: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
-            "`inference @ …`, or give `rl` an inference section so that it starts one"
+            f"`inference @ …`{_reachable(url)}, or give `rl` an inference section so that it starts one"
         ) from error
     if not isinstance(health, dict) or "instance" not in health:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: that is not one of our inference servers; start one with "
             "`inference @ …` and give its address"
         )
+
+
+def _reachable(url: str) -> str:
+    """What a server on another machine needs besides."""
+    return "" if urlsplit(url).hostname in LOOPBACK_HOSTS else " --host 0.0.0.0 --api-key-var …"
 
 
 def take_ports(config: RLConfig) -> dict[str, socket.socket]:
