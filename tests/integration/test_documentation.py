@@ -123,6 +123,11 @@ def check_python(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert script == "-m" or (ROOT / script).is_file(), f"{shown}: no such script"
 
 
+def check_script(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/integration/test_tmux.py runs it."""
+    assert (ROOT / shown.words[1]).is_file(), f"{shown}: no such script"
+
+
 def check_torchrun(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shown.arguments
     module = words[words.index("-m") + 1]
@@ -150,6 +155,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "reward-server": leave_unchecked,
     "export-model": leave_unchecked,
     "uvicorn": leave_unchecked,
+    "bash": check_script,
     "curl": leave_unchecked,
     "pip": leave_unchecked,
     ".": leave_unchecked,

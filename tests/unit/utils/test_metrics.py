@@ -226,7 +226,7 @@ def test_wandbs_own_variables_say_what_is_left_out(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("WANDB_NAME", "first")
     monkeypatch.setenv("WANDB_MODE", "offline")
     open_forwarder(RunDir(tmp_path), **left_out, config={})
-    given = left_out | {"project": "ours", "run_name": "x", "wandb_mode": "online"}
+    given: dict[str, Any] = left_out | {"project": "ours", "run_name": "x", "wandb_mode": "online"}
     open_forwarder(RunDir(tmp_path), **given, config={})
     assert opened == [("tandem", "run7", "online"), ("theirs", "first", "offline"), ("ours", "x", "online")]
 
