@@ -1,5 +1,6 @@
 """A model to train, by our decoder or by transformers (`model.impl`), whole or through an adapter (`lora`)."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tandem.models import hf, lora_training
 from tandem.models.decoder import Decoder
 from tandem.models.hf_model import HFDecoder, load_hf_model
 
+logger = logging.getLogger(__name__)
+NOT_EXACT = "log-probs of engine and trainer may differ by rounding"
 Trainable = Decoder | HFDecoder
 
 
@@ -33,6 +36,12 @@ def load_frozen(model: ModelConfig, device: torch.device) -> Trainable:
     """To be asked and not trained: computes what the trainable one does, in less memory where that can be."""
     dtype = torch.float32 if model.impl == "hf" else getattr(torch, model.dtype)
     return _load(model, dtype, device).requires_grad_(False)
+
+
+def compute_exactly(decoder: Trainable, device: torch.device) -> None:
+    """Exact mode (`exact.py`), for models that have it on the device they compute on; said where one does not."""
+    if isinstance(decoder, HFDecoder) or not decoder.compute_exactly(device):
+        logger.warning("no kernels of exact mode for this model on %s: %s", device.type, NOT_EXACT)
 
 
 def _load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Trainable:

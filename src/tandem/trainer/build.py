@@ -21,6 +21,7 @@ from tandem.models.trainable import (
     Trainable,
     adapter_config,
     adapter_tensors,
+    compute_exactly,
     load_trainable,
     merged_tensors,
     whole_tensors,
@@ -118,10 +119,13 @@ def load_trained(
     seed: int = 0,
     entropy_gradient: bool = False,
     critic: PpoConfig | None = None,
+    exactly: bool = False,
 ) -> Trained:
     """The model in float32 whatever it computes in, spread as the configuration says; a critic gets a value head."""
     home = home_of(parallel, ranks.device)
     decoder = load_trainable(model_config, home, lora, seed)
+    if exactly:
+        compute_exactly(decoder, ranks.device)
     model = LanguageModel(decoder, None if critic is None else new_value_head(decoder.spec.hidden_size, home))
     stepper = make_stepper(
         model,

@@ -31,6 +31,7 @@ def train_rl(config: TrainerConfig) -> None:
 def _train(config: TrainerConfig, ranks: Ranks) -> None:
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
+    exactly = config.deterministic and not config.parallel.compile
     trained = load_trained(
         config.model,
         config.optimizer,
@@ -40,9 +41,10 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         seed=config.seed,
         entropy_gradient=needs_entropy_gradient(config.loss),
         critic=config.loss.ppo if config.loss.type == "ppo" else None,
+        exactly=exactly,
     )
     frozen_models = {
-        stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks)
+        stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks, exactly=exactly)
         for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
     learner = Learner(config, trained.stepper, frozen_models)
