@@ -98,6 +98,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp
         for name in ("whole", "halves")
     )
     assert one == two
+    metrics = trainer_metrics(RunDir(tmp_path / "whole"))
+    assert [line["max/logprob_difference"] for line in metrics.values()] == [0.0] * 4
 
 
 def test_sft_leaves_the_adapter_and_the_merged_model(starter, warm_model: Path, tiny_model: Path, tmp_path):

@@ -84,6 +84,9 @@ def test_deterministic_runs_are_bit_identical_resumed_or_not(starter, rl_argumen
     succeed(resumed)
     assert "resuming after step 4" in resumed.stdout
     assert weights_of(whole, 6) == weights_of(halves, 6)
+    for name in ("mismatch_kl", "logprob_difference", "max/logprob_difference"):
+        differences = [line[name] for line in read_json_lines(RunDir(whole).metrics) if name in line]
+        assert differences == [0.0] * 6, "engine and trainer agree to the bit"
 
 
 def test_resume_without_overlap_loses_no_task(starter, rl_arguments, tmp_path):
