@@ -110,7 +110,7 @@ class Supervisor:
     def _start(self, plan: ProcessPlan) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
-        handed = self.listening if plan.name == "inference" else None
+        handed = self.listening if (plan.listens_as or plan.name) == "inference" else None
         if handed is not None:
             environment |= handed_over(handed)
         with plan.log.open("ab") as log:

@@ -71,11 +71,18 @@ AdapterWeights = Mapping[str, LowRank]
 def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
     """The adapter of a directory, for this decoder, in its precision and on its device."""
     config = _read_config(folder)
-    factors: dict[str, dict[str, Tensor]] = {}
     try:
         tensors = read_file(folder / WEIGHTS)
     except WeightMismatch as error:
         raise AdapterMismatch(str(error)) from error
+    return make_adapter(tensors, config, str(folder / WEIGHTS), decoder)
+
+
+def make_adapter(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], origin: str, decoder: Decoder
+) -> AdapterWeights:
+    """The same of tensors under PEFT's names."""
+    factors: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         module, side = _parse_key(key)
         factors.setdefault(module, {})[side] = tensor
@@ -91,7 +98,7 @@ def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
         module = f"{path}.{FUSED.get(projection, projection)}"
         parts.setdefault(module, {})[projection] = Piece(sides["A"], sides["B"], scale)
     if not parts:
-        raise AdapterMismatch(f"{folder / WEIGHTS} holds no tensors")
+        raise AdapterMismatch(f"{origin} holds no tensors")
     return {module: _join(decoder, module, pieces) for module, pieces in parts.items()}
 
 

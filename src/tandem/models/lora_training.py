@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tandem.config.lora import TARGETS, LoRAConfig, refuse_unknown_targets
 from tandem.models import ops
 from tandem.models.decoder import Decoder, Projection
-from tandem.models.hf import read_file, whole_tensors
+from tandem.models.hf import read_file, stream_tensors
 from tandem.models.lora import CONFIG, FUSED, WEIGHTS, AdapterMismatch, rows_of, scaled
 from tandem.models.runtime import whole
 from tandem.utils.files import read_json
@@ -94,11 +94,17 @@ def merged_tensors(decoder: Decoder) -> dict[str, Tensor]:
 
     Under sharding, all ranks have to ask.
     """
-    tensors = whole_tensors(decoder)
-    for name, part, linear in _adapted(decoder):
-        change = whole(linear.lora_B[part]) @ whole(linear.lora_A[part])
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + linear.scale * change
-    return tensors
+    return dict(stream_merged(decoder))
+
+
+def stream_merged(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The same one tensor after the other."""
+    adapted = {f"{name}.weight": (part, linear) for name, part, linear in _adapted(decoder)}
+    for name, tensor in stream_tensors(decoder):
+        if name in adapted:
+            part, linear = adapted[name]
+            tensor = tensor + linear.scale * (whole(linear.lora_B[part]) @ whole(linear.lora_A[part]))
+        yield name, tensor
 
 
 def adapter_config(config: LoRAConfig, base_model: Path, targets: list[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A model to train, by our decoder or by transformers (`model.impl`), whole or through an adapter (`lora`)."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ def _load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Train
 def whole_tensors(decoder: Trainable) -> dict[str, Tensor]:
     """The weights of a model without an adapter, under their Hugging Face names; all ranks have to ask."""
     return decoder.whole_tensors() if isinstance(decoder, HFDecoder) else hf.whole_tensors(decoder)
+
+
+def stream_tensors(decoder: Trainable) -> Iterator[tuple[str, Tensor]]:
+    """The same one after the other, so that nobody has to hold all of them; all ranks have to go along."""
+    yield from decoder.whole_tensors().items() if isinstance(decoder, HFDecoder) else hf.stream_tensors(decoder)
+
+
+def stream_merged(decoder: Trainable) -> Iterator[tuple[str, Tensor]]:
+    """Those of `merged_tensors` one after the other; all ranks have to go along."""
+    if isinstance(decoder, HFDecoder):
+        yield from decoder.merged_tensors().items()
+    else:
+        yield from lora_training.stream_merged(decoder)
 
 
 def merged_tensors(decoder: Trainable) -> dict[str, Tensor]:
