@@ -76,7 +76,7 @@ def write_plan(config: RLConfig) -> None:
 
     folder = RunDir(config.output_dir).dry_run
     gpus = find_gpu_plan(config)
-    plans = make_plan(config, folder, gpus=gpus)
+    plans = deployed(config, make_plan(config, folder, gpus=gpus), folder)
     with refuse_unwritable(config.output_dir):
         write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
     print("\n".join(describe_run(config, plans, gpus)))
@@ -101,7 +101,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = make_plan(config, run_dir.config, gpus=find_gpu_plan(config))
+    plans = deployed(config, make_plan(config, run_dir.config, gpus=find_gpu_plan(config)), run_dir.config)
     listening = preflight.take_ports(config)
     if config.clean:
         run_dir.clean()
@@ -131,11 +131,19 @@ def run(config: RLConfig, start_step: int) -> None:
     print_summary(console, run_dir, time.monotonic() - started)
 
 
+def deployed(config: RLConfig, plans: "list[ProcessPlan]", config_folder: Path) -> "list[ProcessPlan]":
+    """Trainer and server in one process, where the configuration says so."""
+    from tandem.launch.colocated import colocate
+
+    return colocate(plans, config_folder) if config.deployment == "colocated" else plans
+
+
 def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:
     """The configuration of the run and of each of its processes, by the file it is stored in."""
     from tandem.launch.plan import run_config
 
-    return {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    configs = {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    return configs | {name: beside for plan in plans for name, beside in plan.beside.items()}
 
 
 if __name__ == "__main__":

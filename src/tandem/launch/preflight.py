@@ -65,8 +65,8 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
 
 
 def _check_deployment(config: RLConfig) -> None:
-    if config.deployment in ("shared", "colocated"):
-        raise UserError(f"deployment = {config.deployment!r} is not there yet; set it to 'split', or leave it out")
+    if config.deployment == "shared":
+        raise UserError("deployment = 'shared' is not there yet; set it to 'colocated' or 'split'")
 
 
 def _check_devices(config: RLConfig) -> None:
