@@ -14,6 +14,7 @@ from tandem.config.base import FILES, Config
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
+from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -29,7 +30,7 @@ SHARED_KEYS = tuple(
 )
 
 
-class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig

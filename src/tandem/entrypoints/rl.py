@@ -20,6 +20,7 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
   rl @ rl.toml --env ./my_env.py:Arithmetic                 an environment of your own
   rl --resume outputs/rl                                    continue a run that was stopped
+  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00         submit it to SLURM; with --dry-run, only write the job
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
@@ -30,7 +31,11 @@ def main() -> None:
 
 def launch(config: RLConfig) -> None:
     from tandem.launch.guard import guarded
+    from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 
+    if is_to_be_submitted(config.slurm):
+        submit_run("rl", config)
+        return
     with guarded():
         check_and_run(config)
 
@@ -73,6 +78,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch import preflight
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
+    from tandem.launch.slurm.nodes import lay_over_nodes
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
@@ -81,8 +87,8 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = make_plan(config, run_dir.config)
-    listening = preflight.take_port(config)
+    plans = lay_over_nodes(make_plan(config, run_dir.config), config)
+    listening = preflight.take_port(config) if plans[0].name == "inference" else None
     if config.clean:
         run_dir.clean()
     if config.resume:

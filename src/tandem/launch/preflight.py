@@ -12,6 +12,7 @@ from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments, try_environments
 from tandem.inference.vllm.serve import check_vllm
+from tandem.launch.slurm.nodes import servers_of_job
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.tasks import encode_prompts
@@ -85,7 +86,8 @@ def _check_server(config: RLConfig) -> None:
         config.inference.server.resolve_api_key()
         config.inference.sglang.resolve_api_key()
         check_positions(config.model.name, config.seq_len)
-        _listen(config.inference.server).close()
+        if not servers_of_job(config):
+            _listen(config.inference.server).close()
         if config.inference.engine == "vllm":
             check_vllm(config.inference)
         else:

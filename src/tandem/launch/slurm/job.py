@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,12 @@ class Job:
     serving: int = 0
     inference: Path | None = None  # the configuration of the servers
     environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: str = ""  # more of the command line, as the shell reads it
     comment: Sequence[str] = ()
     after: Sequence[str] = ()
+
+    def changed(self, **values: Any) -> "Job":
+        return replace(self, **values)
 
     @property
     def is_spread(self) -> bool:
@@ -61,6 +65,7 @@ def render(job: Job) -> str:
     context: dict[str, Any] = {
         "options": sbatch_lines(sbatch_options(job)),
         "comment": list(job.comment),
+        "folder": quoted(job.folder),
         "directory": quoted(Path.cwd()),
         "venv": quoted(job.slurm.venv or _own_environment()),
         "environment": [(name, shlex.quote(value)) for name, value in job.environment.items()],
@@ -95,7 +100,7 @@ def templates() -> jinja2.Environment:
 def command_line(job: Job) -> str:
     """What the script runs, over several lines where it is long."""
     module = f"tandem.entrypoints.{job.command}"
-    given = f"@ {shlex.quote(str(job.config_file))}"
+    given = f"@ {shlex.quote(str(job.config_file))}{job.arguments and ' '}{job.arguments}"
     if not job.is_spread:
         return f"python -m {module} {given}"
     nodes = job.slurm.nodes

@@ -24,8 +24,10 @@ from typing import Any
 
 import yaml
 
+from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.slurm.job import Job, render
+from tandem.launch.slurm.submission import with_servers
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_atomic, write_json
@@ -105,7 +107,7 @@ def training_job(output_dir: Path, run: SubExperiment) -> Job:
     """The run directory is the sweep's own: whatever a job finds there, it continues."""
     report = ["python", "-m", "tandem.entrypoints.sweep", str(output_dir / EXPERIMENT), "--status"]
     checkpoint = getattr(run.config, "checkpoint")  # noqa: B009  # all three commands have it
-    return Job(
+    job = Job(
         name=_job_name(output_dir, run),
         command=run.command,
         config_file=run.folder / CONFIG,
@@ -119,6 +121,7 @@ def training_job(output_dir: Path, run: SubExperiment) -> Job:
         comment=[f"{run.algorithm}: {_told(run.variant.varied)}", f"Written by `sweep`; see {output_dir}/summary.txt"],
         after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
     )
+    return with_servers(job, run.config)[0] if isinstance(run.config, RLConfig) else job
 
 
 def evaluation_job(output_dir: Path, run: SubExperiment) -> Job:

@@ -118,6 +118,8 @@ class Resolver:
             raise self._refuse(error.key, str(error)) from error
         self._name_run(tree, variant.name, environment, online=algorithm.is_online)
         tree["output_dir"] = str(folder / "run")
+        if algorithm.is_online and slurm.nodes > 1:  # `rl` lays itself over the nodes of its job
+            tree["slurm"] = {"nodes": slurm.nodes, "inference_nodes": slurm.serving_nodes}
         config = self._check(CONFIGS[algorithm.command], tree, options)
         self._check_files(variant, tree)
         return SubExperiment(

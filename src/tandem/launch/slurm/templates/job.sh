@@ -25,6 +25,7 @@ serving_port=$((11000 + ${job:-$$} % 1000))
 {% if nodes > 1 -%}
 address() { scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+export TANDEM_TRAINER_NODES=$(IFS=,; echo "${nodes[*]:0:{{ nodes - serving }}}")
 export TANDEM_RENDEZVOUS=$(address "${nodes[0]}"):$rendezvous_port
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 {% endif -%}
@@ -49,13 +50,12 @@ trap 'kill -TERM $main 2> /dev/null' TERM INT
 # One inference server on each of the last {{ serving }} nodes; orchestrator and trainer are on the first.
 export TANDEM_API_KEY=${TANDEM_API_KEY:-$(head -c 24 /dev/urandom | base64 | tr '+/' '-_')}
 servers=("${nodes[@]:{{ nodes - serving }}}")
-export TANDEM_TRAINER_NODES=$(IFS=,; echo "${nodes[*]:0:{{ nodes - serving }}}")
 export TANDEM_SERVERS=
 for node in "${servers[@]}"; do TANDEM_SERVERS+=${TANDEM_SERVERS:+,}http://$(address "$node"):$serving_port; done
-mkdir -p {{ run }}/logs
 srun --nodes={{ serving }} --ntasks={{ serving }} --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${servers[*]}")" \
-  --overlap --output={{ run }}/logs/inference-%N.log --open-mode=append \
-  python -m tandem.entrypoints.inference @ {{ inference }} --server.host 0.0.0.0 --server.port $serving_port &
+  --overlap --output={{ folder }}/inference-%N.log --open-mode=append \
+  python -m tandem.entrypoints.inference @ {{ inference }} \
+  --server.host 0.0.0.0 --server.port $serving_port &
 inference=$!
 trap 'kill -TERM $inference 2> /dev/null; wait' EXIT
 {% endif -%}
