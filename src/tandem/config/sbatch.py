@@ -52,5 +52,5 @@ def gpus_per_node(options: Mapping[str, str], num_nodes: int) -> int:
 
 def _count(text: str) -> int:
     """Of `4`, `a100:4`, `gpu:4`, `gpu:a100:4(S:0-1)`; a name alone is one."""
-    last = text.rpartition(":")[2].partition("(")[0].strip()
+    last = text.partition("(")[0].rpartition(":")[2].strip()
     return int(last) if re.fullmatch(r"\d+", last) else 1
