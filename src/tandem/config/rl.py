@@ -15,6 +15,7 @@ from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
+from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -31,7 +32,7 @@ SHARED_KEYS = tuple(
 )
 
 
-class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig

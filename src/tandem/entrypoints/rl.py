@@ -23,6 +23,7 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl --resume outputs/rl                                    continue a run that was stopped
   rl --stop outputs/rl                                      from another terminal: save a checkpoint, then end
   rl --status outputs/rl                                    what a run is doing
+  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00         submit it to SLURM; with --dry-run, only write the job
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
@@ -43,7 +44,11 @@ def control(asked: str, root: Path) -> None:
 
 def launch(config: RLConfig) -> None:
     from tandem.launch.guard import guarded
+    from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 
+    if is_to_be_submitted(config.slurm):
+        submit_run("rl", config)
+        return
     with guarded():
         check_and_run(config)
 
@@ -89,10 +94,10 @@ def run(config: RLConfig, start_step: int) -> None:
 
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
-    from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
     from tandem.launch.restarts import Restarts
+    from tandem.launch.slurm.nodes import gpus_of_node, lay_over_nodes
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
@@ -101,7 +106,8 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = deployed(config, make_plan(config, run_dir.config, gpus=find_gpu_plan(config)), run_dir.config)
+    plans = deployed(config, make_plan(config, run_dir.config, gpus=gpus_of_node(config)), run_dir.config)
+    plans = lay_over_nodes(plans, config)
     listening = preflight.take_ports(config)
     if config.clean:
         run_dir.clean()
