@@ -10,6 +10,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,16 +258,22 @@ class Cluster:
 
     def restart(self) -> bool:
         """All workers anew, with a rendezvous of their own: for ranks, which cannot be replaced one by one. False where
-        one finds no room."""
-        for worker in self.workers:
-            worker.kill()
-        for worker in self.workers:
-            places = self.places_for(worker)
-            if not places:
-                return False
-            worker.node = places[0]
-        self._begin()
-        return True
+        there is no room for all."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            for worker in self.workers:
+                worker.kill()
+                if not (places := self.places_for(worker)):
+                    return False
+                worker.node = places[0]
+            try:
+                self._begin(AWAY_S)
+            except (WorkerDied, TimeoutError) as error:  # Ray notices within half a minute that a node is gone
+                logger.warning("the workers could not be started again yet: %s", error)
+                time.sleep(1.0)
+                continue
+            return True
+        return False
 
     def stop(self) -> None:
         """Work functions that wait for a message see `Closed` and may clean up; then all workers end."""
@@ -289,14 +296,14 @@ class Cluster:
         found = [node for node in self.nodes if node.node_id in alive]
         return sorted(found, key=lambda node: node.node_id != worker.node.node_id)
 
-    def _begin(self) -> None:
+    def _begin(self, timeout_s: float = START_S) -> None:
         for worker in self.workers:
             worker.place()
-        address, port = self.workers[0].where(START_S)
+        address, port = self.workers[0].where(timeout_s)
         for worker in self.workers:
             worker.environment = self._environment(worker, address, port)
         for worker in self.workers:
-            worker.begin(START_S)
+            worker.begin(timeout_s)
 
     def _environment(self, worker: RemoteWorker, address: str, port: int) -> dict[str, str]:
         """What torchrun would set. A worker with GPUs of its own sees no others, and its device is the first."""
