@@ -1,4 +1,4 @@
-"""What happens when something dies or breaks: the run ends at once, whole, and says why."""
+"""What happens when something dies or breaks and is not restarted: the run ends at once, whole, and says why."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tandem.config.shared import CheckpointConfig
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir
 
-LONG_RUN = ["--max-steps", "100000", "--orchestrator.prompts-per-step", "4"]
+LONG_RUN = ["--max-steps", "100000", "--orchestrator.prompts-per-step", "4", "--max-restarts", "0"]
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.types.identity import new_run_name
     from tandem.utils.garbage import collect_rarely
     from tandem.utils.log import setup_logging
-    from tandem.utils.metrics import open_forwarder, refuse_missing_trackers
+    from tandem.utils.metrics import GAVE_UP, RunLog, open_forwarder, refuse_missing_trackers
 
     setup_logging(config.log_level)
     collect_rarely()
@@ -74,6 +74,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     try:
         asyncio.run(run())
     except (ServerLost, TooManyFailures) as error:
+        RunLog(run_dir, "orchestrator").event(GAVE_UP, why=str(error))
         print(f"orchestrator: {error}", file=sys.stderr)
         raise SystemExit(1) from None
 
