@@ -1,4 +1,4 @@
-"""What happens when something dies or breaks: the run ends at once, whole, and says why."""
+"""What happens when something dies or breaks and is not restarted: the run ends at once, whole, and says why."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from tandem.utils.run_dir import RunDir
 
 LONG_RUN = [
     *("--max-steps", "100000", "--orchestrator.prompts-per-step", "4", "--orchestrator.eval.num-prompts", "4"),
+    *("--max-restarts", "0"),
 ]
 
 

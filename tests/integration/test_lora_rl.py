@@ -102,6 +102,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp
     succeed(resumed)
     assert "resuming after step 2" in resumed.stdout
     assert weights.read_bytes() == whole
+    differences = [line["max/logprob_difference"] for line in trainer_metrics(run_dir).values()]
+    assert differences == [0.0] * 4
 
 
 def test_sft_leaves_the_adapter_and_the_merged_model(starter, warm_model: Path, tiny_model: Path, tmp_path):

@@ -174,8 +174,10 @@ def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
     assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
     for step in range(1, max_steps + 1):
         assert cut.samples(step).read_text() == whole.samples(step).read_text()
-    trained = [line["step"] for line in read_json_lines(cut.metrics) if line["process"] == "trainer"]
-    assert trained == list(range(1, max_steps + 1))
+    trained = [line for line in read_json_lines(cut.metrics) if line["process"] == "trainer"]
+    assert [line["step"] for line in trained] == list(range(1, max_steps + 1))
+    for name in ("mismatch_kl", "logprob_difference", "max/logprob_difference"):
+        assert [line[name] for line in trained] == [0.0] * max_steps, "engine and trainer agree to the bit"
 
 
 def interrupt(process: subprocess.Popen[str]) -> list[str]:

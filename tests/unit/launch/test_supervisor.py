@@ -303,5 +303,5 @@ def test_the_server_is_given_the_socket_and_nobody_else(make_process, tmp_path: 
     )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         plans = [make_process("inference", serve), make_process("orchestrator", work), make_process("trainer", work)]
-        Supervisor(plans, listening).run(nothing)
+        Supervisor(plans, {"inference": listening}).run(nothing)
         assert (tmp_path / "port").read_text() == str(listening.getsockname()[1])
