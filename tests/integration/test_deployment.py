@@ -1,8 +1,9 @@
-"""`deployment = "colocated"`: one process trains and serves, and nothing else about a run changes."""
+"""`deployment`: weights go through memory, or one process trains and serves, and nothing else about a run changes."""
 
 import shutil
 from pathlib import Path
 
+from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
 from tandem.utils.run_dir import RunDir, step_name
 
@@ -10,7 +11,7 @@ ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestr
 SHORT = ["--trainer.scheduler.type", "constant", "--checkpoint.every", "1", "--orchestrator.eval.num-prompts", "4"]
 
 
-def test_a_colocated_run_ends_in_the_bits_of_a_split_one_resumed_too(
+def test_every_deployment_ends_in_the_same_bits_resumed_in_another_too(
     starter, tiny_model: Path, tmp_path: Path, free_port: int
 ) -> None:
     def run(name: str, steps: int, *more: str) -> RunDir:
@@ -27,9 +28,14 @@ def test_a_colocated_run_ends_in_the_bits_of_a_split_one_resumed_too(
         return (run_dir.weights / step_name(3) / "model.safetensors").read_bytes()
 
     split = run("split", 3)
-    run("colocated", 3, "--deployment", "colocated")
-    shutil.rmtree(tmp_path / "colocated" / "checkpoints" / step_name(3))  # as if it had been killed before
-    colocated = run("colocated", 3, "--deployment", "colocated", "--resume")
+    shared = run("other", 3, "--deployment", "shared")
+    assert weights(shared) == weights(split)
+    assert "cannot be read from memory" not in shared.log("inference").read_text()
+    verify_manifest(shared.weights / "latest", 3)
+    shared.log("inference").unlink()
+
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / step_name(3))  # as if it had been killed before
+    colocated = run("other", 3, "--deployment", "colocated", "--resume")
     assert weights(colocated) == weights(split)
     assert colocated.samples(3).read_text() == split.samples(3).read_text()
     names = ("logprob_difference", "max/logprob_difference")
