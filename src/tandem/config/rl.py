@@ -8,12 +8,14 @@ from functools import reduce
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from tandem.config.base import FILES, Config
+from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
+from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -30,7 +32,7 @@ SHARED_KEYS = tuple(
 )
 
 
-class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig
@@ -41,6 +43,15 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, M
     deployment: Deployment | None = None
     """Where trainer and server run. split: two processes, each with its own GPUs. shared: two processes on one GPU, new
     weights through its memory. colocated: one process, where the server reads the trainer's weights. None: split."""
+
+    gpus: GpuConfig = GpuConfig()
+
+    max_restarts: int = Field(default=3, ge=0)
+    """How often each process that fails is started again, once the run has made a step. Server: the run goes on.
+    Orchestrator and trainer: both go on from the newest checkpoint. 0: a failure ends the run."""
+
+    restart_delay_s: float = Field(default=1.0, ge=0)
+    """Wait before the first restart of a process; it doubles from one to the next, up to a minute."""
 
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from tandem.config.base import parse
-from tandem.config.inference import InferenceConfig
+from tandem.config.inference import LOOPBACK_HOSTS, InferenceConfig, ServerConfig
 from tandem.config.short_names import INFERENCE, spell_out
 from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir, within_positions
@@ -40,8 +40,18 @@ def run() -> None:
     config = parse(InferenceConfig, "inference", "Serve a model over an OpenAI-compatible API.", arguments, hint)
     setup_logging(config.log_level)
     handle_signals(leave)
+    say_who_can_connect(config.server)
     start = serve_with_vllm if config.engine == "vllm" else serve
     start(config)
+
+
+def say_who_can_connect(server: ServerConfig) -> None:
+    """A key is for clients on other machines, which cannot connect to a loopback address."""
+    if server.host in LOOPBACK_HOSTS and (server.api_key or server.api_key_var):
+        logger.info(
+            "an API key is set, but only this machine can connect: server.host = %r; for others, give --host 0.0.0.0",
+            server.host,
+        )
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], NoReturn]) -> None:

@@ -18,6 +18,7 @@ from tandem.inference.native.state import SlotState
 from tandem.models.cpu import library
 from tandem.models.hf import load_decoder
 from tandem.models.lora import AdapterBank
+from tandem.models.memory import kv_bytes, serving_activation_bytes
 from tandem.models.runtime import choose_device, in_own_thread
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
@@ -105,11 +106,7 @@ def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, de
         return free // CACHE_SHARE
     own = torch.cuda.memory_allocated(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    # Widest are the gate and up projections, a few of which exist at once, and the logits, which sampling turns into
-    # float32 where it cannot be done by one kernel.
-    per_token = 3 * spec.intermediate_size + 4 * spec.hidden_size + 2 * (spec.q_size + 2 * spec.kv_size)
-    step = config.tokens_per_step * per_token * element_bytes
-    step += config.max_sequences * spec.vocab_size * (element_bytes + 4)
+    step = serving_activation_bytes(spec, element_bytes, config.tokens_per_step, config.max_sequences)
     return max(0, min(int(config.gpu_memory_utilization * total) - own, free) - step)
 
 
@@ -118,7 +115,7 @@ def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, a
     if config.kv_cache_tokens is not None:
         return config.kv_cache_tokens // config.block_size
     blocks_per_sequence = -(-config.seq_len // config.block_size)
-    block_bytes = 2 * spec.num_layers * spec.kv_size * config.block_size * element_bytes
+    block_bytes = kv_bytes(spec, element_bytes) * config.block_size
     affordable = available_bytes // block_bytes
     if affordable < blocks_per_sequence:
         raise UserError(
