@@ -78,7 +78,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch import preflight
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
-    from tandem.launch.slurm.nodes import lay_over_nodes
+    from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
@@ -87,8 +87,9 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = lay_over_nodes(make_plan(config, run_dir.config), config)
-    listening = preflight.take_port(config) if plans[0].name == "inference" else None
+    here = on_this_node(config)
+    plans = lay_over_nodes(make_plan(here, run_dir.config), here)
+    listening = preflight.take_port(here)
     if config.clean:
         run_dir.clean()
     if config.resume:

@@ -12,7 +12,7 @@ from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments, try_environments
 from tandem.inference.vllm.serve import check_vllm
-from tandem.launch.slurm.nodes import servers_of_job
+from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.tasks import encode_prompts
@@ -42,7 +42,8 @@ def check(config: RLConfig) -> int:
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
-    _check_server(config)
+    if (here := on_this_node(config)) is config:  # servers that the job has just started need not be there yet
+        _check_server(here)
     _check_devices(config)
     loss = config.trainer.loss
     if loss.is_own:
@@ -86,8 +87,7 @@ def _check_server(config: RLConfig) -> None:
         config.inference.server.resolve_api_key()
         config.inference.sglang.resolve_api_key()
         check_positions(config.model.name, config.seq_len)
-        if not servers_of_job(config):
-            _listen(config.inference.server).close()
+        _listen(config.inference.server).close()
         if config.inference.engine == "vllm":
             check_vllm(config.inference)
         else:

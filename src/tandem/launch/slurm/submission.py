@@ -1,5 +1,6 @@
 """`rl @ rl.toml --slurm.nodes 2`: the command becomes a job script and is submitted, in place of being run."""
 
+import os
 from pathlib import Path
 
 from tandem.config.evaluate import EvaluateConfig
@@ -21,7 +22,8 @@ NOT_STORED = ("clean", "resume", "dry_run")
 
 
 def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
-    return slurm is not None and not in_job()
+    """Not inside a job of our own, nor in the ranks of a torchrun that somebody has started."""
+    return slurm is not None and not in_job() and "RANK" not in os.environ
 
 
 def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
@@ -87,6 +89,9 @@ def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
             )
         return job, secrets
     arguments = "" if "port" in config.inference.server.model_fields_set else "--inference.server.port $serving_port"
+    ranks = config.trainer.parallel
+    if slurm.nodes > 1 and slurm.gpus_per_node > 1 and "ranks" not in ranks.model_fields_set:
+        arguments += f" --trainer.parallel.ranks {slurm.gpus_per_node}"
     if slurm.serving_nodes == 0:
         return job.changed(arguments=arguments), secrets
     server = plans["inference"].config
@@ -95,7 +100,13 @@ def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
         job.folder / "inference.json",
         server | {"server": server["server"] | {"api_key_var": variable}, "threads": config.inference.threads},
     )
-    serving = {"serving": slurm.serving_nodes, "inference": job.folder / "inference.json"}
+    # vLLM serves from all GPUs of a node by itself (--inference.vllm.flags.data-parallel-size), ours from one.
+    per_node = 1 if config.inference.engine == "vllm" else max(1, slurm.gpus_per_node)
+    serving = {
+        "serving": slurm.serving_nodes,
+        "servers_per_node": per_node,
+        "inference": job.folder / "inference.json",
+    }
     return job.changed(arguments=arguments, **serving), secrets
 
 

@@ -281,6 +281,10 @@ class Resolver:
         given = {key: entry.alternatives[0] for key, entry in self.document.sections.get("evaluation", {}).items()}
         if not given:
             return None
+        if tree.get("loss", {}).get("type") == "reward":
+            raise self.document.refuse(
+                "evaluation", None, "algorithm = 'reward' trains no model that answers; leave it out"
+            )
         merged = algorithm.is_online and tree.get("trainer", {}).get("lora")
         model = folder / "run" / ("merged" if merged else "weights") / "latest"
         evaluation: Tree = {"model": str(model), "output_dir": str(folder / "evaluation")}
