@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,13 +22,17 @@ OWN = (
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Command:
+    """`environment`: what is set for this command alone, as in `NAME=value rl …`."""
+
     page: str
     words: tuple[str, ...]
+    environment: tuple[str, ...] = ()
 
     @property
     def program(self) -> str:
@@ -50,7 +55,9 @@ def commands_of(page: Path) -> list[Command]:
         for line in block.replace("\\\n", " ").splitlines():
             for part in line.split("&&"):
                 words = shlex.split(part, comments=True)
-                found += [Command(str(page.relative_to(ROOT)), tuple(words))] if words else []
+                settings = tuple(takewhile(ASSIGNMENT.match, words))
+                words = tuple(words[len(settings) :])
+                found += [Command(str(page.relative_to(ROOT)), words, settings)] if words else []
     return found
 
 

@@ -102,6 +102,8 @@ def check_training(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a dry run checks: flags, files, the model, rows and prompts, the output directory."""
     asks_a_server = any("reward_url" in word or "steering" in word for word in shown.words)
     untried = ["--no-orchestrator.env.check"] if asks_a_server else []
+    for setting in shown.environment:
+        monkeypatch.setenv(*setting.split("=", 1))
     monkeypatch.setattr("sys.argv", [shown.program, *shown.arguments, "--dry-run", *untried])
     monkeypatch.setattr(preflight, "_check_server", lambda config: None)  # of another process, or of vLLM
     importlib.import_module(f"tandem.entrypoints.{shown.program}").main()
@@ -128,6 +130,11 @@ def check_sweep(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_python(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *_ = shown.arguments
     assert script == "-m" or (ROOT / script).is_file(), f"{shown}: no such script"
+
+
+def check_script(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/integration/test_tmux.py runs it."""
+    assert (ROOT / shown.words[1]).is_file(), f"{shown}: no such script"
 
 
 def check_torchrun(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +165,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "reward-server": leave_unchecked,
     "export-model": leave_unchecked,
     "uvicorn": leave_unchecked,
+    "bash": check_script,
     "curl": leave_unchecked,
     "pip": leave_unchecked,
     ".": leave_unchecked,
@@ -176,7 +184,8 @@ def test_links_lead_to_pages_and_headings(page: Path) -> None:
     assert dead_links(page) == []
 
 
-SHOWN = [shown for shown in all_commands() if "--help" not in shown.words and "--resume" not in shown.words]
+OF_ANOTHER_RUN = {"--help", "--resume", "--stop", "--status"}
+SHOWN = [shown for shown in all_commands() if not OF_ANOTHER_RUN & set(shown.words)]
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=str)
@@ -188,7 +197,7 @@ def test_a_command_is_right(shown: Command, trained: Path, monkeypatch: pytest.M
 def test_no_command_of_a_page_is_in_the_way_of_another(page: Path, after_demo: Path) -> None:
     taken = set(OF_THE_DEMO)
     for shown in commands_of(page):
-        if shown.program not in ("rl", "sft", "align") or "--help" in shown.words or "--resume" in shown.words:
+        if shown.program not in ("rl", "sft", "align") or OF_ANOTHER_RUN & set(shown.words):
             continue
         config = load_config(CONFIGS[shown.program], spell_out(shown.arguments, RL if shown.program == "rl" else {}))
         assert config.clean or str(config.output_dir) not in taken, f"{shown}: {config.output_dir} holds another run"

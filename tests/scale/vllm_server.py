@@ -20,6 +20,7 @@ KEY = "correct-horse"
 SEQ_LEN = 512
 T = TypeVar("T")
 START_S = 420 * PATIENCE
+TRIES = 20  # on a busy machine requests may have ended before an update arrives; then they are sent again
 
 
 @dataclass
@@ -110,16 +111,26 @@ def wait_until_ready(servers: Sequence[VllmServer], others: Sequence[subprocess.
                 raise AssertionError(f"the server did not start:\n{server.log.read_text()[-5000:]}")
 
 
+def num_generated(server: VllmServer) -> float:
+    """Tokens that vLLM has computed since its start, over all of its engines."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def send_until_running(server: VllmServer, send: Callable[[], list[Future[T]]]) -> list[Future[T]]:
-    """Requests that vLLM computes now; those that have ended before that was seen are sent again."""
+    """Requests of which vLLM has computed a first token; if all ended before that was seen, they are sent again.
+
+    The others may still wait to be computed: an update that comes now may find them before their first token.
+    """
+    before = num_generated(server)
     futures = send()
 
     def is_running() -> bool:
-        nonlocal futures
+        nonlocal futures, before
         if all(future.done() for future in futures):
+            before = num_generated(server)
             futures = send()
-        lines = server.http.get("/metrics").text.splitlines()
-        return any(float(line.split()[-1]) > 0 for line in lines if line.startswith("vllm:num_requests_running"))
+        return num_generated(server) > before
 
     wait_until(is_running, 60, "vLLM to run a request")
     return futures

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.base import parse
@@ -20,13 +21,25 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
   rl @ rl.toml --env ./my_env.py:Arithmetic                 an environment of your own
   rl --resume outputs/rl                                    continue a run that was stopped
+  rl --stop outputs/rl                                      from another terminal: save a checkpoint, then end
+  rl --status outputs/rl                                    what a run is doing
   rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00         submit it to SLURM; with --dry-run, only write the job
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
 def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1] in ("--stop", "--status"):
+        run_entrypoint("rl", lambda: control(sys.argv[1], Path(sys.argv[2])))
+        return
     config = parse(RLConfig, "rl", DESCRIPTION, short_names=RL)
     run_entrypoint("rl", lambda: launch(config))
+
+
+def control(asked: str, root: Path) -> None:
+    """Of a run that another process has started."""
+    from tandem.launch.control import status_lines, stop_run
+
+    print(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
 
 
 def launch(config: RLConfig) -> None:
@@ -58,16 +71,20 @@ def check_and_run(config: RLConfig) -> None:
 
 
 def write_plan(config: RLConfig) -> None:
-    """What `--dry-run` leaves."""
+    """What `--dry-run` leaves, and what it prints."""
+    from tandem.launch.describe import describe_run
+    from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
 
     folder = RunDir(config.output_dir).dry_run
-    plans = make_plan(config, folder)
+    gpus = find_gpu_plan(config)
+    plans = deployed(config, make_plan(config, folder, gpus=gpus), folder)
     with refuse_unwritable(config.output_dir):
         write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
+    print("\n".join(describe_run(config, plans, gpus)))
     print(f"dry run: all checks passed; configuration and process plan are in {folder}")
 
 
@@ -76,8 +93,11 @@ def run(config: RLConfig, start_step: int) -> None:
     from rich.console import Console
 
     from tandem.launch import preflight
+    from tandem.launch.control import StopRequest
+    from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
+    from tandem.launch.restarts import Restarts
     from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
@@ -88,8 +108,9 @@ def run(config: RLConfig, start_step: int) -> None:
 
     run_dir = RunDir(config.output_dir)
     here = on_this_node(config)
-    plans = lay_over_nodes(make_plan(here, run_dir.config), here)
-    listening = preflight.take_port(here)
+    made = make_plan(here, run_dir.config, gpus=find_gpu_plan(here))
+    plans = lay_over_nodes(deployed(here, made, run_dir.config), here)
+    listening = preflight.take_ports(here)
     if config.clean:
         run_dir.clean()
     if config.resume:
@@ -103,7 +124,9 @@ def run(config: RLConfig, start_step: int) -> None:
     view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)
     started = time.monotonic()
     try:
-        Supervisor(plans, listening, config.checkpoint.on_signal_timeout_s).run(view.tick)
+        restarts = Restarts(run_dir, config.max_restarts, config.restart_delay_s)
+        save_s = config.checkpoint.on_signal_timeout_s
+        Supervisor(plans, listening, save_s, restarts, StopRequest(run_dir).is_there).run(view.tick)
     except RunFailed as error:
         view.close()
         print(f"rl: {error}\nrl: {how_to_go_on(run_dir, own_command('rl'))}", file=sys.stderr)
@@ -116,11 +139,19 @@ def run(config: RLConfig, start_step: int) -> None:
     print_summary(console, run_dir, time.monotonic() - started)
 
 
+def deployed(config: RLConfig, plans: "list[ProcessPlan]", config_folder: Path) -> "list[ProcessPlan]":
+    """Trainer and server in one process, where the configuration says so."""
+    from tandem.launch.colocated import colocate
+
+    return colocate(plans, config_folder) if config.deployment == "colocated" else plans
+
+
 def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:
     """The configuration of the run and of each of its processes, by the file it is stored in."""
     from tandem.launch.plan import run_config
 
-    return {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    configs = {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    return configs | {name: beside for plan in plans for name, beside in plan.beside.items()}
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def submit_evaluation(config: EvaluateConfig) -> None:
 def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
     """`rl` on its first node, and servers on others; keys travel in the environment of the job."""
     slurm = job.slurm
+    if slurm.nodes > 1:
+        _refuse_one_machine(config, slurm)
     plans = {plan.name: plan for plan in make_plan(config, job.folder)}
     variables = plans["orchestrator"].environment
     secrets = {name: variables[name] for name in (API_KEY_VAR, SGLANG_KEY_VAR) if name in variables}
@@ -108,6 +110,17 @@ def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
         "inference": job.folder / "inference.json",
     }
     return job.changed(arguments=arguments, **serving), secrets
+
+
+def _refuse_one_machine(config: RLConfig, slurm: SlurmConfig) -> None:
+    """What says how trainer and servers share the GPUs of one machine, where each has nodes of its own."""
+    if config.deployment not in (None, "split"):
+        raise UserError(f"deployment = {config.deployment!r} is for one node, and slurm.nodes = {slurm.nodes}; give 1")
+    if config.gpus.inference is not None and slurm.serving_nodes > 0:
+        raise UserError(
+            f"gpus.inference = {config.gpus.inference!r}: servers have all GPUs of their nodes; leave it out, or set "
+            "slurm.inference_nodes"
+        )
 
 
 def _hand_over(job: Job, tree: Tree, dry_run: bool, secrets: dict[str, str]) -> None:
