@@ -94,10 +94,11 @@ def run(config: RLConfig, start_step: int) -> None:
 
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
+    from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
     from tandem.launch.restarts import Restarts
-    from tandem.launch.slurm.nodes import gpus_of_node, lay_over_nodes
+    from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
@@ -106,9 +107,10 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = deployed(config, make_plan(config, run_dir.config, gpus=gpus_of_node(config)), run_dir.config)
-    plans = lay_over_nodes(plans, config)
-    listening = preflight.take_ports(config)
+    here = on_this_node(config)
+    made = make_plan(here, run_dir.config, gpus=find_gpu_plan(here))
+    plans = lay_over_nodes(deployed(here, made, run_dir.config), here)
+    listening = preflight.take_ports(here)
     if config.clean:
         run_dir.clean()
     if config.resume:
