@@ -14,6 +14,7 @@ from tandem.config.base import FILES, Config
 from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.ray import RayConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
@@ -44,6 +45,7 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, M
     weights through its memory. colocated: one process, where the server reads the trainer's weights. None: split."""
 
     gpus: GpuConfig = GpuConfig()
+    ray: RayConfig = RayConfig()
 
     max_restarts: int = Field(default=3, ge=0)
     """How often each process that fails is started again, once the run has made a step. Server: the run goes on.

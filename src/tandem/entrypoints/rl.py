@@ -70,13 +70,14 @@ def write_plan(config: RLConfig) -> None:
     from tandem.launch.describe import describe_run
     from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
+    from tandem.launch.ray_plan import find_places, place_on_ray
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
 
     folder = RunDir(config.output_dir).dry_run
     gpus = find_gpu_plan(config)
-    plans = make_plan(config, folder, gpus=gpus)
+    plans = place_on_ray(config, make_plan(config, folder, gpus=gpus), find_places(config))
     with refuse_unwritable(config.output_dir):
         write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
     print("\n".join(describe_run(config, plans, gpus)))
@@ -92,6 +93,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
+    from tandem.launch.ray_plan import find_places, place_on_ray, write_servers
     from tandem.launch.restarts import Restarts
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
@@ -101,7 +103,8 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = make_plan(config, run_dir.config, gpus=find_gpu_plan(config))
+    places = find_places(config)
+    plans = place_on_ray(config, make_plan(config, run_dir.config, gpus=find_gpu_plan(config)), places)
     listening = preflight.take_ports(config)
     if config.clean:
         run_dir.clean()
@@ -111,6 +114,7 @@ def run(config: RLConfig, start_step: int) -> None:
     with refuse_unwritable(run_dir.root):
         run_dir.create()
         write_run_config(run_dir.config, configs_of(config, plans))
+        write_servers(config, places)
 
     console = Console()
     view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)
