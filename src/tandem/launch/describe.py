@@ -13,7 +13,8 @@ def describe_run(config: RLConfig, plans: list[ProcessPlan], gpus: GpuPlan | Non
     rows = [(plan.name, _what(plan), _gpus_of(plan)) for plan in plans]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {gpu}".rstrip() for name, what, gpu in rows]
-    lines.insert(0, f"deployment {config.deployment or 'split'}:" if gpus is not None else "on this machine's CPUs:")
+    cpus = "on this machine's CPUs:" if config.ray.address is None else f"on the Ray cluster at {config.ray.address}:"
+    lines.insert(0, f"deployment {config.deployment or 'split'}:" if gpus is not None else cpus)
     if gpus is None:
         return lines
     if not gpus.memory_bytes:

@@ -49,7 +49,9 @@ def server_names(count: int) -> list[str]:
 
 def find_gpu_plan(config: RLConfig) -> GpuPlan | None:
     """The plan for this machine; None where everything runs on CPUs. A dry run believes CUDA_VISIBLE_DEVICES on a
-    machine without GPUs: a plan can be looked at anywhere."""
+    machine without GPUs: a plan can be looked at anywhere. Ray gives its actors their GPUs itself."""
+    if config.ray.address is not None:
+        return None
     memory = gpu_memory_bytes()
     named = named_gpus(os.environ)
     if named is None:

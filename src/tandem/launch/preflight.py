@@ -74,6 +74,8 @@ def _check_deployment(config: RLConfig) -> None:
 
 
 def _check_devices(config: RLConfig) -> None:
+    if config.ray.address is not None:
+        return
     devices = {"trainer.device": config.trainer.device}
     if config.inference is not None and config.inference.engine == "native":
         devices["inference.device"] = config.inference.device
@@ -141,6 +143,8 @@ def take_ports(config: RLConfig) -> dict[str, socket.socket]:
     """Listen for the servers that would be started, by the names of their processes: whoever starts another run on
     their ports a moment later is refused."""
     taken: dict[str, socket.socket] = {}
+    if config.ray.address is not None:  # on another node
+        return taken
     try:
         for name, server in server_configs(config, find_gpu_plan(config)).items():
             host, port = server["server"]["host"], server["server"]["port"]
