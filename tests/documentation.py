@@ -8,7 +8,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-OWN = ("rl", "sft", "align", "trainer", "orchestrator", "inference", "reward-server", "evaluate", "export-model")
+OWN = (
+    "rl",
+    "sft",
+    "align",
+    "sweep",
+    "trainer",
+    "orchestrator",
+    "inference",
+    "reward-server",
+    "evaluate",
+    "export-model",
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")

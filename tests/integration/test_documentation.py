@@ -25,7 +25,11 @@ from tandem.config.sft import SFTConfig
 from tandem.config.short_names import ORCHESTRATOR, RL, spell_out
 from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
+from tandem.entrypoints.sweep import read_command_line
 from tandem.launch import preflight
+from tandem.launch.sweep.document import read_document
+from tandem.launch.sweep.expand import expand
+from tandem.launch.sweep.resolve import Resolver
 from tandem.transport.checkpoints import newest_checkpoint
 from tandem.utils.run_dir import RunDir
 
@@ -118,6 +122,11 @@ def check_evaluation(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert folder is not None and folder.is_dir(), f"{shown}: there is no such folder after the demo"
 
 
+def check_sweep(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = Resolver(read_document(read_command_line(shown.arguments).file))
+    assert len(resolver.resolve_all(expand(resolver.document))) == 12
+
+
 def check_python(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *_ = shown.arguments
     assert script == "-m" or (ROOT / script).is_file(), f"{shown}: no such script"
@@ -147,6 +156,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "rl": check_training,
     "sft": check_training,
     "align": check_training,
+    "sweep": check_sweep,
     "inference": check_server,
     "python": check_python,
     "torchrun": check_torchrun,

@@ -1,7 +1,7 @@
 """Options of how the orchestrator reaches inference servers."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -33,6 +33,10 @@ class ClientConfig(KeyOptions):
     update_mode: Literal["keep", "wait"] = "keep"
     """What happens to running requests at a weight sync. keep: they continue under the new weights, with their KV cache
     recomputed. wait: they finish first and no new ones start; better for short completions."""
+
+    concurrency: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Completions under way at each server; others wait for their turn at the orchestrator. auto: follows the server's
+    queue and KV cache, see docs/scaling.md. With deterministic = true, which nothing may follow, there is no limit."""
 
     retries: int = Field(default=3, ge=0)
     """How often to resend a request that failed although the server is healthy."""

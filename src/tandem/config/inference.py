@@ -116,7 +116,7 @@ class InferenceConfig(LogOptions, ComputeOptions, SeedOptions, ModelOptions):
     the free memory, vllm uses its own default."""
 
     prefix_caching: bool = True
-    """Reuse the KV cache of prompts that begin alike, from earlier requests too. Always off with deterministic."""
+    """Reuse the KV cache of prompts that begin alike, from earlier requests too."""
 
     cuda_graphs: bool = True
     """Decode with CUDA graphs, on a GPU. Always off with deterministic."""

@@ -15,6 +15,7 @@ from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
+from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -31,7 +32,7 @@ SHARED_KEYS = tuple(
 )
 
 
-class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig
@@ -109,13 +110,18 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, M
 
     @model_validator(mode="after")
     def _deployment_has_our_engine(self) -> "RLConfig":
-        """Only our own engine takes weights from memory."""
+        """Only our own engine takes weights from memory, and only one rank has them whole."""
         engine = None if self.inference is None else self.inference.engine
         if self.deployment in ("shared", "colocated") and engine != "native":
             given = "no inference section" if engine is None else f"inference.engine = {engine!r}"
             raise ValueError(
                 f"deployment = {self.deployment!r} with {given}: it needs the native engine, started by `rl`; set "
                 "inference.engine = 'native', or leave deployment out"
+            )
+        if self.deployment == "colocated" and self.trainer.parallel.ranks > 1:
+            raise ValueError(
+                f"deployment = 'colocated' with trainer.parallel.ranks = {self.trainer.parallel.ranks}: trainer and "
+                "server are one process; set ranks to 1, or deployment to 'split'"
             )
         return self
 

@@ -55,8 +55,8 @@ class SeedOptions(Config):
     """Seed of all randomness: the order of tasks or rows, sampling, training."""
 
     deterministic: bool = False
-    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0. Tokens and log-probs
-    of a request are then independent of what else is running. Slower."""
+    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0. The server's log-probs
+    are then those of the trainer, to the bit, whatever else is running. Slower."""
 
 
 class ComputeOptions(Config):

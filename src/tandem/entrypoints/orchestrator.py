@@ -41,12 +41,10 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.transport.checkpoints import start_step
     from tandem.transport.rollouts.filesystem import MARKER
     from tandem.types.identity import new_run_name
-    from tandem.utils.garbage import collect_rarely
     from tandem.utils.log import setup_logging
     from tandem.utils.metrics import GAVE_UP, RunLog, open_forwarder, refuse_missing_trackers
 
     setup_logging(config.log_level)
-    collect_rarely()
     run_dir = RunDir(config.output_dir)
     tokenizer = Tokenizer(config.model.name)
     try_advantages(config.advantage, config.group_size)

@@ -23,6 +23,7 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl --resume outputs/rl                                    continue a run that was stopped
   rl --stop outputs/rl                                      from another terminal: save a checkpoint, then end
   rl --status outputs/rl                                    what a run is doing
+  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00         submit it to SLURM; with --dry-run, only write the job
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
@@ -43,7 +44,11 @@ def control(asked: str, root: Path) -> None:
 
 def launch(config: RLConfig) -> None:
     from tandem.launch.guard import guarded
+    from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 
+    if is_to_be_submitted(config.slurm):
+        submit_run("rl", config)
+        return
     with guarded():
         check_and_run(config)
 
@@ -76,7 +81,7 @@ def write_plan(config: RLConfig) -> None:
 
     folder = RunDir(config.output_dir).dry_run
     gpus = find_gpu_plan(config)
-    plans = make_plan(config, folder, gpus=gpus)
+    plans = deployed(config, make_plan(config, folder, gpus=gpus), folder)
     with refuse_unwritable(config.output_dir):
         write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
     print("\n".join(describe_run(config, plans, gpus)))
@@ -89,10 +94,10 @@ def run(config: RLConfig, start_step: int) -> None:
 
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
-    from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
     from tandem.launch.restarts import Restarts
+    from tandem.launch.slurm.nodes import gpus_of_node, lay_over_nodes
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
@@ -101,7 +106,8 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = make_plan(config, run_dir.config, gpus=find_gpu_plan(config))
+    plans = deployed(config, make_plan(config, run_dir.config, gpus=gpus_of_node(config)), run_dir.config)
+    plans = lay_over_nodes(plans, config)
     listening = preflight.take_ports(config)
     if config.clean:
         run_dir.clean()
@@ -131,11 +137,19 @@ def run(config: RLConfig, start_step: int) -> None:
     print_summary(console, run_dir, time.monotonic() - started)
 
 
+def deployed(config: RLConfig, plans: "list[ProcessPlan]", config_folder: Path) -> "list[ProcessPlan]":
+    """Trainer and server in one process, where the configuration says so."""
+    from tandem.launch.colocated import colocate
+
+    return colocate(plans, config_folder) if config.deployment == "colocated" else plans
+
+
 def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:
     """The configuration of the run and of each of its processes, by the file it is stored in."""
     from tandem.launch.plan import run_config
 
-    return {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    configs = {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    return configs | {name: beside for plan in plans for name, beside in plan.beside.items()}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What would be started: one entry a process, with its configuration, its share of the cores and its log."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ class ProcessPlan:
     environment: dict[str, str]  # on top of the launcher's own
     config: dict[str, Any]
     log: Path
+    beside: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # more configurations, by the file's name
+    listens_as: str | None = None  # the server whose port it listens on, where that is not its own name
 
     def describe(self) -> dict[str, Any]:
         """The plan as `--dry-run` writes it; values of environment variables may be secrets and stay out."""

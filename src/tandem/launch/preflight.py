@@ -13,8 +13,8 @@ from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments, try_environments
 from tandem.inference.vllm.serve import check_vllm
-from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
+from tandem.launch.slurm.nodes import gpus_of_node, servers_of_job
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.tasks import encode_prompts
@@ -41,7 +41,7 @@ def check(config: RLConfig) -> int:
         if changes and not config.dry_run:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model_dir(config.model.name, config.model.impl)
-    find_gpu_plan(config)
+    gpus_of_node(config)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
@@ -65,8 +65,8 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
 
 
 def _check_deployment(config: RLConfig) -> None:
-    if config.deployment in ("shared", "colocated"):
-        raise UserError(f"deployment = {config.deployment!r} is not there yet; set it to 'split', or leave it out")
+    if config.deployment == "shared":
+        raise UserError("deployment = 'shared' is not there yet; set it to 'colocated' or 'split'")
 
 
 def _check_devices(config: RLConfig) -> None:
@@ -136,9 +136,11 @@ def _reachable(url: str) -> str:
 def take_ports(config: RLConfig) -> dict[str, socket.socket]:
     """Listen for the servers that would be started, by the names of their processes: whoever starts another run on
     their ports a moment later is refused."""
+    if servers_of_job(config):
+        return {}
     taken: dict[str, socket.socket] = {}
     try:
-        for name, server in server_configs(config, find_gpu_plan(config)).items():
+        for name, server in server_configs(config, gpus_of_node(config)).items():
             host, port = server["server"]["host"], server["server"]["port"]
             taken[name] = listen_or_refuse(host, port, "inference.server.port")
     except UserError:

@@ -152,7 +152,7 @@ class Supervisor:
     def _start(self, plan: ProcessPlan, more: Sequence[str] = ()) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
-        handed = self.listening.get(plan.name)
+        handed = self.listening.get(plan.listens_as or plan.name)
         if handed is not None:
             environment |= handed_over(handed)
         with plan.log.open("ab") as log:

@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from tandem.config.client import ClientConfig
+from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad, parse_load
 from tandem.types.identity import ServerIdentity, describe_run
 from tandem.types.rollout import Completion, SamplingRequest, require_logprobs
 from tandem.utils.http import BUSY, OK, RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
@@ -79,6 +80,16 @@ class InferenceClient:
 
     async def is_well(self) -> bool:
         return await self._look() is not None
+
+    async def read_load(self) -> EngineLoad | None:
+        """What /metrics say; None where there are none."""
+        try:
+            reply = await self._http.send("GET", "/metrics", timeout_s=HEALTH_TIMEOUT_S)
+        except Unreachable:
+            return NO_LOAD
+        if reply.status >= 500:
+            return NO_LOAD
+        return parse_load(reply.body.decode(errors="replace")) if reply.status == OK else None
 
     async def meet(self) -> None:
         """Turn to the server that answers now, whichever it is. Whose weights it has is of no concern yet."""

@@ -43,6 +43,7 @@ from tandem.orchestrator.weight_sync import Policy
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Group, SamplingRequest, Task
+from tandem.utils.garbage import collect_by_the_clock
 from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
@@ -86,7 +87,14 @@ class Orchestrator:
         )
         self.advantages = make_advantage_function(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
-        self.policy = Policy(list(servers), config.model.name, self.run_dir.weights, self.start.step, self.run_log)
+        self.policy = Policy(
+            list(servers),
+            config.model.name,
+            self.run_dir.weights,
+            self.start.step,
+            self.run_log,
+            None if config.deterministic else config.client.concurrency,
+        )
         episodes = open_episodes(environment, tokenizer, config.seq_len)
         make_maker = partial(RolloutMaker, self.policy, environment, tokenizer, episodes=episodes)
         self.makers = {
@@ -131,7 +139,7 @@ class Orchestrator:
         ready = await self.servers.wait_until_ready()
         for replica in policy.replicas:
             replica.is_present = replica.server in ready
-        watching = [tasks.create_task(policy.watch())]
+        watching = [tasks.create_task(policy.watch()), tasks.create_task(collect_by_the_clock())]
         await self._serve_first_version()
         self.run_log.event("started", version=policy.version, run=self.run_name)
         await self._evaluate_start()
@@ -241,6 +249,8 @@ class Orchestrator:
             "servers/present": self.policy.num_present,
             "servers/requests_moved": self.policy.num_moved,
         }
+        if (limit := self.policy.limit) is not None:
+            state["servers/concurrency"] = limit
         self.run_log.metrics(step, metrics | measured | state)
         logger.info(
             "step %d: reward %.3f, staleness %d, %.0f tokens/s",

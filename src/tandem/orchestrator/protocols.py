@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from tandem.orchestrator.concurrency import EngineLoad
 from tandem.types.rollout import Completion, Group, SamplingRequest, Task
 
 
@@ -32,6 +33,10 @@ class PolicyServer(Generator, Protocol):
     """Called whenever the server is found not to be well."""
 
     async def is_well(self) -> bool: ...
+
+    async def read_load(self) -> EngineLoad | None:
+        """None where the server does not tell."""
+        ...
 
     async def meet(self) -> None: ...
 

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.concurrency import Gate
 from tandem.orchestrator.protocols import PolicyServer
 from tandem.transport.weights.manifest import is_adapter
 from tandem.types.rollout import Completion, SamplingRequest
@@ -22,10 +23,13 @@ class Moved(Exception):
 
 class Replica:
     """`wanted` is the version it has to serve: a whole model, or a LoRA adapter of `model_dir`, which then has to be
-    served below it. Absent replicas are asked for nothing until they are brought back."""
+    served below it. Absent replicas are asked for nothing until they are brought back. Requests wait at its gate."""
 
-    def __init__(self, server: PolicyServer, model_dir: Path, wanted: tuple[Path, int], run_log: RunLog) -> None:
+    def __init__(
+        self, server: PolicyServer, gate: Gate, model_dir: Path, wanted: tuple[Path, int], run_log: RunLog
+    ) -> None:
         self.server = server
+        self.gate = gate
         self.model_dir = model_dir
         self.wanted = wanted
         self.run_log = run_log
@@ -39,7 +43,7 @@ class Replica:
     async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         """`sampling.n` completions of one prompt. A server that has gone away is waited for, unless `leave` is called
         meanwhile, which raises Moved."""
-        request = asyncio.ensure_future(self._generate(prompt_ids, sampling))
+        request = asyncio.ensure_future(self._generate_inside(prompt_ids, sampling))
         self._requests.add(request)
         self.num_open += sampling.n
         try:
@@ -84,6 +88,13 @@ class Replica:
         while self._served != self.wanted:
             await self.load(*self.wanted)
         self.is_present = True
+
+    async def _generate_inside(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        await self.gate.enter(sampling.n)
+        try:
+            return await self._generate(prompt_ids, sampling)
+        finally:
+            self.gate.leave(sampling.n)
 
     async def _generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         while True:

@@ -9,9 +9,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
+from tandem.orchestrator.concurrency import Concurrency, follow_load, make_gate
 from tandem.orchestrator.protocols import PolicyServer
 from tandem.orchestrator.replica import Moved, Replica
 from tandem.transport.weights.manifest import newest_version
@@ -41,16 +43,18 @@ class Policy:
         weights_folder: Path,
         version: int,
         run_log: RunLog,
+        concurrency: Concurrency = None,
     ) -> None:
         self.model_dir = model_dir
         self.weights_folder = weights_folder
         self.version = version
         self.run_log = run_log
+        self.concurrency: Concurrency = concurrency  # of each server
         self.num_moved = 0  # requests that another server was asked for
         loop = asyncio.get_running_loop()
         self.next_update: asyncio.Future[int] = loop.create_future()
         self.replicas: list[Replica] = []
-        self._keepers: dict[Replica, asyncio.Task[None]] = {}
+        self._keepers: dict[Replica, list[asyncio.Task[None]]] = {}
         self._sessions: OrderedDict[int, Replica] = OrderedDict()  # the latest
         self._path = model_dir  # of the version being served
         self._is_loaded = asyncio.Event()  # the first version
@@ -62,18 +66,28 @@ class Policy:
     def num_present(self) -> int:
         return sum(replica.is_present for replica in self.replicas)
 
+    @property
+    def limit(self) -> int | None:
+        """Completions that may be under way at all servers together; None: any number."""
+        limits = [replica.gate.limit for replica in self.replicas if replica.is_present]
+        return None if None in limits else sum(limit for limit in limits if limit is not None)
+
     def add(self, server: PolicyServer, *, is_present: bool = True) -> None:
-        replica = Replica(server, self.model_dir, (self._path, self.version), self.run_log)
+        replica = Replica(server, make_gate(self.concurrency), self.model_dir, (self._path, self.version), self.run_log)
         replica.is_present = is_present
         server.on_trouble = partial(self._on_trouble, replica)
         self.replicas.append(replica)
-        self._keepers[replica] = asyncio.ensure_future(self._keep(replica))
+        keepers = [self._keep(replica)]
+        if self.concurrency == "auto":
+            keepers.append(follow_load(replica.gate, server))
+        self._keepers[replica] = [asyncio.ensure_future(keeper) for keeper in keepers]
 
     def remove(self, server: PolicyServer) -> None:
         """It is asked for nothing more; what it was asked for may end."""
         for replica in [replica for replica in self.replicas if replica.server is server]:
             self.replicas.remove(replica)
-            self._keepers.pop(replica).cancel()
+            for keeper in self._keepers.pop(replica):
+                keeper.cancel()
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         """`sampling.n` completions of one prompt. If all servers have gone away, they are waited for."""
@@ -98,7 +112,7 @@ class Policy:
         try:
             await asyncio.shield(self._lost)
         finally:
-            for keeper in self._keepers.values():
+            for keeper in chain.from_iterable(self._keepers.values()):
                 keeper.cancel()
 
     async def load(self, path: Path, version: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
+from tandem.orchestrator.concurrency import EngineLoad
 from tandem.types.rollout import Completion, SamplingRequest, Task
 
 TASKS = [Task(index, [{"role": "user", "content": "abcdef"[index]}], "") for index in range(6)]
@@ -33,6 +34,9 @@ class FakeServer:
 
     async def close(self) -> None:
         pass
+
+    async def read_load(self) -> EngineLoad | None:
+        return None
 
     async def meet(self) -> None:
         pass

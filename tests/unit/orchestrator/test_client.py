@@ -15,6 +15,7 @@ import pytest
 from tandem.config.client import ClientConfig
 from tandem.orchestrator import client as client_module
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
+from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad
 from tandem.types.identity import ServerIdentity
 from tandem.types.rollout import SamplingOptions, SamplingRequest
 
@@ -29,6 +30,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.plan: list[tuple[int, Any]] = [(200, {})]
         self.health: list[tuple[int, Any]] = [(200, {})]
+        self.metrics: list[tuple[int, Any]] = [(404, {})]
         self.identity: ServerIdentity | None = ServerIdentity("first", "models/little", 7, (RUN,))
         self.on_request: Callable[[], None] = lambda: None  # before a request is answered
         self.on_look: Callable[[], None] = lambda: None
@@ -55,6 +57,9 @@ class FakeServer:
                 self.answer(server.plan)
 
             def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self.answer(server.metrics)
+                    return
                 assert self.path == "/health"
                 server.num_looks += 1
                 server.on_look()
@@ -305,6 +310,16 @@ def test_another_instance_is_noticed_whatever_it_answers(server: FakeServer, ans
 
     with_client(server, run)
     assert len(server.requests) == 1
+
+
+def test_the_load_is_what_the_metrics_tell_or_nothing(server: FakeServer) -> None:
+    told = "tandem_sequences_running 3.0\ntandem_sequences_waiting 1.0\ntandem_cache_usage_ratio 0.5\n"
+    server.metrics = [(404, {}), (503, {}), (200, "no metrics"), (200, told)]
+
+    async def ask(client: InferenceClient) -> list[EngineLoad | None]:
+        return [await client.read_load() for _ in range(4)]
+
+    assert with_client(server, ask) == [None, NO_LOAD, None, EngineLoad(3, 1, 0.5)]
 
 
 def test_a_server_is_met_given_weights_and_adopted(server: FakeServer, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tandem.config.client import ClientConfig, read_servers
 from tandem.orchestrator import replica as replica_module
 from tandem.orchestrator import servers as servers_module
 from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
+from tandem.orchestrator.concurrency import EngineLoad
 from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.weight_sync import Policy
 from tandem.types.rollout import Completion, SamplingRequest
@@ -49,6 +50,9 @@ class Machine:
 
     async def is_well(self) -> bool:
         return not self.down
+
+    async def read_load(self) -> EngineLoad | None:
+        return None
 
     async def meet(self) -> None:
         await self._answer()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator.concurrency import Concurrency, EngineLoad
 from tandem.orchestrator.weight_sync import Policy
 from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import Completion, SamplingRequest
@@ -36,6 +37,9 @@ class FakeClient:
 
     async def is_well(self) -> bool:
         return True
+
+    async def read_load(self) -> EngineLoad | None:
+        return None
 
     async def meet(self) -> None:
         await asyncio.sleep(0)
@@ -69,8 +73,8 @@ class FakeClient:
             raise InstanceChanged
 
 
-def make_policy(client: FakeClient, folder: Path, version: int = 0) -> Policy:
-    return Policy([client], BASE, folder, version, RunLog(RunDir(folder), "orchestrator"))
+def make_policy(client: FakeClient, folder: Path, version: int = 0, concurrency: Concurrency = None) -> Policy:
+    return Policy([client], BASE, folder, version, RunLog(RunDir(folder), "orchestrator"), concurrency)
 
 
 async def generate(policy: Policy, token: int = 1) -> Completion:
@@ -104,7 +108,7 @@ def test_follow_takes_the_newest_and_ends_with_the_last(tmp_path: Path) -> None:
         assert policy.version == 0
         for version in (1, 2, 3):
             publish(tmp_path, version)
-        await asyncio.wait_for(following, 5)
+        await asyncio.wait_for(following, 60)
         assert policy.version == 5
 
     asyncio.run(run())
@@ -128,7 +132,7 @@ def test_a_version_is_not_loaded_twice(tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
         assert client.loaded == []
         publish(tmp_path, 3)
-        await asyncio.wait_for(following, 5)
+        await asyncio.wait_for(following, 60)
 
     asyncio.run(run())
     assert client.loaded == [("step_000003", 3)]
@@ -321,7 +325,7 @@ def test_whoever_loses_the_server_tells_the_run(tmp_path: Path) -> None:
         watching = asyncio.ensure_future(policy.watch())
         generating = [asyncio.ensure_future(generate(policy)) for _ in range(3)]
         with pytest.raises(ServerLost, match="run 'theirs' has taken it"):
-            await asyncio.wait_for(watching, 5)
+            await asyncio.wait_for(watching, 60)
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in generating)  # no group is blamed for it
         for task in generating:
@@ -344,3 +348,26 @@ def test_a_new_server_that_refuses_the_weights_is_no_matter_of_one_group(tmp_pat
         generating.cancel()
 
     asyncio.run(run())
+
+
+def test_no_more_is_under_way_at_a_server_than_its_limit(tmp_path: Path) -> None:
+    class Counting(FakeClient):
+        num_open = most_open = 0
+
+        async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+            try:
+                return await super().generate(prompt_ids, sampling)
+            finally:
+                self.num_open -= 1
+
+    async def run(concurrency: Concurrency) -> tuple[int, int | None]:
+        client = Counting()
+        policy = make_policy(client, tmp_path, concurrency=concurrency)
+        await policy.load(BASE, 0)
+        await asyncio.gather(*(generate(policy) for _ in range(20)))
+        return client.most_open, policy.limit
+
+    assert asyncio.run(run(3)) == (3, 3)
+    assert asyncio.run(run(None)) == (20, None)

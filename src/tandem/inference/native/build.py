@@ -42,10 +42,11 @@ def build_engine(
     dtype = getattr(torch, config.model.dtype)
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec
+    exactly = config.deterministic and decoder.compute_exactly(device)
     if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
     # Triton comes with PyTorch wherever that has CUDA; without it, a GPU runs what a CPU runs.
-    has_kernels = device.type == "cuda" and find_spec("triton") is not None
+    has_kernels = device.type == "cuda" and find_spec("triton") is not None and not exactly
     num_blocks = cache_blocks(config, spec, dtype.itemsize, cache_bytes(config, spec, dtype.itemsize, device))
     # One block more than sequences may have: a CUDA graph has padding rows, which write somewhere too.
     cache = KVCache(
@@ -61,7 +62,11 @@ def build_engine(
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
     scheduler = Scheduler(
-        state, blocks, config.tokens_per_step, isolate=config.deterministic, cache_prefixes=config.prefix_caching
+        state,
+        blocks,
+        config.tokens_per_step,
+        isolate=config.deterministic and not exactly,
+        cache_prefixes=config.prefix_caching,
     )
     adapters = AdapterBank(decoder)
     launcher = None
@@ -83,9 +88,10 @@ def build_engine(
         None if config.deterministic else launcher,
     )
     logger.info(
-        "native engine on %s, %s, KV cache of %d tokens",
+        "native engine on %s, %s%s, KV cache of %d tokens",
         device,
         config.model.dtype,
+        ", exact" if exactly else "",
         num_blocks * config.block_size,
     )
     core = EngineCore(parts, eos_token_ids)
