@@ -168,6 +168,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "export-model": leave_unchecked,
     "uvicorn": leave_unchecked,
     "bash": check_script,
+    "export": leave_unchecked,
     "curl": leave_unchecked,
     "pip": leave_unchecked,
     ".": leave_unchecked,
