@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.config.rl import RLConfig
-from tandem.launch.colocated import colocate
+from tandem.launch.deployment import colocate
 from tandem.launch.describe import describe_run
 from tandem.launch.gpus import plan_gpus
 from tandem.launch.memory import estimate_memory, table
