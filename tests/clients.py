@@ -17,6 +17,9 @@ import openai
 import pydantic
 import pytest
 
+from tests.patience import PATIENCE
+
+TIMEOUT_S = 120 * PATIENCE
 REPOSITORY = Path(__file__).parents[1]
 QUESTION = "Name three colours of the rainbow."
 WEATHER: Any = {
@@ -36,10 +39,10 @@ class Address:
     key: str = "none"
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key=self.key, max_retries=0, timeout=120)
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key=self.key, max_retries=0, timeout=TIMEOUT_S)
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key=self.key, max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key=self.key, max_retries=0, timeout=TIMEOUT_S)
 
 
 def check_openai_completions(server: Address) -> None:
@@ -254,7 +257,7 @@ def run_lm_eval(
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=REPOSITORY, check=False
+        command, capture_output=True, text=True, timeout=300 * PATIENCE, env=environment, cwd=REPOSITORY, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     [results] = (folder / "out").rglob("results*.json")

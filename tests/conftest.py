@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+# A model that is not there is to be refused, not looked for on the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

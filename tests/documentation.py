@@ -3,20 +3,36 @@
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-OWN = ("rl", "sft", "align", "trainer", "orchestrator", "inference", "reward-server", "evaluate", "export-model")
+OWN = (
+    "rl",
+    "sft",
+    "align",
+    "sweep",
+    "trainer",
+    "orchestrator",
+    "inference",
+    "reward-server",
+    "evaluate",
+    "export-model",
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Command:
+    """`environment`: what is set for this command alone, as in `NAME=value rl …`."""
+
     page: str
     words: tuple[str, ...]
+    environment: tuple[str, ...] = ()
 
     @property
     def program(self) -> str:
@@ -39,7 +55,9 @@ def commands_of(page: Path) -> list[Command]:
         for line in block.replace("\\\n", " ").splitlines():
             for part in line.split("&&"):
                 words = shlex.split(part, comments=True)
-                found += [Command(str(page.relative_to(ROOT)), tuple(words))] if words else []
+                settings = tuple(takewhile(ASSIGNMENT.match, words))
+                words = tuple(words[len(settings) :])
+                found += [Command(str(page.relative_to(ROOT)), words, settings)] if words else []
     return found
 
 

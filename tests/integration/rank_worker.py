@@ -82,11 +82,19 @@ def ask_in_passes(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tenso
     }
 
 
+def wait_for_everybody(folder: Path) -> None:
+    """Until all ranks have come as far as this; for as long as whoever started them is patient."""
+    (folder / f"here_{os.environ.get('RANK', '0')}").touch()
+    while len(list(folder.glob("here_*"))) < int(os.environ.get("WORLD_SIZE", "1")):
+        time.sleep(0.05)
+
+
 def main() -> None:
     model, folder, ways = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     setup_torch(threads=1, seed=0, deterministic=False)
-    # Where one is going to hang the others should not wait for long, but long enough for a slow start.
+    # Where one is going to hang the others should not wait for long; only for slow imports, which are over by then.
     hangs = any(way.get("failure") == "hangs" for way in ways)
+    wait_for_everybody(folder)
     with joined("cpu", timeout_s=15 if hangs else 600) as ranks:
         for number, way in enumerate(ways):
             tensors = (ask_in_passes if "passes" in way else take_steps)(model, way, ranks)

@@ -25,7 +25,11 @@ from tandem.config.sft import SFTConfig
 from tandem.config.short_names import ORCHESTRATOR, RL, spell_out
 from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
-from tandem.launch import preflight
+from tandem.entrypoints.sweep import read_command_line
+from tandem.launch import preflight, ray_plan
+from tandem.launch.sweep.document import read_document
+from tandem.launch.sweep.expand import expand
+from tandem.launch.sweep.resolve import Resolver
 from tandem.transport.checkpoints import newest_checkpoint
 from tandem.utils.run_dir import RunDir
 
@@ -98,8 +102,12 @@ def check_training(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a dry run checks: flags, files, the model, rows and prompts, the output directory."""
     asks_a_server = any("reward_url" in word or "steering" in word for word in shown.words)
     untried = ["--no-orchestrator.env.check"] if asks_a_server else []
+    for setting in shown.environment:
+        monkeypatch.setenv(*setting.split("=", 1))
     monkeypatch.setattr("sys.argv", [shown.program, *shown.arguments, "--dry-run", *untried])
     monkeypatch.setattr(preflight, "_check_server", lambda config: None)  # of another process, or of vLLM
+    nodes = [ray_plan.RayNode(name, f"10.0.0.{number}", 8) for number, name in enumerate(("node1", "node2"), 1)]
+    monkeypatch.setattr(ray_plan, "ask_nodes", lambda address: nodes)
     importlib.import_module(f"tandem.entrypoints.{shown.program}").main()
 
 
@@ -116,9 +124,19 @@ def check_evaluation(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert folder is not None and folder.is_dir(), f"{shown}: there is no such folder after the demo"
 
 
+def check_sweep(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = Resolver(read_document(read_command_line(shown.arguments).file))
+    assert len(resolver.resolve_all(expand(resolver.document))) == 12
+
+
 def check_python(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *_ = shown.arguments
     assert script == "-m" or (ROOT / script).is_file(), f"{shown}: no such script"
+
+
+def check_script(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/integration/test_tmux.py runs it."""
+    assert (ROOT / shown.words[1]).is_file(), f"{shown}: no such script"
 
 
 def check_torchrun(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +158,7 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "rl": check_training,
     "sft": check_training,
     "align": check_training,
+    "sweep": check_sweep,
     "inference": check_server,
     "python": check_python,
     "torchrun": check_torchrun,
@@ -148,6 +167,8 @@ CHECKS: dict[str, Callable[[Command, pytest.MonkeyPatch], None]] = {
     "reward-server": leave_unchecked,
     "export-model": leave_unchecked,
     "uvicorn": leave_unchecked,
+    "bash": check_script,
+    "export": leave_unchecked,
     "curl": leave_unchecked,
     "pip": leave_unchecked,
     ".": leave_unchecked,
@@ -166,7 +187,8 @@ def test_links_lead_to_pages_and_headings(page: Path) -> None:
     assert dead_links(page) == []
 
 
-SHOWN = [shown for shown in all_commands() if "--help" not in shown.words and "--resume" not in shown.words]
+OF_ANOTHER_RUN = {"--help", "--resume", "--stop", "--status"}
+SHOWN = [shown for shown in all_commands() if not OF_ANOTHER_RUN & set(shown.words)]
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=str)
@@ -178,7 +200,7 @@ def test_a_command_is_right(shown: Command, trained: Path, monkeypatch: pytest.M
 def test_no_command_of_a_page_is_in_the_way_of_another(page: Path, after_demo: Path) -> None:
     taken = set(OF_THE_DEMO)
     for shown in commands_of(page):
-        if shown.program not in ("rl", "sft", "align") or "--help" in shown.words or "--resume" in shown.words:
+        if shown.program not in ("rl", "sft", "align") or OF_ANOTHER_RUN & set(shown.words):
             continue
         config = load_config(CONFIGS[shown.program], spell_out(shown.arguments, RL if shown.program == "rl" else {}))
         assert config.clean or str(config.output_dir) not in taken, f"{shown}: {config.output_dir} holds another run"

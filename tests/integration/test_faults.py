@@ -1,4 +1,4 @@
-"""What happens when something dies or breaks: the run ends at once, whole, and says why."""
+"""What happens when something dies or breaks and is not restarted: the run ends at once, whole, and says why."""
 
 import os
 import signal
@@ -9,11 +9,13 @@ import pytest
 from tests.integration.processes import children_of, is_alive, wait_until
 from tests.patience import PATIENCE
 
-from tandem.config.shared import CheckpointConfig
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir
 
-LONG_RUN = ["--max-steps", "100000", "--orchestrator.prompts-per-step", "4"]
+LONG_RUN = [
+    *("--max-steps", "100000", "--orchestrator.prompts-per-step", "4", "--orchestrator.eval.num-prompts", "4"),
+    *("--max-restarts", "0"),
+]
 
 
 @pytest.fixture
@@ -46,49 +48,6 @@ def test_a_killed_process_ends_the_run_and_is_named(running, name, tmp_path):
     assert str(RunDir(tmp_path / "run").log(name)) in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything(running, number):
-    process, children = running
-    process.send_signal(number)
-    output = ended_within(process, children, CheckpointConfig().on_signal_timeout_s + 10)
-    assert process.returncode == 128 + number
-    assert "stopped by" in output
-
-
-def test_no_orphans_when_the_supervisor_itself_is_killed(running):
-    process, children = running
-    process.kill()
-    process.wait()
-    wait_until(lambda: not any(is_alive(pid) for pid in children.values()), 10, "the children to end")
-
-
-def test_a_process_that_fails_is_shown_with_its_last_lines(starter, rl_arguments, tmp_path):
-    module = tmp_path / "broken_env.py"
-    module.write_text(
-        "from tandem.envs.reverse_text import ReverseText\n"
-        "class Broken(ReverseText):\n"
-        "    async def score(self, task, completion):\n"
-        "        raise RuntimeError('the judge is asleep')\n"
-    )
-    starter.add_to_path(tmp_path)
-    done = starter.run(
-        "rl",
-        *rl_arguments,
-        *("--orchestrator.env.id", "broken_env:Broken", "--no-orchestrator.env.check"),
-    )
-    assert done.returncode == 1
-    assert "the orchestrator process ended with exit code 1" in done.stdout
-    assert "the judge is asleep" in done.stdout
-
-
-def test_a_trainer_that_waits_in_vain_says_for_whom(starter, warm_model, tmp_path):
-    done = starter.run(
-        "trainer", "--model.name", str(warm_model), "--output-dir", str(tmp_path), "--rollout-timeout-s", "0.5"
-    )
-    assert done.returncode != 0
-    assert "waited 0.5 s for the orchestrator's batch" in done.stdout
-
-
 def test_an_orchestrator_that_waits_in_vain_says_for_whom(starter, warm_model, tmp_path, free_port):
     done = starter.run(
         "orchestrator",
@@ -100,10 +59,17 @@ def test_an_orchestrator_that_waits_in_vain_says_for_whom(starter, warm_model, t
 
 
 def test_an_orchestrator_without_a_trainer_says_for_whom_it_waits(starter, rl_arguments, tmp_path):
-    assert starter.run("rl", *rl_arguments, "--dry-run").returncode == 0
+    small = ("--orchestrator.prompts-per-step", "2", "--orchestrator.eval.num-prompts", "2")
+    assert starter.run("rl", *rl_arguments, *small, "--dry-run").returncode == 0
     folder = tmp_path / "run" / "dry_run"
     starter.start("inference", "@", str(folder / "inference.json"))
-    done = starter.run("orchestrator", "@", str(folder / "orchestrator.json"), "--weights-timeout-s", "3")
-    assert done.returncode != 0
-    assert "waited 3 s for the groups of step 3" in done.stdout
+    for timeout_s in (1, 4, 16, 64):  # a slow machine may take longer than that for the groups of a step
+        options = ("--weights-timeout-s", str(timeout_s), "--output-dir", str(tmp_path / f"within_{timeout_s}_s"))
+        done = starter.run("orchestrator", "@", str(folder / "orchestrator.json"), *options)
+        assert done.returncode != 0
+        if f"waited {timeout_s} s for the groups of step 3" in done.stdout:
+            break
+        assert f"waited {timeout_s} s for the groups of step " in done.stdout, done.stdout
+    else:
+        pytest.fail("it never came to step 3")
     assert "weights after version 0 from the trainer" in done.stdout

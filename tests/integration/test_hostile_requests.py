@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.processes import Starter
+from tests.integration.processes import Starter, wait_until
 from tests.integration.servers import wait_until_healthy
 from tests.ports import free_port
 from tokenizers import Tokenizer
@@ -133,8 +133,8 @@ def test_who_waits_when_the_server_has_to_leave_gets_a_reason(starter: Starter, 
         next(lines)
         thread = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=LONG)))
         thread.start()
-        while "tandem_sequences_waiting 40" not in client.get("/metrics").text:
-            time.sleep(0.01)
+        arrived = "tandem_http_requests_open 3"  # both, and the one that asks
+        wait_until(lambda: arrived in client.get("/metrics").text, 60, "the second request to arrive")
         process.send_signal(signal.SIGTERM)
         *_, error, last = lines
         thread.join(60)

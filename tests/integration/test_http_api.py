@@ -1,5 +1,6 @@
 """The HTTP API of the real server where only the real server will do: sockets, signals, the native engine."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -23,6 +24,7 @@ from tests.ports import free_port
 from tandem.types.openai import CompletionRequest
 
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
+TRIES = 20  # a busy machine may have computed everything before it is asked
 
 
 def start(starter: Starter, model: Path, *options: str) -> tuple[subprocess.Popen[str], httpx.Client]:
@@ -85,28 +87,37 @@ def test_a_stream_tells_what_the_whole_answer_says(client: httpx.Client, options
 
 
 def test_tokens_arrive_while_others_are_still_computed(client: httpx.Client) -> None:
-    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        assert numbers(client)["tandem_sequences_running"] == 1
-    wait_until(lambda: is_idle(client), 10, "the stream that was left to be forgotten")
+    for _ in range(TRIES):
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            num_running = numbers(client)["tandem_sequences_running"]
+        wait_until(lambda: is_idle(client), 10, "the stream that was left to be forgotten")
+        if num_running == 1:
+            return
+    pytest.fail("all tokens were computed when the first one came")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_leave_free_their_places(client: httpx.Client, stream: bool) -> None:
     """Running and waiting ones: four of five sequences run."""
-    before = numbers(client)["tandem_generated_tokens_total"]
-    body = LONG | {"n": 5, "stream": stream}
-    with pytest.raises(httpx.ReadTimeout):
-        impatient = httpx.Timeout(60, read=0.3)
-        if stream:
-            with client.stream("POST", "/v1/completions", json=body, timeout=impatient) as answer:
-                for _ in answer.iter_lines():
-                    raise httpx.ReadTimeout("enough")
-        else:
-            client.post("/v1/completions", json=body, timeout=impatient)
-    wait_until(lambda: is_idle(client), 10, "what was asked for to be forgotten")
-    assert numbers(client)["tandem_generated_tokens_total"] - before < 5 * 400
+    for _ in range(TRIES):
+        before = numbers(client)["tandem_generated_tokens_total"]
+        leave_early(client, LONG | {"n": 5, "stream": stream})
+        wait_until(lambda: is_idle(client), 10, "what was asked for to be forgotten")
+        if numbers(client)["tandem_generated_tokens_total"] - before < 5 * 400:
+            return
+    pytest.fail("what nobody waits for is computed to its end")
+
+
+def leave_early(client: httpx.Client, body: dict[str, Any]) -> None:
+    """Or at the end, where a busy machine finds the whole answer before it finds that it is late."""
+    with contextlib.suppress(httpx.ReadTimeout):
+        if not body["stream"]:
+            client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.2))
+            return
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
 
 
 def test_a_full_queue(client: httpx.Client) -> None:

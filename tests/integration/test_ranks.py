@@ -35,9 +35,10 @@ def test_the_update_does_not_depend_on_ranks_micro_batches_or_sharding(tiny_mode
         for strategy in ("ddp", "zero2", "zero3", "zero3_offload")
         for bound in BOUNDS
     ] + [{"bound": 60, "parallel": {"strategy": "zero3", "gradient_checkpointing": 2}}]
-    results = alone[1:]
-    for world_size in (2, 4):
-        results += run_ranks(world_size, tiny_model, tmp_path / str(world_size), sharded)
+    results = alone[1:] + run_ranks(2, tiny_model, tmp_path / "two", sharded)
+    # With four there are ranks without a micro-batch of their own, and ranks with fewer than others: they need dummies.
+    several = [way for way in sharded if way["bound"] in (max(BOUNDS), min(BOUNDS))]
+    results += run_ranks(4, tiny_model, tmp_path / "four", several)
     start = load_file(tiny_model / "model.safetensors")
     expected = alone[0]
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3

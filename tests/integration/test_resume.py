@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.processes import ENVIRONMENT, Starter, wait_until
+from tests.integration.processes import ENVIRONMENT, Starter, children_of, is_alive, wait_until
 from tests.patience import PATIENCE
 
 from tandem.transport.checkpoints import newest_checkpoint
@@ -60,12 +60,11 @@ def kill(process: subprocess.Popen[str]) -> bool:
     return True
 
 
-def finish(starter: Starter, entrypoint: str, arguments: list[str], run_dir: RunDir, max_steps: int) -> None:
+def finish(starter: Starter, entrypoint: str, arguments: list[str], run_dir: RunDir) -> None:
     """Whatever state the run was left in."""
-    if not is_done(run_dir, max_steps):
-        done = starter.run(entrypoint, *arguments, how_to_go_on(run_dir))
-        assert done.returncode == 0, done.stdout
-        assert "resuming after step" in done.stdout
+    done = starter.run(entrypoint, *arguments, how_to_go_on(run_dir))
+    assert done.returncode == 0, done.stdout
+    assert "resuming after step" in done.stdout or "is finished: all " in done.stdout, done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -86,31 +85,31 @@ def sft_arguments(tiny_model: Path, conversations: Path) -> list[str]:
     ]
 
 
-def test_sft_killed_ten_times_ends_in_the_same_bits(starter, sft_arguments, tmp_path):
-    """Six times between a step and the next, or in the checkpoint that follows each; twice in its imports, twice while
-    it goes back to a checkpoint. More would take minutes and meet the same moments again."""
-    max_steps, num_kills, draw = 100, 10, random.Random(1)
+def test_sft_killed_again_and_again_ends_in_the_same_bits(starter, sft_arguments, tmp_path):
+    """Three times between a step and the next, or in the checkpoint that follows each; once in its imports, once while
+    it goes back to a checkpoint."""
+    max_steps, num_kills, draw = 60, 5, random.Random(1)
     arguments = [*sft_arguments, "--max-steps", str(max_steps)]
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
     done = starter.run("sft", *arguments, "--output-dir", str(whole.root))
     assert done.returncode == 0, done.stdout
     arguments += ["--output-dir", str(cut.root)]
     reached = []
-    while len(reached) < num_kills and not is_done(cut, max_steps):
+    while (len(reached) < num_kills or not reached[-1]) and not is_done(cut, max_steps):
         process = starter.start("sft", *arguments, how_to_go_on(cut))
-        if len(reached) % 5 == 3:  # while it starts: imports, or not even those
+        if len(reached) == 2:  # while it starts: imports, or not even those
             time.sleep(draw.uniform(0, 2))
-        elif len(reached) % 5 == 4:  # while it rewinds and loads
+        elif len(reached) == 3:  # while it rewinds and loads
             wait_until_it_rewinds(process, cut)
         else:
-            wait_for_steps(process, cut, draw.randint(1, 5))
+            wait_for_steps(process, cut, draw.randint(2, 5))
         time.sleep(draw.uniform(0, 0.1))  # about as long as a step and its checkpoint take
         if kill(process):
             reached.append(newest_checkpoint(cut) or 0)
-    assert len(reached) >= num_kills / 2, "it is too fast to be killed"
+    assert len(reached) >= 2, "it is too fast to be killed"
     assert reached == sorted(reached), "a checkpoint was lost"
-    assert len(set(reached)) > 3, "it was killed at the same point again and again"
-    finish(starter, "sft", arguments, cut, max_steps)
+    assert len(set(reached)) > 1, "it was killed at the same point again and again"
+    finish(starter, "sft", arguments, cut)
     assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
     # Steps that were done again are there once, as they would have been.
     lines = read_json_lines(cut.metrics)
@@ -153,33 +152,41 @@ def test_sft_goes_on_with_another_number_of_ranks(starter, sft_arguments, tmp_pa
 
 
 def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
-    max_steps, num_kills, draw = 16, 4, random.Random(2)
+    """Every second step has a checkpoint: a kill costs one or two steps, which are done again."""
+    max_steps, num_kills, draw = 8, 2, random.Random(2)
     arguments = [
         *(*rl_arguments, "--orchestrator.prompts-per-step", "4", "--max-steps", str(max_steps)),
-        *("--orchestrator.max-staleness", "0", "--deterministic", "--checkpoint.every", "1"),
+        *("--orchestrator.max-staleness", "0", "--deterministic", "--checkpoint.every", "2"),
     ]
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
     done = starter.run("rl", *arguments, "--output-dir", str(whole.root))
     assert done.returncode == 0, done.stdout
     arguments += ["--output-dir", str(cut.root)]
     killed = 0
-    while killed < num_kills and not is_done(cut, max_steps):
+    while (killed < num_kills or newest_checkpoint(cut) is None) and not is_done(cut, max_steps):
         process = starter.start("rl", *arguments, how_to_go_on(cut))
-        wait_for_steps(process, cut, draw.randint(1, 4))
+        wait_for_steps(process, cut, draw.randint(5, 7))  # lines of orchestrator and trainer: two or three steps
         time.sleep(draw.uniform(0, 0.3))
         killed += kill(process)
-    assert killed >= num_kills / 2, "it is too fast to be killed"
-    finish(starter, "rl", arguments, cut, max_steps)
+    assert killed >= 1, "it is too fast to be killed"
+    finish(starter, "rl", arguments, cut)
+    assert len({weights_of(whole, step) for step in (max_steps - 1, max_steps)}) == 2
     assert weights_of(cut, max_steps) == weights_of(whole, max_steps)
-    trained = [line["step"] for line in read_json_lines(cut.metrics) if line["process"] == "trainer"]
-    assert trained == list(range(1, max_steps + 1))
+    for step in range(1, max_steps + 1):
+        assert cut.samples(step).read_text() == whole.samples(step).read_text()
+    trained = [line for line in read_json_lines(cut.metrics) if line["process"] == "trainer"]
+    assert [line["step"] for line in trained] == list(range(1, max_steps + 1))
+    for name in ("mismatch_kl", "logprob_difference", "max/logprob_difference"):
+        assert [line[name] for line in trained] == [0.0] * max_steps, "engine and trainer agree to the bit"
 
 
 def interrupt(process: subprocess.Popen[str]) -> list[str]:
-    """Ctrl-C; the command that the output says to go on with."""
+    """Ctrl-C, which ends its processes too; the command that the output says to go on with."""
+    children = children_of(process.pid)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60 * PATIENCE)
     assert process.returncode == 128 + signal.SIGINT, output
+    assert not any(is_alive(pid) for pid in children.values())
     (line,) = [line for line in output.splitlines() if "continue with: " in line]
     assert "the newest checkpoint is " in line
     return shlex.split(line.partition("continue with: ")[2])

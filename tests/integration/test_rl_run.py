@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
 
-from tandem.transport.checkpoints import newest_checkpoint
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
 from tandem.utils.run_dir import RunDir, step_name
@@ -54,36 +54,12 @@ def test_reward_rises_and_the_run_directory_is_complete(starter, rl_arguments, t
     assert "orchestrator │" in done.stdout and "trainer │" in done.stdout
 
 
-def weights_of(run: Path, step: int) -> bytes:
-    return (run / "weights" / f"step_{step:06d}" / "model.safetensors").read_bytes()
-
-
 CONSTANT = ["--trainer.scheduler.type", "constant"]  # so that a run may be made longer
-ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestrator.prompts-per-step", "4"]
 
 
 def forget_checkpoint(run_dir: RunDir, step: int) -> None:
     """As if the run had been killed before it was written."""
     shutil.rmtree(run_dir.checkpoints / step_name(step))
-
-
-def test_deterministic_runs_are_bit_identical_resumed_or_not(starter, rl_arguments, tmp_path):
-    on_policy = [*rl_arguments, *ON_POLICY, *CONSTANT, "--checkpoint.every", "2"]
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    succeed(starter.run("rl", *on_policy, "--max-steps", "6", "--output-dir", str(whole)))
-    # The second run stops after step 5, one step past its newest checkpoint.
-    arguments = [*on_policy, "--output-dir", str(halves)]
-    succeed(starter.run("rl", *arguments, "--max-steps", "5"))
-    assert weights_of(whole, 5) == weights_of(halves, 5)
-    assert len({weights_of(whole, step) for step in (4, 5, 6)}) == 3
-    assert RunDir(whole).samples(5).read_text() == RunDir(halves).samples(5).read_text()
-
-    forget_checkpoint(RunDir(halves), 5)
-    assert newest_checkpoint(RunDir(halves)) == 4
-    resumed = starter.run("rl", *arguments, "--max-steps", "6", "--resume")
-    succeed(resumed)
-    assert "resuming after step 4" in resumed.stdout
-    assert weights_of(whole, 6) == weights_of(halves, 6)
 
 
 def test_resume_without_overlap_loses_no_task(starter, rl_arguments, tmp_path):
@@ -114,6 +90,7 @@ def test_a_server_kept_alive_serves_run_after_run(starter, rl_arguments, warm_mo
         "--server.weight-roots",
         str(tmp_path),
     )
+    wait_until_healthy(server, f"http://127.0.0.1:{free_port}")
     shared = tmp_path / "no_inference.toml"
     lines = Path("examples/reverse_text/rl.toml").read_text().split("[inference]")[0]
     shared.write_text(lines)
@@ -123,12 +100,7 @@ def test_a_server_kept_alive_serves_run_after_run(starter, rl_arguments, warm_mo
             *("@", str(shared), "--model.name", str(warm_model), "--output-dir", str(tmp_path / name)),
             *("--orchestrator.client.base-url", f"http://127.0.0.1:{free_port}", "--max-steps", "3"),
         ]
-        done = starter.run("rl", *arguments)
-        for _ in range(100):
-            if "no inference server answers" not in done.stdout:
-                break
-            done = starter.run("rl", *arguments)
-        succeed(done)
+        succeed(starter.run("rl", *arguments))
         first_rewards.append(read_json_lines(RunDir(tmp_path / name).metrics)[0]["eval/reward"])
     assert first_rewards[0] == first_rewards[1]  # the second run starts from version 0 again
     assert server.poll() is None

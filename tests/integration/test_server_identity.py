@@ -11,6 +11,7 @@ import httpx
 import pytest
 from tests.integration.processes import Starter, children_of, wait_until
 from tests.integration.servers import wait_until_healthy
+from tests.patience import PATIENCE
 from tests.ports import free_port
 
 from tandem.utils.files import read_json_lines
@@ -80,9 +81,9 @@ def wait_for_batch(run: Path, step: int, process: subprocess.Popen[str]) -> None
     assert process.poll() is None, process.communicate()[0]
 
 
-def trained_tasks(run: Path) -> list[int]:
+def trained_tasks(run: Path, num_steps: int = STEPS) -> list[int]:
     """The task of every group that was trained on."""
-    rows = [read_json_lines(RunDir(run).samples(step)) for step in range(1, STEPS + 1)]
+    rows = [read_json_lines(RunDir(run).samples(step)) for step in range(1, num_steps + 1)]
     assert all(len(lines) == PROMPTS * GROUP for lines in rows)
     return [line["task"] for lines in rows for line in lines[::GROUP]]
 
@@ -103,11 +104,11 @@ def kill_amid_requests(server: subprocess.Popen[str]) -> None:
 
 def outlive_two_servers(process: subprocess.Popen[str], run: Path, server: subprocess.Popen[str], serve: Serve) -> None:
     """The run goes to its end although its server is killed, and the next one too."""
-    for step in (2, 5):
+    for step in (1, 3):  # early: however late a busy machine sees them, the run is not over
         wait_for_batch(run, step, process)
         kill_amid_requests(server)
         server = serve()
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=300 * PATIENCE)
     assert process.returncode == 0, output
 
 
@@ -173,23 +174,24 @@ def test_of_two_servers_one_may_die_and_return_and_every_task_is_trained_as_ofte
     serve()
     mortal = serve(other_port)
     addresses = f"{url},http://127.0.0.1:{other_port}"
-    options = ["--max-steps", str(STEPS), "--orchestrator.client.base-url", addresses]
+    num_steps = 2 * STEPS  # enough to stop it on its way, however late a busy machine sees where it is
+    options = ["--max-steps", str(num_steps), "--orchestrator.client.base-url", addresses]
     process = starter.start("rl", *arguments("run", *options))
     run = tmp_path / "run"
     wait_for_batch(run, 1, process)
     kill_amid_requests(mortal)
-    wait_for_batch(run, 3, process)
+    wait_until(lambda: 1 in metrics(run, "orchestrator", "servers/present"), 120, "a batch of the other alone")
     trainer = children_of(process.pid)["trainer"]
     os.kill(trainer, signal.SIGSTOP)  # so that the run is not over before the server is back
     serve(other_port)
     wait_until(lambda: "server_joined" in event_names(run), 60, "the server to take part again")
     os.kill(trainer, signal.SIGCONT)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=300 * PATIENCE)
     assert process.returncode == 0, output
 
-    assert batches(run) == metrics(run, "trainer") == list(range(1, STEPS + 1))
-    tasks = trained_tasks(run)
-    assert len(tasks) == len(set(tasks)) == STEPS * PROMPTS
+    assert batches(run) == metrics(run, "trainer") == list(range(1, num_steps + 1))
+    tasks = trained_tasks(run, num_steps)
+    assert len(tasks) == len(set(tasks)) == num_steps * PROMPTS
     present = metrics(run, "orchestrator", "servers/present")
     assert present[0] == present[-1] == 2 and min(present) == 1
     assert [name for name in event_names(run) if name.startswith("server_")] == ["server_away", "server_joined"]
@@ -204,7 +206,7 @@ def test_a_server_that_stays_away_ends_the_run_with_its_name(
     process = starter.start("rl", *arguments("run", *options))
     wait_for_batch(tmp_path / "run", 2, process)
     server.kill()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120 * PATIENCE)
     assert process.returncode == 1
     assert f"orchestrator: waited 1 s for the inference server at {url}; it was lost with:" in output
     assert "Traceback" not in output
@@ -223,20 +225,21 @@ def test_of_two_servers_on_one_port_the_second_is_refused(starter: Starter, warm
 
 
 def test_of_two_runs_on_one_port_the_second_is_refused(starter: Starter, rl_arguments: list[str], tmp_path: Path):
-    common = [*rl_arguments, *SMALL, "--orchestrator.max-staleness", "0", "--max-steps", "4"]
+    common = [*rl_arguments, *SMALL, "--orchestrator.max-staleness", "0", "--max-steps", "100000"]
     processes = {
         name: starter.start("rl", *common, "--output-dir", str(tmp_path / name), "--trainer.optimizer.lr", rate)
         for name, rate in (("one", "1e-3"), ("two", "2e-3"))
     }
-    outputs = {name: process.communicate(timeout=300)[0] for name, process in processes.items()}
-    codes = {process.returncode: name for name, process in processes.items()}
-    assert sorted(codes) == [0, 2], outputs
-    refused = codes[2]
-    assert "inference.server.port" in outputs[refused] and "cannot be bound" in outputs[refused]
+    wait_until(lambda: any(each.poll() is not None for each in processes.values()), 120, "one of them to give up")
+    refused, going_on = sorted(processes, key=lambda name: processes[name].poll() is None)
+    output, _ = processes[refused].communicate()
+    assert processes[refused].returncode == 2, output
+    assert "inference.server.port" in output and "cannot be bound" in output
     assert not (tmp_path / refused).exists()  # nothing was started
+    wait_for_batch(tmp_path / going_on, 4, processes[going_on])
     # On-policy: were a token another model's, the trainer would not agree on its log-prob.
-    assert max(metrics(tmp_path / codes[0], "trainer", "mismatch_kl")) < 1e-6
-    assert metrics(tmp_path / codes[0], "trainer") == [1, 2, 3, 4]
+    disagreement = metrics(tmp_path / going_on, "trainer", "mismatch_kl")
+    assert len(disagreement) >= 2 and max(disagreement) < 1e-6
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "lora"])
@@ -250,7 +253,7 @@ def test_a_run_whose_server_is_taken_by_another_ends_and_names_it(
     wait_for_batch(tmp_path / "first", 2, first)
     second = starter.run("rl", *arguments("second", *on_policy, "--max-steps", "6", "--seed", "7"))
     assert second.returncode == 0, second.stdout
-    output, _ = first.communicate(timeout=120)
+    output, _ = first.communicate(timeout=120 * PATIENCE)
     assert first.returncode == 1
     (started,) = [
         event

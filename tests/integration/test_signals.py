@@ -101,9 +101,11 @@ def test_rl_saves_and_goes_on_in_the_same_bits(starter: Starter, on_policy, tmp_
     arguments = [*on_policy, "--output-dir", str(cut.root)]
     process = starter.start("rl", *arguments, "--max-steps", "100000")
     wait_for_step(process, cut, 3)
+    children = children_of(process.pid)
     process.terminate()
     output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 143, output
+    assert process.returncode == 143 and "stopped by" in output, output
+    assert len(children) == 3 and not any(is_alive(pid) for pid in children.values())
     saved = newest_checkpoint(cut)
     assert saved is not None and saved >= 2, output
 
@@ -235,7 +237,7 @@ def test_by_hand_there_is_one_trainer(starter: Starter, tiny_model: Path, tmp_pa
     os.killpg(trainer.pid, signal.SIGKILL)
     trainer.wait()
     done = starter.run("trainer", *arguments, "--rollout-timeout-s", "0.5")
-    assert "waited 0.5 s for the orchestrator's batch" in done.stdout, done.stdout
+    assert done.returncode != 0 and "waited 0.5 s for the orchestrator's batch" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.scale.hosts import Host, make_two_hosts, why_no_hosts
+from tests.scale.slurm_cluster import Cluster, make_cluster, why_no_slurm
 
 collect_ignore = [] if "SGLANG_URL" in os.environ else ["test_sglang_server.py"]
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,15 @@ def two_hosts() -> Iterator[list[Host]]:
         skip_unless_required(reason)
     with make_two_hosts() as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[Cluster]:
+    reason = why_no_slurm()
+    if reason is not None:
+        skip_unless_required(reason)
+    with make_cluster() as cluster:
+        yield cluster
 
 
 def skip_unless_required(reason: str) -> None:

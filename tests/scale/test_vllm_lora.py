@@ -1,6 +1,5 @@
 """LoRA adapters under vLLM: loaded, replaced in place while requests run, every token with the version that made it."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +9,8 @@ import httpx
 import pytest
 import torch
 from peft import PeftModel
-from tests.integration.processes import Starter
-from tests.ports import free_port
-from tests.scale.vllm_server import START_S, VllmServer, send_until_running, start
+from tests.integration.processes import wait_until
+from tests.scale.vllm_server import TRIES, VllmServer, send_until_running, start
 from transformers import AutoModelForCausalLM
 
 from tandem.config.lora import LoRAConfig
@@ -21,7 +19,6 @@ from tandem.models.decoder import Decoder
 from tandem.models.hf import load_decoder
 from tandem.models.lora_training import adapter_config, adapter_tensors, attach_lora, targets_of
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.utils.files import read_json_lines
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
 NAME = "tandem-policy"
@@ -33,7 +30,7 @@ NUM_TOKENS = 300  # enough for an update to arrive in between
 def server(vllm_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in adapter_flags(LORA.rank).items()]
-    started = start(vllm_python, tiny_model, log, *flags)
+    started = start(vllm_python, tiny_model, log, "--drain-timeout-s", "1", "--max-sequences", "8", *flags)
     yield started
     started.end()
 
@@ -109,32 +106,40 @@ def test_rollouts_come_from_the_adapter_that_was_loaded_last(
 def test_requests_under_way_go_on_under_the_new_adapter_token_by_token(
     server: VllmServer, tiny_model: Path, adapters: dict[int, Path]
 ) -> None:
-    assert load(server, adapters[1], 1).status_code == 200
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    with ThreadPoolExecutor() as pool:
-        asked = [{"model": NAME, "n": 2, "seed": 0}, {"model": NAME, "n": 2, "seed": 1}, {}]
-        *adapted, plain = send_until_running(
-            server, lambda: [pool.submit(server.complete, **options, **body) for options in asked]
-        )
-        for version in (2, 3):
-            time.sleep(0.3)
-            assert load(server, adapters[version], version).status_code == 200
-        choices = [choice for future in adapted for choice in future.result()]
-        [unchanged] = plain.result()
-    assert any(len(set(choice["weight_versions"])) > 1 for choice in choices), "no update came in between"
-    for choice in choices:
-        assert_made_by_their_versions(choice, tiny_model, adapters)
-    assert unchanged["weight_versions"] == [0] * NUM_TOKENS
-    assert_made_by_their_versions(unchanged, tiny_model, adapters)
+    asked = [{"model": NAME, "n": 2, "seed": 0}, {"model": NAME, "n": 2, "seed": 1}, {}]
+    for _ in range(TRIES):
+        assert load(server, adapters[1], 1).status_code == 200
+        with ThreadPoolExecutor() as pool:
+            *adapted, plain = send_until_running(
+                server, lambda pool=pool: [pool.submit(server.complete, **options, **body) for options in asked]
+            )
+            for version in (2, 3):
+                assert load(server, adapters[version], version).status_code == 200
+            choices = [choice for future in adapted for choice in future.result()]
+            [unchanged] = plain.result()
+        for choice in choices:
+            assert_made_by_their_versions(choice, tiny_model, adapters)
+        assert unchanged["weight_versions"] == [0] * NUM_TOKENS
+        assert_made_by_their_versions(unchanged, tiny_model, adapters)
+        if any(len(set(choice["weight_versions"])) > 1 for choice in choices):
+            return
+    pytest.fail("no update came in between")
 
 
 def test_wait_lets_requests_end_under_the_old_adapter(server: VllmServer, adapters: dict[int, Path]) -> None:
-    assert load(server, adapters[1], 1).status_code == 200
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    with ThreadPoolExecutor() as pool:
-        [future] = send_until_running(server, lambda: [pool.submit(server.complete, model=NAME, **body)])
-        assert load(server, adapters[2], 2, mode="wait").status_code == 200
-        assert future.result()[0]["weight_versions"] == [1] * NUM_TOKENS
+    for _ in range(TRIES):
+        assert load(server, adapters[1], 1).status_code == 200
+        with ThreadPoolExecutor() as pool:
+            [future] = send_until_running(server, lambda pool=pool: [pool.submit(server.complete, model=NAME, **body)])
+            assert load(server, adapters[2], 2, mode="wait").status_code == 200
+            versions = future.result()[0]["weight_versions"]
+        assert versions in ([1] * NUM_TOKENS, [2] * NUM_TOKENS)
+        if versions[0] == 1:
+            break
+    else:
+        pytest.fail("no update came while the request ran")
     assert server.complete(model=NAME, **(body | {"max_tokens": 2}))[0]["weight_versions"] == [2, 2]
 
 
@@ -182,27 +187,17 @@ def test_an_unloaded_adapter_is_no_longer_served(server: VllmServer, adapters: d
     assert load(server, adapters[2], 2, load_inplace=False).status_code == 200
 
 
-def test_rl_trains_an_adapter_that_vllm_serves(vllm_python: Path, tiny_model: Path, tmp_path: Path) -> None:
-    starter, run = Starter(), tmp_path / "run"
-    starter.environment["VLLM_CPU_CI_ENV"] = "1"
-    try:
-        done = starter.run(
-            "rl",
-            *("@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model), "--output-dir", str(run)),
-            *("--max-steps", "4", "--orchestrator.eval.every", "None", "--inference.server.port", str(free_port())),
-            *("--inference.engine", "vllm", "--inference.vllm.python", str(vllm_python)),
-            *("--inference.vllm.flags.enforce-eager", "--orchestrator.max-staleness", "0"),
-            # Steps so large that log-probs of the model itself would be far from the adapter's.
-            *("--trainer.lora.rank", "4", "--trainer.lora.alpha", "32", "--trainer.optimizer.lr", "0.02"),
-            *("--orchestrator.client.startup-timeout-s", str(START_S)),
-            timeout_s=400,
-        )
-    finally:
-        starter.end_all()
-    assert done.returncode == 0, done.stdout
-    trainer = {row["step"]: row for row in read_json_lines(run / "metrics.jsonl") if row["process"] == "trainer"}
-    for step in (1, 2, 3, 4):
-        assert trainer[step]["mismatch_kl"] < 1e-4, "rollouts did not come from the adapter that is trained"
-        rows = read_json_lines(run / "samples" / f"step_{step:06d}.jsonl")
-        assert {row["oldest_version"] for row in rows} == {step - 1}
-    assert (run / "weights" / "latest" / "adapter_model.safetensors").exists()
+def num_waiting(server: VllmServer) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_waiting{"))
+
+
+def test_who_waits_when_the_server_has_to_leave_is_told(server: VllmServer) -> None:
+    """The last test with this server."""
+    asked = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "n": 64}
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(server.http.post, "/v1/completions", json=asked) for _ in range(4)]
+        wait_until(lambda: num_waiting(server) >= 3 * 64, 60, "the requests to wait")
+        server.stop()
+        for answer in [future.result() for future in waiting]:
+            assert answer.status_code == 503 and answer.json()["error"]["code"], answer.text

@@ -15,11 +15,13 @@ import httpx
 from tests.integration.processes import is_alive, wait_until
 from tests.patience import PATIENCE
 from tests.ports import free_port
+from tests.scale.hosts import Host
 
 KEY = "correct-horse"
 SEQ_LEN = 512
 T = TypeVar("T")
 START_S = 420 * PATIENCE
+TRIES = 20  # on a busy machine requests may have ended before an update arrives; then they are sent again
 
 
 @dataclass
@@ -78,8 +80,15 @@ def begin(
 
 
 def launch(
-    python: Path, model_dir: Path, log: Path, *options: str, dev_mode: bool = False, eager: bool = True
+    python: Path,
+    model_dir: Path,
+    log: Path,
+    *options: str,
+    dev_mode: bool = False,
+    eager: bool = True,
+    host: Host | None = None,
 ) -> subprocess.Popen[bytes]:
+    """`host`: on which of two; left out, on this machine itself."""
     command = [
         *(sys.executable, "-m", "tandem.entrypoints.inference", "--engine", "vllm", "--vllm.python", str(python)),
         *("--model.name", str(model_dir), "--server.api-key-var", "TANDEM_TEST_KEY", "--seq-len", str(SEQ_LEN)),
@@ -89,6 +98,9 @@ def launch(
     ]
     # Without the warm-up for compiled shapes, which eager mode has no use for.
     environment = os.environ | {"TANDEM_TEST_KEY": KEY, "VLLM_CPU_CI_ENV": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    if host is not None:
+        command = host.command(command)
+        environment |= {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"}
     if dev_mode:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     with log.open("ab") as output:
@@ -110,16 +122,26 @@ def wait_until_ready(servers: Sequence[VllmServer], others: Sequence[subprocess.
                 raise AssertionError(f"the server did not start:\n{server.log.read_text()[-5000:]}")
 
 
+def num_generated(server: VllmServer) -> float:
+    """Tokens that vLLM has computed since its start, over all of its engines."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def send_until_running(server: VllmServer, send: Callable[[], list[Future[T]]]) -> list[Future[T]]:
-    """Requests that vLLM computes now; those that have ended before that was seen are sent again."""
+    """Requests of which vLLM has computed a first token; if all ended before that was seen, they are sent again.
+
+    The others may still wait to be computed: an update that comes now may find them before their first token.
+    """
+    before = num_generated(server)
     futures = send()
 
     def is_running() -> bool:
-        nonlocal futures
+        nonlocal futures, before
         if all(future.done() for future in futures):
+            before = num_generated(server)
             futures = send()
-        lines = server.http.get("/metrics").text.splitlines()
-        return any(float(line.split()[-1]) > 0 for line in lines if line.startswith("vllm:num_requests_running"))
+        return num_generated(server) > before
 
     wait_until(is_running, 60, "vLLM to run a request")
     return futures

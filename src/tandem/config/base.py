@@ -21,6 +21,7 @@ from tandem.config.resume import FLAG, starting_directory, stored_config, take_r
 from tandem.config.short_names import spell_out
 from tandem.config.sources import Tree, extract_files, merge
 from tandem.utils.errors import UserError
+from tandem.utils.hub import fetch_model, is_hub_name, is_offline
 
 # Where the parser carries what the files say, apart from what the flags say. No option has such a name.
 FILES = "@"
@@ -64,12 +65,29 @@ def parse(
     try:
         arguments = spell_out(arguments, short_names or {})
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
-        if run is None:
-            return load_config(cls, arguments, prog, description)
-        return _go_on(cls, run.resolve(), rest, prog, description)
+        config = _load(cls, run, rest, prog, description)
+        if (missing := _model_on_the_hub(config)) is None:
+            return config
+        fetch_model(missing)
+        return _load(cls, run, rest, prog, description)
     except UserError as error:
         print(f"{prog}: {error}{hint}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _load(cls: type[C], run: Path | None, arguments: list[str], prog: str, description: str) -> C:
+    if run is None:
+        return load_config(cls, arguments, prog, description)
+    return _go_on(cls, run.resolve(), arguments, prog, description)
+
+
+def _model_on_the_hub(config: Config) -> Path | None:
+    """The name of a model that would have to be fetched, where that is allowed. Below a directory that is here, it is
+    rather a path with a mistake in it."""
+    name = getattr(getattr(config, "model", None), "name", None)
+    if not isinstance(name, Path) or not is_hub_name(name) or name.parent.exists():
+        return None
+    return None if is_offline() else name
 
 
 def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description: str) -> C:

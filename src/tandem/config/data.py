@@ -61,9 +61,13 @@ class DataConfig(Config):
     eval_size: float | None = Field(default=None, gt=0)
     """Rows of the training data to hold out for evaluation: a number, or a fraction below 1."""
 
+    max_prompt_len: int | None = Field(default=None, ge=1)
+    """Longest prompt, in tokens: a row with a longer one is too long. None: only seq_len bounds it."""
+
     on_bad_row: Literal["error", "skip", "truncate"] = "error"
     """What to do with a row that lacks a field, has nothing to learn or is too long. error: end the run. skip: drop the
-    row. truncate: cut a row that is too long at its end, and drop it if nothing to learn remains."""
+    row. truncate: cut a row that is too long at its end (a prompt beyond max_prompt_len: at its beginning), and drop it
+    if nothing to learn remains."""
 
     @property
     def all_sources(self) -> list[SourceConfig]:

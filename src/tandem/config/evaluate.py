@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from tandem.config.environment import EnvConfig
 from tandem.config.sampling import SampleOptions
 from tandem.config.shared import ComputeOptions, KeyOptions, LogOptions, SeedOptions, ServerUrl
+from tandem.config.slurm import SlurmOptions
 
 
 class EndpointConfig(KeyOptions):
@@ -28,7 +29,7 @@ class EndpointConfig(KeyOptions):
     """Longest wait for one request."""
 
 
-class EvaluateConfig(LogOptions, ComputeOptions, SeedOptions, SampleOptions):
+class EvaluateConfig(SlurmOptions, LogOptions, ComputeOptions, SeedOptions, SampleOptions):
     """Evaluation of a model on an environment."""
 
     model: Path | None = None
@@ -68,6 +69,9 @@ class EvaluateConfig(LogOptions, ComputeOptions, SeedOptions, SampleOptions):
 
     compare: Path | None = None
     """The results.json of an earlier evaluation on the same tasks: tells which of them changed."""
+
+    dry_run: bool = False
+    """Check the options and, with slurm, write the job script; start nothing."""
 
     @model_validator(mode="after")
     def _has_one_target(self) -> "EvaluateConfig":

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from tandem.config.hints import algorithm_hint, options_meant
+from tandem.config.hints import algorithm_hint, explanation, options_meant
 
 
 def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
@@ -48,7 +48,10 @@ def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
 def _nearest_key(root: type[BaseModel], location: list[str]) -> str:
     *place, name = location
     parent = "".join(f"{part}." for part in place)
-    meant = [path.removeprefix(parent) for path in options_meant(name, list(option_paths(root)))]
+    paths = list(option_paths(root))
+    if told := explanation(name, paths):
+        return told
+    meant = [path.removeprefix(parent) for path in options_meant(name, paths)]
     if meant:
         return f"did you mean {' or '.join(map(repr, meant))}?"
     known = _fields_at(root, place)

@@ -122,7 +122,13 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "experiment_name": ("metrics.run_name",),
     "wandb": ("metrics.report_to",),
     "use_wandb": ("metrics.report_to",),
-    "num_gpus": ("parallel.ranks",),
+    "num_gpus": ("gpus.trainer", "parallel.ranks"),
+    "trainer_gpu_ids": ("gpus.trainer",),
+    "inference_gpu_ids": ("gpus.inference",),
+    "num_train_gpus": ("gpus.trainer",),
+    "num_infer_gpus": ("gpus.inference",),
+    "actor_num_gpus_per_node": ("gpus.trainer",),
+    "rollout_num_gpus": ("gpus.inference",),
     "nproc_per_node": ("parallel.ranks",),
     "fsdp": ("parallel.strategy",),
     "deepspeed": ("parallel.strategy",),
@@ -131,6 +137,22 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "vllm_mode": ("inference.engine",),
     "vllm_server_base_url": ("client.base_url",),
     "base_url": ("client.base_url",),
+}
+
+# Of an option of ours, what another's name for a part of it comes to.
+_ON_NODES = "start torchrun on each node, or let SLURM or Ray do it (docs/scaling.md)"
+_PER_COPY = (
+    "GPUs of one copy of the model are vLLM's flag: inference.engine = 'vllm', vllm.flags.tensor-parallel-size = 2"
+)
+EXPLAINED: dict[str, tuple[str, str]] = {
+    "colocate": ("deployment", "that is deployment = 'colocated' (one process), or 'shared' (two, on one GPU)"),
+    "actor_num_nodes": ("trainer", f"the trainer on several nodes: {_ON_NODES}"),
+    "num_nodes": ("trainer", _ON_NODES),
+    "rollout_num_gpus_per_engine": ("gpus", _PER_COPY),
+    "tensor_parallel_size": ("gpus", _PER_COPY),
+    "hf_checkpoint": ("gpus", "that is model.name"),
+    "rollout_batch_size": ("gpus", "that is orchestrator.prompts_per_step"),
+    "n_samples_per_prompt": ("gpus", "that is orchestrator.group_size"),
 }
 
 _LAYER = "lay examples/reverse_text/algorithms/{}.toml over your file"
@@ -177,6 +199,12 @@ def algorithm_hint(key: str, value: object) -> str:
         if key == option or key.endswith(f".{option}"):
             return algorithms.get(name, "")
     return ""
+
+
+def explanation(name: str, paths: Sequence[str]) -> str:
+    """What to do instead, for a name that is no option of ours but whose purpose is known; empty: it is not."""
+    option, told = EXPLAINED.get(name.lower(), ("", ""))
+    return told if option in paths else ""
 
 
 def options_meant(name: str, paths: Sequence[str]) -> list[str]:

@@ -1,9 +1,10 @@
 """Options of the inference server."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tandem.config.names import OrImportPath
 from tandem.config.sglang import SGLangConfig
@@ -27,6 +28,11 @@ NATIVE_ONLY = (
 )
 
 
+def port_of(value: Any) -> Any:
+    """The port of an address: people give the server's and the client's alike."""
+    return urlsplit(value).port if isinstance(value, str) and "://" in value else value
+
+
 class ServerConfig(KeyOptions):
     """Address and access of a server."""
 
@@ -35,7 +41,7 @@ class ServerConfig(KeyOptions):
     host: str = "127.0.0.1"
     """Address to bind (short: --host). Other addresses than loopback need an API key or allow_unauthenticated."""
 
-    port: int = Field(default=8000, ge=1, le=65535)
+    port: Annotated[int, BeforeValidator(port_of)] = Field(default=8000, ge=1, le=65535)
     """Port to bind (short: --port)."""
 
     allow_unauthenticated: bool = False
@@ -110,7 +116,7 @@ class InferenceConfig(LogOptions, ComputeOptions, SeedOptions, ModelOptions):
     the free memory, vllm uses its own default."""
 
     prefix_caching: bool = True
-    """Reuse the KV cache of prompts that begin alike, from earlier requests too. Always off with deterministic."""
+    """Reuse the KV cache of prompts that begin alike, from earlier requests too."""
 
     cuda_graphs: bool = True
     """Decode with CUDA graphs, on a GPU. Always off with deterministic."""
@@ -146,7 +152,8 @@ class InferenceConfig(LogOptions, ComputeOptions, SeedOptions, ModelOptions):
         for option in NATIVE_ONLY:
             value = getattr(self, option)
             if value != type(self).model_fields[option].default:
-                raise ValueError(f"{option} = {value!r} has no effect with engine = 'sglang'; give SGLang its own flag")
+                flag = f"--mem-fraction-static {value}" if option == "gpu_memory_utilization" else "its own flag"
+                raise ValueError(f"{option} = {value!r} has no effect with engine = 'sglang'; give SGLang {flag}")
         return self
 
     @model_validator(mode="after")

@@ -16,11 +16,14 @@ from tandem.config.shared import (
     SeedOptions,
     StartOptions,
 )
+from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree
 from tandem.config.training import TrainingOptions
 
 
-class OfflineConfig(LogOptions, ComputeOptions, StartOptions, SeedOptions, TrainingOptions, RunOptions, ModelOptions):
+class OfflineConfig(
+    SlurmOptions, LogOptions, ComputeOptions, StartOptions, SeedOptions, TrainingOptions, RunOptions, ModelOptions
+):
     """Training on a dataset."""
 
     data: DataConfig

@@ -8,12 +8,15 @@ from functools import reduce
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from tandem.config.base import FILES, Config
+from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.ray import RayConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
+from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
 
@@ -22,6 +25,7 @@ SECTIONS: dict[str, type[Config]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
 }
+Deployment = Literal["split", "shared", "colocated"]
 SHARED_KEYS = tuple(
     name
     for options in (ModelOptions, RunOptions, SyncOptions, SeedOptions, LogOptions)
@@ -29,13 +33,27 @@ SHARED_KEYS = tuple(
 )
 
 
-class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig
     orchestrator: OrchestratorConfig
     inference: InferenceConfig | None = None
     """Left out: start no server and use the one at orchestrator.client.base-url."""
+
+    deployment: Deployment | None = None
+    """Where trainer and server run. split: two processes, each with its own GPUs. shared: two processes on one GPU, new
+    weights through its memory. colocated: one process, where the server reads the trainer's weights. None: split."""
+
+    gpus: GpuConfig = GpuConfig()
+    ray: RayConfig = RayConfig()
+
+    max_restarts: int = Field(default=3, ge=0)
+    """How often each process that fails is started again, once the run has made a step. Server: the run goes on.
+    Orchestrator and trainer: both go on from the newest checkpoint. 0: a failure ends the run."""
+
+    restart_delay_s: float = Field(default=1.0, ge=0)
+    """Wait before the first restart of a process; it doubles from one to the next, up to a minute."""
 
     show: Literal["auto", "live", "lines"] = "auto"
     """live: a progress display. lines: the log lines of all processes, prefixed. auto: live on a terminal."""
@@ -89,6 +107,23 @@ class RLConfig(LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, M
                 f"orchestrator.sampling.{name} = {value:g} with inference.engine = 'vllm': vLLM gives log-probs "
                 "after truncation, so ratios would be below 1 before any update; set "
                 'trainer.loss.old_logprobs = "recomputed"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deployment_has_our_engine(self) -> "RLConfig":
+        """Only our own engine takes weights from memory, and only one rank has them whole."""
+        engine = None if self.inference is None else self.inference.engine
+        if self.deployment in ("shared", "colocated") and engine != "native":
+            given = "no inference section" if engine is None else f"inference.engine = {engine!r}"
+            raise ValueError(
+                f"deployment = {self.deployment!r} with {given}: it needs the native engine, started by `rl`; set "
+                "inference.engine = 'native', or leave deployment out"
+            )
+        if self.deployment == "colocated" and self.trainer.parallel.ranks > 1:
+            raise ValueError(
+                f"deployment = 'colocated' with trainer.parallel.ranks = {self.trainer.parallel.ranks}: trainer and "
+                "server are one process; set ranks to 1, or deployment to 'split'"
             )
         return self
 

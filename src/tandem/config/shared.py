@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tandem.config.base import Config
 from tandem.utils.errors import UserError
+from tandem.utils.hub import find_model
 
 Impl = Literal["native", "hf"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -20,10 +21,11 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class ModelConfig(Config):
-    """The model: a local directory in Hugging Face format."""
+    """The model, in Hugging Face format."""
 
-    name: Path
-    """Directory with config.json, *.safetensors and tokenizer.json."""
+    name: Annotated[Path, AfterValidator(find_model)]
+    """Directory with config.json, *.safetensors and tokenizer.json, or a name on the Hugging Face hub (org/name): taken
+    from the hub's cache, and fetched into it first unless HF_HUB_OFFLINE is set."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute precision. The trainer keeps its master weights in float32 either way."""
@@ -53,8 +55,8 @@ class SeedOptions(Config):
     """Seed of all randomness: the order of tasks or rows, sampling, training."""
 
     deterministic: bool = False
-    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0. Tokens and log-probs
-    of a request are then independent of what else is running. Slower."""
+    """Make the run repeat bit for bit on the same machine. Needs orchestrator.max_staleness = 0. The server's log-probs
+    are then those of the trainer, to the bit, whatever else is running. Slower."""
 
 
 class ComputeOptions(Config):
@@ -197,14 +199,14 @@ class MetricsConfig(Config):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Trackers to send metrics to. Each needs its extra installed."""
 
-    project: str = "tandem"
-    """Project name in W&B and trackio."""
+    project: str | None = None
+    """Project name in W&B and trackio. None: WANDB_PROJECT, or tandem."""
 
     run_name: str | None = None
-    """Run name in W&B and trackio; None: the name of the output directory."""
+    """Run name in W&B and trackio. None: WANDB_NAME, or the name of the output directory."""
 
-    wandb_mode: Literal["online", "offline"] = "online"
-    """W&B mode. offline: write to the run directory, upload nothing."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """W&B mode. offline: write to the run directory (or WANDB_DIR), upload nothing. None: WANDB_MODE, or online."""
 
 
 class OptimizerConfig(Config):

@@ -74,7 +74,8 @@ class Reader(Generic[T]):
 
     def read(self, source: RowSource) -> Iterator[T]:
         for row in source.read():
-            fit = Fitting(self.seq_len, cuts=self.config.on_bad_row == "truncate")
+            cuts = self.config.on_bad_row == "truncate"
+            fit = Fitting(self.seq_len, cuts=cuts, max_prompt_len=self.config.max_prompt_len)
             try:
                 sample = self.encode(_fields(row, self.config.fields), fit)
             except ValueError as error:
@@ -99,14 +100,31 @@ class Reader(Generic[T]):
 
 
 class Fitting:
-    """Keeps the samples of one row within seq_len."""
+    """Keeps the samples of one row within seq_len, and their prompts within max_prompt_len."""
 
-    def __init__(self, seq_len: int, *, cuts: bool) -> None:
+    def __init__(self, seq_len: int, *, cuts: bool, max_prompt_len: int | None = None) -> None:
         self.seq_len = seq_len
         self.cuts = cuts
+        self.max_prompt_len = max_prompt_len
         self.has_cut = False
 
     def __call__(self, sample: TrainingSequence) -> TrainingSequence:
+        return self._cut_end(sample if self.max_prompt_len is None else self._cut_prompt(sample, self.max_prompt_len))
+
+    def _cut_prompt(self, sample: TrainingSequence, longest: int) -> TrainingSequence:
+        """The end of a prompt is nearest to its answer, and stays."""
+        excess = sample.num_context_tokens - longest
+        if excess <= 0:
+            return sample
+        if not self.cuts:
+            raise ValueError(
+                f"a prompt of {sample.num_context_tokens} tokens is longer than data.max_prompt_len = {longest}; raise "
+                "it, or give data.on_bad_row = 'skip' or 'truncate'"
+            )
+        self.has_cut = True
+        return TrainingSequence(sample.token_ids[excess:], sample.loss_mask[excess:])
+
+    def _cut_end(self, sample: TrainingSequence) -> TrainingSequence:
         num_tokens = len(sample.token_ids)
         if num_tokens <= self.seq_len:
             return sample

@@ -25,10 +25,17 @@ def main() -> None:
 
 def launch(config: EvaluateConfig) -> None:
     from tandem.launch.guard import guarded
+    from tandem.launch.slurm.submission import is_to_be_submitted, submit_evaluation
     from tandem.orchestrator.compare import read_results, show_comparison, show_results
     from tandem.utils.log import setup_logging
 
     setup_logging(config.log_level)
+    if is_to_be_submitted(config.slurm):
+        submit_evaluation(config)
+        return
+    if config.dry_run:
+        print("dry run: the options are valid")
+        return
     earlier = None if config.compare is None else read_results(config.compare)
     with guarded():
         results = asyncio.run(evaluate_all(config))

@@ -6,11 +6,12 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from socket import socket as Socket
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from tandem.config.base import parse
-from tandem.config.inference import InferenceConfig
+from tandem.config.inference import LOOPBACK_HOSTS, InferenceConfig, ServerConfig
 from tandem.config.short_names import INFERENCE, spell_out
 from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir, within_positions
@@ -21,7 +22,10 @@ from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import run_entrypoint
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from tandem.data.tokenizer import Tokenizer
+    from tandem.inference.engine import Engine
     from tandem.inference.grammars import Grammars
 
 logger = logging.getLogger(__name__)
@@ -36,8 +40,18 @@ def run() -> None:
     config = parse(InferenceConfig, "inference", "Serve a model over an OpenAI-compatible API.", arguments, hint)
     setup_logging(config.log_level)
     handle_signals(leave)
+    say_who_can_connect(config.server)
     start = serve_with_vllm if config.engine == "vllm" else serve
     start(config)
+
+
+def say_who_can_connect(server: ServerConfig) -> None:
+    """A key is for clients on other machines, which cannot connect to a loopback address."""
+    if server.host in LOOPBACK_HOSTS and (server.api_key or server.api_key_var):
+        logger.info(
+            "an API key is set, but only this machine can connect: server.host = %r; for others, give --host 0.0.0.0",
+            server.host,
+        )
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], NoReturn]) -> None:
@@ -64,6 +78,15 @@ def serve_with_vllm(config: InferenceConfig) -> NoReturn:
 
 def serve(config: InferenceConfig) -> None:
     """Serve until told to stop; exits with 1 if the engine fails."""
+    server, engine, listening = open_server(config)
+    server.run(sockets=[listening])
+    if engine.failure is not None:
+        print(f"inference: {printable(engine.failure)}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def open_server(config: InferenceConfig) -> "tuple[uvicorn.Server, Engine, Socket]":
+    """A server that only has to be run on its socket; its engine is started."""
     from tandem.inference.builders import find_builder
 
     api_key = config.server.resolve_api_key()
@@ -73,7 +96,7 @@ def serve(config: InferenceConfig) -> None:
     spec = ModelSpec.load(config.model.name)
     config = within_positions(config, config.model.name)
     # Before the model is loaded: a taken port is reported at once, and no other process can take this one.
-    socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
+    listening = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
     from tandem.data.tokenizer import Tokenizer
@@ -113,10 +136,7 @@ def serve(config: InferenceConfig) -> None:
     engine.start()
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     logger.info("serving %s on http://%s:%d", model_dir, host, config.server.port)
-    server.run(sockets=[socket])
-    if engine.failure is not None:
-        print(f"inference: {printable(engine.failure)}", file=sys.stderr)
-        raise SystemExit(1)
+    return server, engine, listening
 
 
 def find_grammars(config: InferenceConfig, tokenizer: "Tokenizer", vocab_size: int) -> "Grammars | str":

@@ -10,6 +10,7 @@ from tandem.config.changes import review_changes
 from tandem.config.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
+from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 from tandem.models.files import check_model_dir, within_positions
 from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
 from tandem.transport.weights.manifest import MANIFEST
@@ -31,6 +32,9 @@ def run_offline(
 ) -> None:
     """Everything is checked before anything is started; what imports torch is loaded last."""
     setup_logging(config.log_level)
+    if is_to_be_submitted(config.slurm):
+        submit_run(name, config)
+        return
     run_dir = RunDir(config.output_dir)
     check_model_dir(config.model.name, config.model.impl)
     config = within_positions(config, config.model.name)

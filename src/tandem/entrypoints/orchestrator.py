@@ -42,7 +42,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.transport.rollouts.filesystem import MARKER
     from tandem.types.identity import new_run_name
     from tandem.utils.log import setup_logging
-    from tandem.utils.metrics import open_forwarder, refuse_missing_trackers
+    from tandem.utils.metrics import GAVE_UP, RunLog, open_forwarder, refuse_missing_trackers
 
     setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
@@ -72,6 +72,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     try:
         asyncio.run(run())
     except (ServerLost, TooManyFailures) as error:
+        RunLog(run_dir, "orchestrator").event(GAVE_UP, why=str(error))
         print(f"orchestrator: {error}", file=sys.stderr)
         raise SystemExit(1) from None
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.base import parse
@@ -20,17 +21,34 @@ Reinforcement learning in one command: starts the inference server, the orchestr
   rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
   rl @ rl.toml --env ./my_env.py:Arithmetic                 an environment of your own
   rl --resume outputs/rl                                    continue a run that was stopped
+  rl --stop outputs/rl                                      from another terminal: save a checkpoint, then end
+  rl --status outputs/rl                                    what a run is doing
+  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00         submit it to SLURM; with --dry-run, only write the job
 Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
 
 
 def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1] in ("--stop", "--status"):
+        run_entrypoint("rl", lambda: control(sys.argv[1], Path(sys.argv[2])))
+        return
     config = parse(RLConfig, "rl", DESCRIPTION, short_names=RL)
     run_entrypoint("rl", lambda: launch(config))
 
 
+def control(asked: str, root: Path) -> None:
+    """Of a run that another process has started."""
+    from tandem.launch.control import status_lines, stop_run
+
+    print(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
+
+
 def launch(config: RLConfig) -> None:
     from tandem.launch.guard import guarded
+    from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 
+    if is_to_be_submitted(config.slurm):
+        submit_run("rl", config)
+        return
     with guarded():
         check_and_run(config)
 
@@ -53,16 +71,19 @@ def check_and_run(config: RLConfig) -> None:
 
 
 def write_plan(config: RLConfig) -> None:
-    """What `--dry-run` leaves."""
-    from tandem.launch.plan import make_plan
+    """What `--dry-run` leaves, and what it prints."""
+    from tandem.launch.describe import describe_run
+    from tandem.launch.run_plan import plan_run
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
 
     folder = RunDir(config.output_dir).dry_run
-    plans = make_plan(config, folder)
+    plan = plan_run(config, folder)
     with refuse_unwritable(config.output_dir):
-        write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
+        described = {process.name: process.describe() for process in plan.processes}
+        write_run_config(folder, configs_of(config, plan.processes) | {"plan": described})
+    print("\n".join(describe_run(config, plan.processes, plan.gpus)))
     print(f"dry run: all checks passed; configuration and process plan are in {folder}")
 
 
@@ -71,8 +92,11 @@ def run(config: RLConfig, start_step: int) -> None:
     from rich.console import Console
 
     from tandem.launch import preflight
-    from tandem.launch.plan import make_plan
+    from tandem.launch.control import StopRequest
     from tandem.launch.progress import make_view
+    from tandem.launch.ray_plan import write_servers
+    from tandem.launch.restarts import Restarts
+    from tandem.launch.run_plan import plan_run
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
@@ -81,8 +105,8 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = make_plan(config, run_dir.config)
-    listening = preflight.take_port(config)
+    plan = plan_run(config, run_dir.config)
+    listening = preflight.take_ports(plan.config)
     if config.clean:
         run_dir.clean()
     if config.resume:
@@ -90,13 +114,16 @@ def run(config: RLConfig, start_step: int) -> None:
         print(f"resuming after step {start_step}" + (f"; removed {', '.join(removed)}" if removed else ""))
     with refuse_unwritable(run_dir.root):
         run_dir.create()
-        write_run_config(run_dir.config, configs_of(config, plans))
+        write_run_config(run_dir.config, configs_of(config, plan.processes))
+        write_servers(config, plan.places)
 
     console = Console()
-    view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)
+    view = make_view(console, config.show, plan.processes, run_dir.metrics, start_step, config.max_steps)
     started = time.monotonic()
     try:
-        Supervisor(plans, listening, config.checkpoint.on_signal_timeout_s).run(view.tick)
+        restarts = Restarts(run_dir, config.max_restarts, config.restart_delay_s)
+        save_s = config.checkpoint.on_signal_timeout_s
+        Supervisor(plan.processes, listening, save_s, restarts, StopRequest(run_dir).is_there).run(view.tick)
     except RunFailed as error:
         view.close()
         print(f"rl: {error}\nrl: {how_to_go_on(run_dir, own_command('rl'))}", file=sys.stderr)
@@ -113,7 +140,8 @@ def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:
     """The configuration of the run and of each of its processes, by the file it is stored in."""
     from tandem.launch.plan import run_config
 
-    return {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    configs = {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
+    return configs | {name: beside for plan in plans for name, beside in plan.beside.items()}
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """What would be started: one entry a process, with its configuration, its share of the cores and its log."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tandem.config.rl import RLConfig, storable
 from tandem.config.sources import Tree
 from tandem.config.vllm import adapter_flags
+from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
 from tandem.utils.processes import usable_cores
 from tandem.utils.run_dir import RunDir
 
 API_KEY_VAR = "TANDEM_API_KEY"
 SGLANG_KEY_VAR = "TANDEM_SGLANG_API_KEY"
+SHARED_UTILIZATION = 0.5  # of a GPU, for vLLM beside a trainer; by itself it would take nine tenths
 
 
 @dataclass(frozen=True)
@@ -22,47 +25,80 @@ class ProcessPlan:
     environment: dict[str, str]  # on top of the launcher's own
     config: dict[str, Any]
     log: Path
+    beside: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # more configurations, by the file's name
+    listens_as: str | None = None  # the server whose port it listens on, where that is not its own name
 
     def describe(self) -> dict[str, Any]:
         """The plan as `--dry-run` writes it; values of environment variables may be secrets and stay out."""
         return {"command": self.command, "environment": sorted(self.environment), "log": str(self.log)}
 
 
-def make_plan(config: RLConfig, config_folder: Path, num_cores: int | None = None) -> list[ProcessPlan]:
-    """The processes of a run in the order they are started."""
+def make_plan(
+    config: RLConfig, config_folder: Path, num_cores: int | None = None, gpus: GpuPlan | None = None
+) -> list[ProcessPlan]:
+    """The processes of a run in the order they are started. Without a GPU plan, all see what this process sees."""
     run_dir = RunDir(config.output_dir)
-    threads = share_cores(config, num_cores or usable_cores())
-    configs: dict[str, dict[str, Any]] = {}
-    secrets: dict[str, str] = {}
-    if config.inference is not None:
-        configs["inference"] = config.inference.model_dump(mode="json")
-        secrets |= _hide_server_keys(configs["inference"])
+    servers = server_configs(config, gpus)
+    orchestrator = config.orchestrator.model_dump(mode="json")
+    trainer = config.trainer.model_dump(mode="json")
+    if len(servers) > 1:
+        orchestrator["client"]["base_url"] = ",".join(server_urls(config, len(servers)))
+    secrets = _hide_key(orchestrator["client"])
+    if gpus is not None and gpus.trainer:
+        trainer["parallel"]["ranks"] = len(gpus.trainer)
+    threads = share_cores(config, num_cores or usable_cores(), len(servers), trainer["parallel"]["ranks"])
+    for server in servers.values():
+        secrets |= _hide_server_keys(server)
+        server["threads"] = threads["inference"]
+    trainer["threads"] = threads["trainer"]
+    places = {} if gpus is None else dict(zip(servers, gpus.servers, strict=False)) | {"trainer": gpus.trainer}
+    plans = []
+    for name, process_config in (servers | {"orchestrator": orchestrator, "trainer": trainer}).items():
+        environment = {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE", **secrets}
+        if gpus is not None and places.get(name):
+            environment |= gpus.environment(places[name])
+        module = f"tandem.entrypoints.{name.partition('_')[0]}"
+        command = [sys.executable, "-m", module, "@", str(config_folder / f"{name}.json")]
+        plans.append(ProcessPlan(name, command, environment, process_config, run_dir.log(name)))
+    return plans
+
+
+def server_configs(config: RLConfig, gpus: GpuPlan | None = None) -> dict[str, dict[str, Any]]:
+    """The configuration of each inference server, by the name of its process."""
+    if config.inference is None:
+        return {}
+    count = max(1, len(gpus.servers)) if gpus is not None else 1
+    found = {}
+    for number, name in enumerate(server_names(count)):
+        server = config.inference.model_dump(mode="json")
+        server["server"]["port"] += number
         # The orchestrator hands over what the trainer publishes there.
-        configs["inference"]["server"]["weight_roots"].append(str(config.output_dir.resolve()))
-        if config.trainer.lora is not None and config.inference.engine == "vllm":
-            flags = adapter_flags(config.trainer.lora.rank) | config.inference.vllm.flags
-            configs["inference"]["vllm"]["flags"] = flags
-    configs["orchestrator"] = config.orchestrator.model_dump(mode="json")
-    secrets |= _hide_key(configs["orchestrator"]["client"])
-    configs["trainer"] = config.trainer.model_dump(mode="json")
-    for name in threads:
-        configs[name]["threads"] = threads[name]
-    return [
-        ProcessPlan(
-            name=name,
-            command=[
-                sys.executable,
-                "-m",
-                f"tandem.entrypoints.{name}",
-                "@",
-                str(config_folder / f"{name}.json"),
-            ],
-            environment={"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "PASSIVE", **secrets},
-            config=process_config,
-            log=run_dir.log(name),
-        )
-        for name, process_config in configs.items()
-    ]
+        server["server"]["weight_roots"].append(str(config.output_dir.resolve()))
+        if config.inference.engine == "vllm":
+            server["vllm"]["flags"] = _vllm_flags(config, gpus)
+            if gpus is not None and gpus.is_together and server["gpu_memory_utilization"] is None:
+                server["gpu_memory_utilization"] = SHARED_UTILIZATION
+        found[name] = server
+    return found
+
+
+def _vllm_flags(config: RLConfig, gpus: GpuPlan | None) -> dict[str, Any]:
+    """Those that were given, over what the run and its GPUs ask for."""
+    assert config.inference is not None
+    given = config.inference.vllm.flags
+    flags = {} if config.trainer.lora is None else adapter_flags(config.trainer.lora.rank)
+    copy, copies = vllm_parallelism(given)
+    num_gpus = len(gpus.servers[0]) if gpus is not None and gpus.servers else 0
+    if copies is None and num_gpus > copy:
+        flags["data-parallel-size"] = num_gpus // copy
+    return flags | given
+
+
+def server_urls(config: RLConfig, count: int) -> list[str]:
+    """Where the servers that `rl` starts can be reached: on ports one after another."""
+    assert config.inference is not None
+    server = config.inference.server
+    return [server.model_copy(update={"port": server.port + number}).url for number in range(count)]
 
 
 def run_config(config: RLConfig) -> Tree:
@@ -74,8 +110,8 @@ def run_config(config: RLConfig) -> Tree:
     return tree
 
 
-def share_cores(config: RLConfig, num_cores: int) -> dict[str, int]:
-    """CPU threads of each of the trainer's ranks and of the server. Overlapped, they split the cores; taking turns,
+def share_cores(config: RLConfig, num_cores: int, num_servers: int = 1, num_ranks: int | None = None) -> dict[str, int]:
+    """CPU threads of each of the trainer's ranks and of each server. Overlapped, they split the cores; taking turns,
     each gets all.
 
     Two processes whose threads spin on the same cores are many times slower than either alone.
@@ -84,9 +120,9 @@ def share_cores(config: RLConfig, num_cores: int) -> dict[str, int]:
     overlapped = config.orchestrator.max_staleness > 0 and config.inference is not None
     for_inference = max(1, num_cores // 2) if overlapped else num_cores
     for_trainer = max(1, num_cores - for_inference) if overlapped else num_cores
-    threads = {"trainer": trainer or max(1, for_trainer // config.trainer.parallel.ranks)}
+    threads = {"trainer": trainer or max(1, for_trainer // (num_ranks or config.trainer.parallel.ranks))}
     if config.inference is not None:
-        threads["inference"] = inference or for_inference
+        threads["inference"] = inference or max(1, for_inference // num_servers)
     return threads
 
 

@@ -3,15 +3,20 @@
 import asyncio
 import json
 import socket
+import sys
 import urllib.request
+from urllib.parse import urlsplit
 
 from tandem.config.changes import review_changes
-from tandem.config.inference import ServerConfig
+from tandem.config.inference import LOOPBACK_HOSTS
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments, try_environments
 from tandem.inference.vllm.serve import check_vllm
+from tandem.launch.gpus import find_gpu_plan
+from tandem.launch.plan import server_configs
+from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.tasks import encode_prompts
@@ -38,11 +43,15 @@ def check(config: RLConfig) -> int:
         if changes and not config.dry_run:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model_dir(config.model.name, config.model.impl)
+    here = on_this_node(config)
+    find_gpu_plan(here)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
-    _check_server(config)
-    _check_devices(config)
+    if here is config:  # servers that the job has just started need not be there yet
+        _check_server(config)
+    _check_deployment(config)
+    _check_devices(here)
     loss = config.trainer.loss
     if loss.is_own:
         load_function(loss.type, loss.options, "trainer.loss")
@@ -59,7 +68,14 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
         await try_environments(environment, config)
 
 
+def _check_deployment(config: RLConfig) -> None:
+    if config.deployment == "shared" and not sys.platform.startswith("linux"):
+        raise UserError("deployment = 'shared' works on Linux only; set it to 'colocated' or 'split'")
+
+
 def _check_devices(config: RLConfig) -> None:
+    if config.ray.address is not None:
+        return
     devices = {"trainer.device": config.trainer.device}
     if config.inference is not None and config.inference.engine == "native":
         devices["inference.device"] = config.inference.device
@@ -85,7 +101,8 @@ def _check_server(config: RLConfig) -> None:
         config.inference.server.resolve_api_key()
         config.inference.sglang.resolve_api_key()
         check_positions(config.model.name, config.seq_len)
-        _listen(config.inference.server).close()
+        for listening in take_ports(config).values():
+            listening.close()
         if config.inference.engine == "vllm":
             check_vllm(config.inference)
         else:
@@ -108,7 +125,7 @@ def _check_address(url: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
-            "`inference @ …`, or give `rl` an inference section so that it starts one"
+            f"`inference @ …`{_reachable(url)}, or give `rl` an inference section so that it starts one"
         ) from error
     if not isinstance(health, dict) or "instance" not in health:
         raise UserError(
@@ -117,10 +134,23 @@ def _check_address(url: str) -> None:
         )
 
 
-def take_port(config: RLConfig) -> socket.socket | None:
-    """Listen for the server that would be started: whoever starts another run on its port a moment later is refused."""
-    return None if config.inference is None else _listen(config.inference.server)
+def _reachable(url: str) -> str:
+    """What a server on another machine needs besides."""
+    return "" if urlsplit(url).hostname in LOOPBACK_HOSTS else " --host 0.0.0.0 --api-key-var …"
 
 
-def _listen(server: ServerConfig) -> socket.socket:
-    return listen_or_refuse(server.host, server.port, "inference.server.port")
+def take_ports(config: RLConfig) -> dict[str, socket.socket]:
+    """Listen for the servers that would be started, by the names of their processes: whoever starts another run on
+    their ports a moment later is refused."""
+    taken: dict[str, socket.socket] = {}
+    if config.ray.address is not None:  # on another node
+        return taken
+    try:
+        for name, server in server_configs(config, find_gpu_plan(config)).items():
+            host, port = server["server"]["host"], server["server"]["port"]
+            taken[name] = listen_or_refuse(host, port, "inference.server.port")
+    except UserError:
+        for listening in taken.values():
+            listening.close()
+        raise
+    return taken

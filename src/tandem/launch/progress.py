@@ -36,7 +36,7 @@ class LogLines:
     def tick(self) -> None:
         for name, follower in self.followers.items():
             for line in follower.lines():
-                prefix = Text(f"{name:>12} │ ", style=STYLES.get(name, ""))
+                prefix = Text(f"{name:>12} │ ", style=STYLES.get(name.partition("_")[0], ""))
                 self.console.print(prefix + Text(line), soft_wrap=True, highlight=False)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Starts the processes of a run, watches them, and ends all of them together.
 
 Children write straight into their log files, so that nothing is lost if the supervisor dies; the kernel
-then ends them too (utils.processes.die_with_supervisor), and launch/guard.py what they have started. Whatever ends
-first ends the run: the trainer and the orchestrator by finishing, anyone by failing, the user by a signal, on which
-the trainer first saves a checkpoint.
+then ends them too (utils.processes.die_with_supervisor), and launch/guard.py what they have started. The run ends when
+the trainer and the orchestrator have finished, or by a signal, on which the trainer first saves a checkpoint. Whoever
+fails is started again (launch/restarts.py), or ends the run.
 """
 
 import logging
@@ -12,10 +12,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tandem.launch.plan import ProcessPlan
+from tandem.launch.restarts import Restarts
 from tandem.utils.errors import shorten
 from tandem.utils.ports import handed_over
 from tandem.utils.processes import REPEATED_WITHIN_S, SUPERVISOR_PID
@@ -44,30 +45,39 @@ class Interrupted(Exception):
 
 
 class Supervisor:
-    """`listening`: what the inference server listens on, where the run has one. `save_timeout_s`: how long the trainer
-    may take to save a checkpoint when a signal ends the run."""
+    """`listening`: what each inference server listens on. `save_timeout_s`: how long the trainer may take to save a
+    checkpoint when the run is ended. `restarts`: who is started again; left out, nobody. `is_stop_wanted`: whether
+    somebody has asked for the end by other means than a signal."""
 
     def __init__(
-        self, plans: list[ProcessPlan], listening: socket.socket | None = None, save_timeout_s: float = 0.0
+        self,
+        plans: list[ProcessPlan],
+        listening: Mapping[str, socket.socket] | None = None,
+        save_timeout_s: float = 0.0,
+        restarts: Restarts | None = None,
+        is_stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plans = {plan.name: plan for plan in plans}
-        self.listening = listening
+        self.listening = listening or {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.save_timeout_s = save_timeout_s
+        self.restarts = restarts
+        self.is_stop_wanted = is_stop_wanted
+        self._on_tick: Callable[[], None] = lambda: None
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
 
     def run(self, on_tick: Callable[[], None]) -> None:
         """Start everything and wait for the end; no process is left when this returns or raises."""
+        self._on_tick = on_tick
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for plan in self.plans.values():
                 self._start(plan)
             while not self._is_finished():
-                on_tick()
-                time.sleep(POLL_S)
+                self._tick()
                 if self._asked is not None:
                     self._signal_all(signal.SIGTERM)
-                    self._let_trainer_save(on_tick)
+                    self._let_trainer_save()
                     raise Interrupted(self._asked[0])
             on_tick()
         finally:
@@ -78,15 +88,23 @@ class Supervisor:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def stop(self) -> None:
-        """Ask every process group to end, then make it."""
-        self._signal_all(signal.SIGTERM)
+    def stop(self, names: Collection[str] | None = None) -> None:
+        """Ask every process group to end, or those of `names`, then make it."""
+        ended = [process for name, process in self.processes.items() if names is None or name in names]
+        _signal_groups(ended, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes.values()):
+        while time.monotonic() < deadline and any(process.poll() is None for process in ended):
             time.sleep(POLL_S)
-        self._signal_all(signal.SIGKILL)
-        for process in self.processes.values():
+        _signal_groups(ended, signal.SIGKILL)
+        for process in ended:
             process.wait()
+
+    def _tick(self) -> None:
+        """What is done again and again, whatever is waited for."""
+        self._on_tick()
+        time.sleep(POLL_S)
+        if self._asked is None and self.is_stop_wanted():
+            self._asked = signal.SIGTERM, time.monotonic()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """The first one is noted, for the loop to see; a second one, unless it is the same, ends the run at once."""
@@ -95,27 +113,51 @@ class Supervisor:
         elif time.monotonic() - self._asked[1] > REPEATED_WITHIN_S:
             raise Interrupted(number)
 
-    def _let_trainer_save(self, on_tick: Callable[[], None]) -> None:
+    def _let_trainer_save(self) -> None:
         """It has been told to end, and needs no other process for its checkpoint (trainer/checkpoints/stopping.py)."""
         trainer = self.processes.get("trainer")
         if trainer is None or self.save_timeout_s == 0:
             return
         deadline = time.monotonic() + self.save_timeout_s + POLL_S
         while trainer.poll() is None and time.monotonic() < deadline:
-            on_tick()
-            time.sleep(POLL_S)
+            self._tick()
         if trainer.poll() is None:
             logger.error("the trainer did not save a checkpoint in time; see %s", self.plans["trainer"].log)
 
-    def _start(self, plan: ProcessPlan) -> None:
+    def _restart(self, name: str, code: int) -> None:
+        """Start a process again that has failed, and with it whoever has to go back; RunFailed where that is no use."""
+        delay_s = None if self.restarts is None else self.restarts.next_delay_s(name, code)
+        if self.restarts is None or delay_s is None:
+            if self.restarts is not None:
+                self.restarts.log.event("failed", who=name, why=_how(code))
+            raise RunFailed(self._explain(name, code))
+        log = self.plans[name].log
+        logger.warning("the %s process ended with %s and is started again; see %s", name, _how(code), log)
+        _signal_groups([self.processes[name]], signal.SIGKILL)  # what it leaves behind would be in the way
+        again = WORKERS if name in WORKERS else (name,)
+        if name == "orchestrator":
+            _signal_groups([self.processes["trainer"]], signal.SIGTERM)
+            self._let_trainer_save()
+        self.stop(again)
+        resumes_at = time.monotonic() + delay_s
+        while time.monotonic() < resumes_at:
+            self._tick()
+            if self._asked is not None:
+                return  # by the user: the loop ends the run
+        step = self.restarts.go_back() if name in WORKERS else None
+        for plan in [self.plans[other] for other in again if other in self.plans]:
+            self._start(plan, ["--resume"] if step else [])
+        self.restarts.record(name, _how(code), step)
+
+    def _start(self, plan: ProcessPlan, more: Sequence[str] = ()) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
-        handed = self.listening if plan.name == "inference" else None
+        handed = self.listening.get(plan.listens_as or plan.name)
         if handed is not None:
             environment |= handed_over(handed)
         with plan.log.open("ab") as log:
             self.processes[plan.name] = subprocess.Popen(
-                plan.command,
+                [*plan.command, *more],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -128,7 +170,8 @@ class Supervisor:
         codes = {name: process.poll() for name, process in self.processes.items()}
         for name, code in codes.items():
             if code is not None and (code != 0 or name not in WORKERS) and not self._is_asked_to_end():
-                raise RunFailed(self._explain(name, code))
+                self._restart(name, code)
+                return False
         return all(codes[name] == 0 for name in WORKERS if name in codes)
 
     def _is_asked_to_end(self) -> bool:
@@ -138,17 +181,24 @@ class Supervisor:
         return self._asked is not None
 
     def _explain(self, name: str, code: int) -> str:
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         log = self.plans[name].log
-        return f"the {name} process ended with {how}. Its last lines ({log}):\n{last_lines(log)}"
+        return f"the {name} process ended with {_how(code)}. Its last lines ({log}):\n{last_lines(log)}"
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for process in self.processes.values():
-            # The group outlives its leader when the leader left children behind: signal it in any case.
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                continue
+        _signal_groups(self.processes.values(), number)
+
+
+def _signal_groups(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        # The group outlives its leader when the leader left children behind: signal it in any case.
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def last_lines(log: Path) -> str:

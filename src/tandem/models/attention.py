@@ -7,6 +7,7 @@ and to itself, so that a prompt with many completions is computed once.
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.models import ops
-from tandem.models.cpu.kernels import SegmentLayout
+from tandem.models import exact, ops
+from tandem.models.cpu.kernels import Contexts, SegmentLayout
 from tandem.models.gpu import equal_lengths, flex
 from tandem.models.runtime import to_device
 
@@ -116,13 +117,64 @@ class PackedAttention:
     def rectangles(self) -> "Rectangles":
         return Rectangles(self.lengths, self.parents)
 
+    @functools.cached_property
+    def exact(self) -> "ExactAttention":
+        return ExactAttention(self, *self._host_segments)
+
+
+class ExactAttention:
+    """The same in exact mode (`exact.py`). On a GPU, the kernels above give the gradient."""
+
+    def __init__(self, packed: PackedAttention, lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
+        self.packed: Any = packed
+        device = packed.lengths.device
+        self.contexts = Contexts(*(to_device(part, device) for part in _contexts(lengths, parents, packed.padding)))
+        self.layout = _layout(packed.lengths, packed.parents) if device.type == "cpu" else None
+
+    @torch.compiler.disable
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return exact.attend(q, k, v, self.contexts, window)[0]
+        if self.layout is not None:
+            return exact.PackedAttention.apply(q, k, v, self.contexts, self.layout, window)
+        with torch.no_grad():
+            out, _ = exact.attend(q, k, v, self.contexts, window)
+        return exact.InPlaceOf.apply(self.packed.attend(layer, q, k, v, window), out)
+
+
+def _contexts(
+    lengths: NDArray[np.int64], parents: NDArray[np.int64], padding: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The tokens that each segment sees, end to end; of every token, where those begin and how many it sees. Padding
+    sees itself."""
+    starts = lengths.cumsum() - lengths
+    prefixes = np.where(parents >= 0, lengths[parents], 0)
+    sizes = prefixes + lengths
+    offsets = sizes.cumsum() - sizes
+    within = np.arange(sizes.sum()) - np.repeat(offsets, sizes)
+    own = np.repeat(starts - prefixes, sizes) + within
+    rows = np.where(within < np.repeat(prefixes, sizes), np.repeat(starts[parents], sizes) + within, own)
+    num_tokens = int(lengths.sum())
+    seen = np.arange(num_tokens) + np.repeat(prefixes - starts, lengths) + 1
+    padded = np.arange(num_tokens, num_tokens + padding)
+    return (
+        np.concatenate([rows, padded]),
+        np.concatenate([np.repeat(offsets, lengths), len(rows) + np.arange(padding)]),
+        np.concatenate([seen, np.ones(padding, np.int64)]),
+    )
+
 
 def _short_layout(lengths: Tensor, parents: Tensor) -> SegmentLayout | None:
     """None if some context is long enough for PyTorch's kernel, which works on blocks of queries, to be faster."""
-    is_child = parents >= 0
-    prefix_lengths = torch.where(is_child, lengths[parents], 0)
+    prefix_lengths = torch.where(parents >= 0, lengths[parents], 0)
     if len(lengths) == 0 or int((lengths + prefix_lengths).max()) > MAX_SHORT_CONTEXT:
         return None
+    return _layout(lengths, parents)
+
+
+def _layout(lengths: Tensor, parents: Tensor) -> SegmentLayout:
+    is_child = parents >= 0
+    prefix_lengths = torch.where(is_child, lengths[parents], 0)
     starts = lengths.cumsum(0) - lengths
     prefix_starts = torch.where(is_child, starts[parents], 0)
     return SegmentLayout(

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tandem.models import ops
+from tandem.models import exact, ops
 from tandem.models.spec import ModelSpec
 
 
@@ -38,9 +38,10 @@ class Projection(nn.Linear):
     """A linear layer that can keep a copy of its weight in a layout that is faster to compute with."""
 
     packed: Tensor | None = None
+    exact = False
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.linear(input, self.weight, self.bias, self.packed)
+        return ops.linear(input, self.weight, self.bias, self.packed, exactly=self.exact)
 
 
 class Attention(nn.Module):
@@ -99,6 +100,7 @@ class Decoder(nn.Module):
         self.lm_head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.packed_output: Tensor | None = None
         self.inv_freq = rotary_frequencies(spec)
+        self.exact = False  # see `exact.py`
         self.compute_dtype: torch.dtype | None = None  # of hidden states, see `precision.py`; None: as the weights are
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
@@ -112,7 +114,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (tokens, hidden) -> (tokens, vocab)."""
-        return ops.linear(hidden, self.output_weight, None, self.packed_output)
+        return ops.linear(hidden, self.output_weight, None, self.packed_output, exactly=self.exact)
+
+    def compute_exactly(self, device: torch.device) -> bool:
+        """Switch exact mode on, if there are kernels for it on this device; returns whether there are."""
+        self.exact = exact.serves(self.spec, device)
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.exact = self.exact
+        return self.exact
 
     @property
     def is_packed(self) -> bool:
@@ -122,8 +132,8 @@ class Decoder(nn.Module):
         """Lay the weights out for fast products without gradients, where that helps; takes their memory again."""
         for module in self.modules():
             if isinstance(module, Projection):
-                module.packed = ops.pack(module.weight)
-        self.packed_output = ops.pack(self.output_weight)
+                module.packed = ops.pack(module.weight, exactly=self.exact)
+        self.packed_output = ops.pack(self.output_weight, exactly=self.exact)
 
     @property
     def output_weight(self) -> Tensor:

@@ -10,6 +10,7 @@ from tandem.models.shards import weight_files
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
+from tandem.utils.hub import cache_folder, is_hub_name, is_offline
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -17,8 +18,11 @@ C = TypeVar("C", bound=BaseModel)
 def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
     """Raise UserError unless the directory holds an architecture that `impl` supports, weights and a tokenizer."""
     if not model_dir.is_dir():
+        hub = f", and not in the hub's cache {cache_folder()}" if is_hub_name(model_dir) else ""
+        offline = " (HF_HUB_OFFLINE is set)" if hub and is_offline() else ""
         raise UserError(
-            f"model.name = {str(model_dir)!r} is not a directory; give a local Hugging Face model directory"
+            f"model.name = {str(model_dir)!r} is not a directory{hub}{offline}; give a model directory in Hugging Face "
+            "format, or a name on the hub"
         )
     if (model_dir / "adapter_config.json").exists() and not (model_dir / "config.json").exists():
         raise UserError(

@@ -67,6 +67,12 @@ def whole_tensors(decoder: Decoder) -> dict[str, Tensor]:
     return named_tensors(decoder, {name: whole(parameter) for name, parameter in decoder.named_parameters()})
 
 
+def stream_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The same one parameter after the other: no more than one is whole at a time, unless the caller keeps them."""
+    for name, parameter in decoder.named_parameters():
+        yield from _hf_views(decoder.spec, {name: whole(parameter)})
+
+
 def copy_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite the decoder's weights in place, after checking that every tensor is there and fits."""
     views = named_tensors(decoder)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tandem.models import exact
 from tandem.models.decoder import Decoder
 from tandem.models.hf import WeightMismatch, read_file
 from tandem.utils.files import read_table
@@ -46,10 +47,21 @@ class AdapterMismatch(ValueError):
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to one projection: up (out, rank), scaled, times down (rank, in)."""
+    """What is added to one projection: up (out, rank) times down (rank, in), times the scale of each output. Without
+    exact mode the scale is part of `up`."""
 
     down: Tensor
     up: Tensor
+    scale: Tensor | None = None  # (out,), in float32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a file holds of one projection."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
 
 
 AdapterWeights = Mapping[str, LowRank]
@@ -59,15 +71,22 @@ AdapterWeights = Mapping[str, LowRank]
 def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
     """The adapter of a directory, for this decoder, in its precision and on its device."""
     config = _read_config(folder)
-    factors: dict[str, dict[str, Tensor]] = {}
     try:
         tensors = read_file(folder / WEIGHTS)
     except WeightMismatch as error:
         raise AdapterMismatch(str(error)) from error
+    return make_adapter(tensors, config, str(folder / WEIGHTS), decoder)
+
+
+def make_adapter(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], origin: str, decoder: Decoder
+) -> AdapterWeights:
+    """The same of tensors under PEFT's names."""
+    factors: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         module, side = _parse_key(key)
         factors.setdefault(module, {})[side] = tensor
-    parts: dict[str, dict[str, LowRank]] = {}
+    parts: dict[str, dict[str, Piece]] = {}
     for name, sides in factors.items():
         if sides.keys() != {"A", "B"}:
             raise AdapterMismatch(f"{name} has lora_{next(iter(sides))} only")
@@ -77,9 +96,9 @@ def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
         scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         path, _, projection = name.rpartition(".")
         module = f"{path}.{FUSED.get(projection, projection)}"
-        parts.setdefault(module, {})[projection] = LowRank(sides["A"], sides["B"] * scale)
+        parts.setdefault(module, {})[projection] = Piece(sides["A"], sides["B"], scale)
     if not parts:
-        raise AdapterMismatch(f"{folder / WEIGHTS} holds no tensors")
+        raise AdapterMismatch(f"{origin} holds no tensors")
     return {module: _join(decoder, module, pieces) for module, pieces in parts.items()}
 
 
@@ -109,7 +128,7 @@ def _parse_key(key: str) -> tuple[str, str]:
     return module, rest[0]
 
 
-def _join(decoder: Decoder, module: str, pieces: dict[str, LowRank]) -> LowRank:
+def _join(decoder: Decoder, module: str, pieces: dict[str, Piece]) -> LowRank:
     """The adapters of projections that the decoder computes as one, as one."""
     linear = dict(decoder.named_modules()).get(module)
     if not isinstance(linear, nn.Linear):
@@ -125,12 +144,22 @@ def _join(decoder: Decoder, module: str, pieces: dict[str, LowRank]) -> LowRank:
             )
     down = torch.cat([piece.down for piece in pieces.values()]).to(weight)
     up = torch.zeros(weight.shape[0], len(down), dtype=weight.dtype, device=weight.device)
+    scale = torch.ones(weight.shape[0], device=weight.device) if decoder.exact else None
     rank = 0
     for projection, piece in pieces.items():
         end = rank + piece.down.shape[0]
-        up[rows[projection], rank:end] = piece.up.to(weight)
+        if scale is None:
+            up[rows[projection], rank:end] = (piece.up * piece.scale).to(weight)
+        else:
+            up[rows[projection], rank:end] = piece.up.to(weight)
+            scale[rows[projection]] = piece.scale
         rank = end
-    return LowRank(down, up)
+    return LowRank(down, up, scale)
+
+
+def scaled(change: Tensor, scale: Tensor | float) -> Tensor:
+    """Rounded once, so that exact mode has it alike in engine and trainer."""
+    return (change.float() * scale).to(change.dtype)
 
 
 def rows_of(decoder: Decoder, projection: str, num_rows: int) -> slice:
@@ -190,7 +219,10 @@ class AdapterBank:
                 if part is None:
                     continue
                 x = inputs[0] if tokens is None else inputs[0][tokens]
-                change = (x @ part.down.T) @ part.up.T
+                if part.scale is None:
+                    change = (x @ part.down.T) @ part.up.T
+                else:
+                    change = scaled(exact.linear(exact.linear(x, part.down, None), part.up, None), part.scale)
                 output = output + change if tokens is None else output.index_add(0, tokens, change)
             return output
 

@@ -14,16 +14,16 @@ from torch.nn import functional as F
 
 from tandem.config.lora import TARGETS, LoRAConfig, refuse_unknown_targets
 from tandem.models import ops
-from tandem.models.decoder import Decoder
-from tandem.models.hf import read_file, whole_tensors
-from tandem.models.lora import CONFIG, FUSED, WEIGHTS, AdapterMismatch, rows_of
+from tandem.models.decoder import Decoder, Projection
+from tandem.models.hf import read_file, stream_tensors
+from tandem.models.lora import CONFIG, FUSED, WEIGHTS, AdapterMismatch, rows_of, scaled
 from tandem.models.runtime import whole
 from tandem.utils.files import read_json
 
 PREFIX = "base_model.model."
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(Projection):
     """A frozen projection of which some rows, a part each, get a low-rank change:
 
     y[part] = W[part] x + b[part] + scale · B A dropout(x)
@@ -48,10 +48,15 @@ class LoRALinear(nn.Linear):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        out = ops.linear(input, self.weight, self.bias, None)
+        out = ops.linear(input, self.weight, self.bias, None, exactly=self.exact)
         for part, rows in self.parts.items():
-            down = ops.linear(F.dropout(input, self.dropout, self.training), self.lora_A[part], None, None)
-            out[..., rows].add_(ops.linear(down, self.lora_B[part], None, None), alpha=self.scale)
+            x = F.dropout(input, self.dropout, self.training)
+            down = ops.linear(x, self.lora_A[part], None, None, exactly=self.exact)
+            up = ops.linear(down, self.lora_B[part], None, None, exactly=self.exact)
+            if self.exact:
+                out[..., rows].add_(scaled(up, self.scale))
+            else:
+                out[..., rows].add_(up, alpha=self.scale)
         return out
 
 
@@ -89,11 +94,17 @@ def merged_tensors(decoder: Decoder) -> dict[str, Tensor]:
 
     Under sharding, all ranks have to ask.
     """
-    tensors = whole_tensors(decoder)
-    for name, part, linear in _adapted(decoder):
-        change = whole(linear.lora_B[part]) @ whole(linear.lora_A[part])
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + linear.scale * change
-    return tensors
+    return dict(stream_merged(decoder))
+
+
+def stream_merged(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The same one tensor after the other."""
+    adapted = {f"{name}.weight": (part, linear) for name, part, linear in _adapted(decoder)}
+    for name, tensor in stream_tensors(decoder):
+        if name in adapted:
+            part, linear = adapted[name]
+            tensor = tensor + linear.scale * (whole(linear.lora_B[part]) @ whole(linear.lora_A[part]))
+        yield name, tensor
 
 
 def adapter_config(config: LoRAConfig, base_model: Path, targets: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.models import exact
 from tandem.models.cpu import autograd, kernels
 from tandem.models.cpu.kernels import SegmentLayout
 from tandem.models.gpu.available import has_kernels
@@ -18,18 +19,22 @@ from tandem.models.precision import rounded
 PACKED_FOR_ROWS = 64  # the layout serves any number of rows; this many it suits best
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None, *, exactly: bool = False) -> Tensor:
     """x·weightᵀ + bias; `packed` is what `pack` made of the weight, if it made anything."""
+    if exactly:
+        return exact.linear(x, rounded(weight, x), None if bias is None else rounded(bias, x), packed)
     if packed is None:
         return F.linear(x, rounded(weight, x), None if bias is None else rounded(bias, x))
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def pack(weight: Tensor) -> Tensor | None:
+def pack(weight: Tensor, *, exactly: bool = False) -> Tensor | None:
     """A copy of the weight, laid out as this machine's matrix unit reads it, for products without gradients.
 
-    In bfloat16 on a CPU only: without it each product lays the weight out anew.
+    On a CPU only, in bfloat16 or for exact mode: without it each product lays the weight out anew.
     """
+    if exactly:
+        return exact.pack(weight)
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if not on_cpu or not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None

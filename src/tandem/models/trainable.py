@@ -1,5 +1,7 @@
 """A model to train, by our decoder or by transformers (`model.impl`), whole or through an adapter (`lora`)."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tandem.models import hf, lora_training
 from tandem.models.decoder import Decoder
 from tandem.models.hf_model import HFDecoder, load_hf_model
 
+logger = logging.getLogger(__name__)
+NOT_EXACT = "log-probs of engine and trainer may differ by rounding"
 Trainable = Decoder | HFDecoder
 
 
@@ -35,6 +39,12 @@ def load_frozen(model: ModelConfig, device: torch.device) -> Trainable:
     return _load(model, dtype, device).requires_grad_(False)
 
 
+def compute_exactly(decoder: Trainable, device: torch.device) -> None:
+    """Exact mode (`exact.py`), for models that have it on the device they compute on; said where one does not."""
+    if isinstance(decoder, HFDecoder) or not decoder.compute_exactly(device):
+        logger.warning("no kernels of exact mode for this model on %s: %s", device.type, NOT_EXACT)
+
+
 def _load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Trainable:
     """With weights in `dtype`, computing in the model's own."""
     load = load_hf_model if model.impl == "hf" else hf.load_decoder
@@ -46,6 +56,19 @@ def _load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Train
 def whole_tensors(decoder: Trainable) -> dict[str, Tensor]:
     """The weights of a model without an adapter, under their Hugging Face names; all ranks have to ask."""
     return decoder.whole_tensors() if isinstance(decoder, HFDecoder) else hf.whole_tensors(decoder)
+
+
+def stream_tensors(decoder: Trainable) -> Iterator[tuple[str, Tensor]]:
+    """The same one after the other, so that nobody has to hold all of them; all ranks have to go along."""
+    yield from decoder.whole_tensors().items() if isinstance(decoder, HFDecoder) else hf.stream_tensors(decoder)
+
+
+def stream_merged(decoder: Trainable) -> Iterator[tuple[str, Tensor]]:
+    """Those of `merged_tensors` one after the other; all ranks have to go along."""
+    if isinstance(decoder, HFDecoder):
+        yield from decoder.merged_tensors().items()
+    else:
+        yield from lora_training.stream_merged(decoder)
 
 
 def merged_tensors(decoder: Trainable) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Builds what a trainer needs from its configuration: ranks, the start step, model, optimizer, stepper."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,10 @@ from tandem.models.trainable import (
     Trainable,
     adapter_config,
     adapter_tensors,
+    compute_exactly,
     load_trainable,
-    merged_tensors,
-    whole_tensors,
+    stream_merged,
+    stream_tensors,
 )
 from tandem.trainer.model.language_model import LanguageModel
 from tandem.trainer.model.optimizer import make_optimizer
@@ -62,8 +63,8 @@ def agree_on_start(config: TrainingConfig, ranks: Ranks) -> int:
     return int(ranks.all_max(torch.tensor(start, device=ranks.device)))
 
 
-# Takes the weights under their Hugging Face names, or an adapter under PEFT's, and their version.
-Publish = Callable[[Mapping[str, Tensor], int], object]
+# Takes the weights under their Hugging Face names, or an adapter under PEFT's, one after the other, and their version.
+Publish = Callable[[Iterable[tuple[str, Tensor]], int], object]
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,19 @@ class Trained:
     def publish(self, publish: Publish, version: int) -> None:
         """Every rank takes part in putting the weights together, an adapter merged into them; the first one
         publishes them."""
-        self._publish(whole_tensors if self.lora is None else merged_tensors, publish, version)
+        stream = stream_tensors if self.lora is None else stream_merged
+        self._publish(stream(self.decoder), publish, version)
 
     def publish_adapter(self, publish: Publish, version: int) -> None:
         """The same for the adapter alone."""
-        self._publish(adapter_tensors, publish, version)
+        self._publish(adapter_tensors(self.decoder).items(), publish, version)
 
-    def _publish(self, gather: Callable[[Trainable], dict[str, Tensor]], publish: Publish, version: int) -> None:
-        tensors = gather(self.decoder)
+    def _publish(self, tensors: Iterable[tuple[str, Tensor]], publish: Publish, version: int) -> None:
         if self.stepper.ranks.is_first:
             publish(tensors, version)
+        else:
+            for _ in tensors:  # the others help to gather each of them, and keep none
+                pass
 
     def save_adapter(self, folder: Path, version: int) -> None:
         """The adapter, if one is trained, for those who want it apart from the model."""
@@ -118,10 +122,13 @@ def load_trained(
     seed: int = 0,
     entropy_gradient: bool = False,
     critic: PpoConfig | None = None,
+    exactly: bool = False,
 ) -> Trained:
     """The model in float32 whatever it computes in, spread as the configuration says; a critic gets a value head."""
     home = home_of(parallel, ranks.device)
     decoder = load_trainable(model_config, home, lora, seed)
+    if exactly:
+        compute_exactly(decoder, ranks.device)
     model = LanguageModel(decoder, None if critic is None else new_value_head(decoder.spec.hidden_size, home))
     stepper = make_stepper(
         model,

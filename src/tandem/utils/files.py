@@ -162,6 +162,8 @@ class Follower:
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
+            # A file that was cut (a run that goes back to a checkpoint) is followed from its new end.
+            self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):

@@ -23,6 +23,7 @@ from tandem.utils.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 Number = int | float
+GAVE_UP = "gave_up"  # the event of a process that failed for a reason that starting it again would not mend
 
 
 class RunLog:
@@ -103,7 +104,7 @@ class WandbTracker:
             id=_wandb_id(run_dir, is_new=start_step == 0),
             resume="allow",
             config=dict(config),
-            dir=str(run_dir.root),
+            dir=os.environ.get("WANDB_DIR") or str(run_dir.root),
             mode=mode,  # pyright: ignore[reportArgumentType]
         )
         self._run.define_metric("step")
@@ -189,18 +190,21 @@ def open_forwarder(
     run_dir: RunDir,
     *,
     report_to: Sequence[str],
-    project: str,
+    project: str | None,
     run_name: str | None,
-    wandb_mode: str,
+    wandb_mode: str | None,
     config: Mapping[str, Any],
     start_step: int = 0,
     enabled: bool = True,
 ) -> MetricsForwarder:
     """Start the trackers that `report_to` names and forward to them; if not enabled, to none.
 
-    They are told the run's configuration; with a `start_step`, they go on with the run they know.
+    What is left out is as W&B's own variables say. They are told the run's configuration; with a `start_step`, they go
+    on with the run they know.
     """
-    name = run_name or run_dir.root.resolve().name
+    project = project or os.environ.get("WANDB_PROJECT") or "tandem"
+    name = run_name or os.environ.get("WANDB_NAME") or run_dir.root.resolve().name
+    wandb_mode = wandb_mode or os.environ.get("WANDB_MODE") or "online"
     told = without_keys(config)
     openers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoardTracker(run_dir, told, start_step),

@@ -9,11 +9,17 @@ The socket can be handed to another process: `rl` takes the port before it start
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shorten
+from tandem.utils.log import printable
 
 LISTENING_FD = "TANDEM_LISTENING_FD"  # names the socket that a process was started with
 BACKLOG = 2048
+LISTENING = "0A"  # the state of a socket in /proc/net/tcp
+MAX_COMMAND = 200
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -54,8 +60,30 @@ def listen_or_refuse(host: str, port: int, option: str) -> socket.socket:
         return listen(host, port)
     except OSError as error:
         free = nearest_free_port(host, port)
-        hint = f"; port {free} is free" if free else ""
+        hint = f"{holder_of(port)}; port {free} is free" if free else holder_of(port)
         raise UserError(f"{option} = {port} cannot be bound on {host}: {error.strerror}{hint}") from error
+
+
+def holder_of(port: int) -> str:
+    """Who listens on the port, as a part of a message; empty where that cannot be seen (another user, no /proc)."""
+    links = {f"socket:[{inode}]" for number, inode in _listening_sockets() if number == port}
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):
+            if any(str(entry.readlink()) in links for entry in folder.iterdir()):
+                words = (folder.parent / "cmdline").read_bytes().split(b"\0")
+                command = b" ".join(words).decode(errors="replace").strip()
+                return f" by pid {folder.parent.name} ({printable(shorten(command, MAX_COMMAND))})"
+    return ""
+
+
+def _listening_sockets() -> Iterator[tuple[int, str]]:
+    """Port and inode of each, in this network namespace, by the kernel's tables."""
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                _, local, _, state, *others = line.split()
+                if state == LISTENING:
+                    yield int(local.rpartition(":")[2], 16), others[5]
 
 
 def inherited_socket() -> socket.socket | None:

@@ -19,6 +19,7 @@ RUN_SURROUNDINGS = (
     "dry_run",
     "tensorboard",
     "wandb",
+    "stop",
 )
 
 
@@ -46,6 +47,11 @@ class RunDir:
     def failures(self) -> Path:
         """Rollouts that could not be scored, and why."""
         return self.root / "failures.jsonl"
+
+    @property
+    def stop_request(self) -> Path:
+        """There as soon as somebody has asked for the end of the run."""
+        return self.root / "stop"
 
     @property
     def weights(self) -> Path:

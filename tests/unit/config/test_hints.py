@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config.align import AlignConfig
 from tandem.config.explain import option_paths
-from tandem.config.hints import ALGORITHMS, FOREIGN, options_meant
+from tandem.config.hints import ALGORITHMS, EXPLAINED, FOREIGN, options_meant
 from tandem.config.inference import InferenceConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
@@ -50,6 +50,27 @@ def test_the_same_names_in_a_file(refusal, rl_toml: str, tmp_path: Path) -> None
     more = tmp_path / "more.toml"
     more.write_text("[trainer]\nlearning_rate = 1e-5\n")
     assert "did you mean 'optimizer.lr'?" in refusal("@", rl_toml, "@", str(more))
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        (["--colocate"], "that is deployment = 'colocated'"),
+        (["--actor-num-nodes", "2"], "start torchrun on each node"),
+        (["--actor-num-gpus-per-node", "4"], "did you mean 'gpus.trainer'?"),
+        (["--rollout-num-gpus", "4"], "did you mean 'gpus.inference'?"),
+        (["--rollout-num-gpus-per-engine", "2"], "vllm.flags.tensor-parallel-size = 2"),
+        (["--trainer-gpu-ids", "0,1"], "did you mean 'gpus.trainer'?"),
+    ],
+)
+def test_where_things_run_in_the_words_of_others(refusal, rl_toml: str, flag: list[str], told: str) -> None:
+    assert told in refusal("@", rl_toml, *flag)
+
+
+def test_what_is_explained_is_explained_where_it_helps(refusal) -> None:
+    assert "torchrun" not in refusal(*ROWS, "--actor-num-nodes", "2", cls=SFTConfig)
+    for name, (option, _) in EXPLAINED.items():
+        assert option in ALL_PATHS and name not in FOREIGN
 
 
 def test_every_name_leads_somewhere() -> None:

@@ -208,3 +208,20 @@ def test_a_missing_model_names_the_flag_that_gives_it(refusal: Callable[..., str
 def test_an_address_that_is_none(refusal: Callable[..., str], rl_toml: str, url: str) -> None:
     message = refusal("@", rl_toml, "--orchestrator.client.base-url", url)
     assert "orchestrator.client.base_url" in message and repr(url) in message
+
+
+def test_a_port_may_be_given_as_an_address(rl_toml: str, refusal: Callable[..., str]) -> None:
+    url = "http://localhost:8001"
+    given = ["--inference.server.port", url, "--orchestrator.client.base-url", f"{url}/v1"]
+    config = load_config(RLConfig, ["@", rl_toml, *given])
+    assert config.inference is not None and config.inference.server.port == 8001
+    assert config.orchestrator.client.base_url == url
+    assert "inference.server.port" in refusal("@", rl_toml, "--inference.server.port", "http://localhost")
+    assert "inference.server.port" in refusal("@", rl_toml, "--inference.server.port", "http://localhost:x")
+
+
+def test_a_deployment_that_shares_memory_needs_our_engine(rl_toml: str, refusal: Callable[..., str]) -> None:
+    assert load_config(RLConfig, ["@", rl_toml, "--deployment", "colocated"]).deployment == "colocated"
+    told = refusal("@", rl_toml, "--deployment", "shared", "--inference.engine", "vllm")
+    assert "deployment = 'shared' with inference.engine = 'vllm': it needs the native engine" in told
+    assert "with no inference section" in refusal("@", rl_toml, "--deployment", "shared", "--inference", "None")

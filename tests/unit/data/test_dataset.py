@@ -100,6 +100,23 @@ def test_rows_are_cut_at_their_end(load: Load, write, texts) -> None:
     assert data.summary == {"rows": 2, "rows_held_out": 0, "rows_skipped": 1, "rows_truncated": 1}
 
 
+def test_prompts_that_are_too_long_are_cut_at_their_beginning(load: Load, write) -> None:
+    path = write({"prompt": "abcdef", "completion": "x"}, {"prompt": "ab", "completion": "y"})
+    options: dict[str, Any] = {"path": path, "shuffle": False, "seq_len": 40}
+    whole, short = load(**options).train.batch(0, 2)
+    options["max_prompt_len"] = longest = short.num_context_tokens
+    with pytest.raises(
+        UserError, match=f"is longer than data.max_prompt_len = {longest}; raise it, or give data.on_bad"
+    ):
+        load(**options)
+    data = load(**options, on_bad_row="truncate")
+    cut, kept = data.train.batch(0, 2)
+    assert cut.num_context_tokens == longest and kept == short
+    assert cut.token_ids == whole.token_ids[-len(cut.token_ids) :]
+    assert data.counts.truncated == 1
+    assert load(**options, on_bad_row="skip").train.batch(0, 1) == [short]
+
+
 @pytest.mark.parametrize("row", [EMPTY, MISSING])
 def test_what_cannot_be_cut_right_still_ends_the_run(load: Load, write, row: Any) -> None:
     with pytest.raises(UserError, match=r"row 1 \(line 2\)"):

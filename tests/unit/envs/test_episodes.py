@@ -110,7 +110,7 @@ def test_a_turn_that_waits_or_blocks_too_long_costs_its_episode() -> None:
 
 
 def test_the_time_of_the_model_is_not_the_environments() -> None:
-    (result,) = play(config("good", turn_timeout_s=1.0), Speaker(delay_s=1.5))
+    (result,) = play(config("good", turn_timeout_s=2.0), Speaker(delay_s=2.5))
     assert isinstance(result, Result)
 
 

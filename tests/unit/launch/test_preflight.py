@@ -143,12 +143,11 @@ def test_a_key_variable_that_is_not_set(good, free_port: int, monkeypatch: pytes
 
 
 def test_a_port_is_taken_for_the_server_and_kept(good, free_port: int) -> None:
-    taken = preflight.take_port(good())
-    assert taken is not None
-    with taken, pytest.raises(UserError, match=rf"port = {free_port} cannot be bound"):
-        preflight.take_port(good())
+    taken = preflight.take_ports(good())
+    with taken["inference"], pytest.raises(UserError, match=rf"port = {free_port} cannot be bound"):
+        preflight.take_ports(good())
     client = {"base_url": f"http://127.0.0.1:{free_port}"}
-    assert preflight.take_port(good(inference=None, orchestrator={"client": client})) is None
+    assert preflight.take_ports(good(inference=None, orchestrator={"client": client})) == {}
 
 
 @contextmanager

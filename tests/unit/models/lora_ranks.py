@@ -43,11 +43,12 @@ def train(model: Path, impl: str, strategy: str, ranks: Ranks) -> dict[str, Tens
 
 
 def main() -> None:
-    model, impl, strategy, output = sys.argv[1:]
+    model, strategy, folder, *impls = sys.argv[1:]
     with joined("cpu", timeout_s=300) as ranks:
-        tensors = train(Path(model), impl, strategy, ranks)
-        if ranks.is_first:
-            save_file(tensors, output)
+        for impl in impls:
+            tensors = train(Path(model), impl, strategy, ranks)
+            if ranks.is_first:
+                save_file(tensors, Path(folder) / f"{impl}.safetensors")
 
 
 if __name__ == "__main__":

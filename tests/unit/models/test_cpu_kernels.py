@@ -10,10 +10,10 @@ from pytest import MonkeyPatch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.models import ops
-from tandem.models.attention import MAX_SHORT_CONTEXT, PackedAttention
+from tandem.models import exact, ops
+from tandem.models.attention import MAX_SHORT_CONTEXT, ExactAttention, PackedAttention
 from tandem.models.cpu import compiler, kernels, library
-from tandem.models.cpu.kernels import Kernels
+from tandem.models.cpu.kernels import Contexts, Kernels
 from tandem.models.ops import rotate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -295,3 +295,83 @@ def test_long_sequences_go_through_pytorch() -> None:
     assert PackedAttention(torch.tensor([MAX_SHORT_CONTEXT + 1])).layout is None
     with_prefix = PackedAttention(torch.tensor([MAX_SHORT_CONTEXT, 1]), torch.tensor([-1, 0]))
     assert with_prefix.layout is None
+
+
+# Exact mode: what comes out for a row depends on that row alone.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (33, 70), (64, 32)])
+def test_a_row_of_an_exact_product_is_the_same_in_any_batch(
+    dtype: torch.dtype, inputs: int, outputs: int, num_threads: int
+) -> None:
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((600, inputs), (outputs, inputs), (outputs,)))
+    fast = kernels_for(dtype)
+    packed = fast.pack_panels(weight)
+    out = fast.exact_linear(x, packed, bias, outputs)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((out - expected).abs() <= size * (2**-8 if dtype == torch.bfloat16 else 1e-6)).all()
+    for rows in (slice(0, 1), slice(5, 12), slice(590, 600)):
+        assert torch.equal(fast.exact_linear(x[rows], packed, bias, outputs), out[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lengths", "parents"), [*SEGMENTS, ([300, 9], [-1, 0])])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (5, 1, 16)])
+def test_exact_attention_and_its_gradients(
+    dtype: torch.dtype,
+    lengths: list[int],
+    parents: list[int],
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_threads: int,
+) -> None:
+    """As PyTorch's; and the last token of a segment gets the same bits from a query that comes alone."""
+    attention = PackedAttention(torch.tensor(lengths), torch.tensor(parents))
+    attention.layout = None  # PyTorch's
+    tokens = sum(lengths)
+    shapes = (tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, head_dim)
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+
+    def attend(context: PackedAttention | ExactAttention, *inputs: Tensor) -> Tensor:
+        return cast(Any, context).attend(0, *inputs, window)
+
+    with torch.enable_grad():
+        plain, plain_grads = gradients(lambda *x: attend(attention, *x), [x.float() for x in inputs])
+        ours, our_grads = gradients(lambda *x: attend(attention.exact, *x), inputs)
+    tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ours.float(), plain, rtol=tolerance, atol=tolerance)
+    for one, other in zip(our_grads, plain_grads, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance * float(1 + other.abs().max()))
+    contexts = attention.exact.contexts
+    alone = Contexts(contexts.rows, contexts.starts[-1:], contexts.seen[-1:])
+    q, k, v = inputs
+    assert torch.equal(exact.attend(q[-1:], k, v, alone, window)[0], ours[-1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_an_exact_product(dtype: torch.dtype) -> None:
+    inputs = drawn(dtype, (21, 33), (50, 33), (50,))
+    with torch.enable_grad():
+        plain, plain_grads = gradients(F.linear, inputs)
+        ours, our_grads = gradients(lambda *x: exact.linear(*x), inputs)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for one, other in zip([ours, *our_grads], [plain, *plain_grads], strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(1 + other.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_given_tokens_have_the_logprobs_they_are_drawn_with(dtype: torch.dtype, num_threads: int) -> None:
+    logits = (torch.randn(40, 700) * 4).to(dtype)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(10)
+    fast = kernels_for(dtype)
+    tokens, drawn = fast.draw(logits, temperature, torch.rand(40))
+    assert torch.equal(fast.token_logprobs(logits, tokens, temperature), drawn)
+    assert torch.equal(fast.token_logprobs(logits[7:8], tokens[7:8], temperature[7:8]), drawn[7:8])
+    divisor = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    expected = (logits.float() / divisor).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(drawn, expected, rtol=1e-5, atol=1e-5)

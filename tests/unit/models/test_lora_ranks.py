@@ -13,15 +13,17 @@ from tests.unit.models.lora_ranks import train
 from tandem.models.hf import load_decoder, named_tensors
 from tandem.trainer.parallel.ranks import Ranks
 
+IMPLS = ("native", "hf")
 
-@pytest.mark.parametrize("impl", ["native", "hf"])
-def test_two_ranks_train_what_one_does(impl: str, tiny_model: Path, tmp_path: Path) -> None:
-    expected = train(tiny_model, impl, "ddp", Ranks.single(torch.device("cpu")))
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have trained, a file for each implementation of the model."""
+    folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(Path(__file__).with_name("lora_ranks.py")), str(tiny_model), impl, "zero3"),
-            str(tmp_path / "found.safetensors"),
+            *(str(Path(__file__).with_name("lora_ranks.py")), str(tiny_model), "zero3", str(folder), *IMPLS),
         ],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -30,7 +32,13 @@ def test_two_ranks_train_what_one_does(impl: str, tiny_model: Path, tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = load_file(tmp_path / "found.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_two_ranks_train_what_one_does(impl: str, tiny_model: Path, of_two_ranks: Path) -> None:
+    expected = train(tiny_model, impl, "ddp", Ranks.single(torch.device("cpu")))
+    found = load_file(of_two_ranks / f"{impl}.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)

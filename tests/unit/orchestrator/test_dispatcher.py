@@ -54,7 +54,7 @@ def maker(make_group) -> Maker:
 
 
 def deadline() -> Deadline:
-    return Deadline("a batch", timeout_s=5, hint="look")
+    return Deadline("a batch", timeout_s=60, hint="look")
 
 
 class InOrder(TaskOrder):

@@ -215,6 +215,22 @@ def test_tensorboard_is_told_which_steps_are_written_again(tmp_path: Path) -> No
     assert not any(event.session_log.status == SESSION_START for event in tensorboard_events(first))
 
 
+def test_wandbs_own_variables_say_what_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[object, ...]] = []
+    monkeypatch.setattr(metrics, "WandbTracker", lambda run_dir, *options: opened.append(options[:3]))
+    left_out: dict[str, Any] = {"report_to": ["wandb"], "project": None, "run_name": None, "wandb_mode": None}
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    open_forwarder(RunDir(tmp_path / "run7"), **left_out, config={})
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_NAME", "first")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    open_forwarder(RunDir(tmp_path), **left_out, config={})
+    given: dict[str, Any] = left_out | {"project": "ours", "run_name": "x", "wandb_mode": "online"}
+    open_forwarder(RunDir(tmp_path), **given, config={})
+    assert opened == [("tandem", "run7", "online"), ("theirs", "first", "offline"), ("ours", "x", "online")]
+
+
 def test_wandb_offline_writes_under_the_run_directory(tmp_path: Path) -> None:
     forward_to("wandb", tmp_path)
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")

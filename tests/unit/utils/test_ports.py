@@ -11,6 +11,7 @@ from tandem.utils.errors import UserError
 from tandem.utils.ports import (
     LISTENING_FD,
     handed_over,
+    holder_of,
     inherited_socket,
     listen,
     listen_or_refuse,
@@ -36,6 +37,15 @@ def test_a_taken_port_is_refused_with_one_that_is_free() -> None:
         ):
             listen_or_refuse("127.0.0.1", port, "server.port")
     assert port_is_free("127.0.0.1", port)
+
+
+def test_whoever_holds_the_port_is_named(free_port: int) -> None:
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        pytest.raises(UserError, match=rf"Address already in use by pid {os.getpid()} \(.*py.*\); port \d+ is free"),
+    ):
+        listen_or_refuse("127.0.0.1", free_port, "server.port")
+    assert holder_of(free_port) == ""
 
 
 def test_who_comes_second_is_refused_although_nobody_is_served_yet(free_port: int) -> None:

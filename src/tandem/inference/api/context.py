@@ -19,6 +19,7 @@ from tandem.inference.api.text import Encoders, TokenTexts
 from tandem.inference.engine import Engine
 from tandem.inference.identity import Identity
 from tandem.inference.roots import WeightRoots
+from tandem.utils.hub import served_names
 
 
 class ExactRoute(APIRoute):
@@ -66,7 +67,7 @@ class ApiContext:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model = str(model_dir)
-        self.names = {self.model, model_dir.name}
+        self.names = {self.model, *served_names(model_dir)}
         self.identity = Identity(self.model, lambda: engine.version)
         self.options = options
         self.texts = TokenTexts(tokenizer)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.models import exact
 from tandem.models.cpu import kernels
-from tandem.models.cpu.kernels import Kernels
+from tandem.models.cpu.kernels import Contexts, Kernels
 
 QUERY_TILE = 256  # most consecutive prompt tokens in one piece
 SMALL_CONTEXT_BITS = 7  # contexts below 2**7 tokens are not worth telling apart
@@ -173,6 +174,22 @@ class PagedAttention:
         return out if group.cells is None else out[group.cells]
 
 
+class ExactAttention:
+    """The attention context of one step in exact mode (`models/exact.py`): decoding or prefilling, every token looks at
+    its sequence by itself."""
+
+    def __init__(self, cache: KVCache, write_to: Tensor, contexts: Contexts) -> None:
+        self.cache = cache
+        self.write_to = write_to  # (tokens,): cache row of each token
+        self.contexts = contexts
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        keys, values = self.cache.key_rows[layer], self.cache.value_rows[layer]
+        keys.index_copy_(0, self.write_to, k)
+        values.index_copy_(0, self.write_to, v)
+        return exact.attend(q, keys, values, self.contexts, window)[0]
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Consecutive tokens of one sequence each: from position `start`, `count` of them."""
@@ -260,6 +277,22 @@ def plan_attention(
         tables = torch.from_numpy(np.ascontiguousarray(table[:num_decoding]))
         decoding = DecodingRows(fast, tables, torch.from_numpy(start[:num_decoding]))
     return PagedAttention(cache, torch.from_numpy(write_to[num_decoding:]).to(device), groups, decoding)
+
+
+def plan_exact_attention(
+    cache: KVCache,
+    table: NDArray[np.int64],
+    start: NDArray[np.int64],
+    count: NDArray[np.int64],
+    write_to: NDArray[np.int64],
+) -> ExactAttention:
+    """The same in exact mode."""
+    device, block_size = cache.keys.device, cache.shape[2]
+    rows = (table[:, :, None] * block_size + np.arange(block_size)).ravel()
+    starts = np.repeat(np.arange(len(table)) * table.shape[1] * block_size, count)
+    seen = np.arange(count.sum()) + np.repeat(start - (count.cumsum() - count), count) + 1
+    contexts = Contexts(*(to_device(part, device) for part in (rows, starts, seen)))
+    return ExactAttention(cache, to_device(write_to, device), contexts)
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from tandem.inference.native.state import SlotState
 from tandem.models.cpu import library
 from tandem.models.hf import load_decoder
 from tandem.models.lora import AdapterBank
+from tandem.models.memory import kv_bytes, serving_activation_bytes
 from tandem.models.runtime import choose_device, in_own_thread
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
@@ -41,10 +42,11 @@ def build_engine(
     dtype = getattr(torch, config.model.dtype)
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec
+    exactly = config.deterministic and decoder.compute_exactly(device)
     if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
     # Triton comes with PyTorch wherever that has CUDA; without it, a GPU runs what a CPU runs.
-    has_kernels = device.type == "cuda" and find_spec("triton") is not None
+    has_kernels = device.type == "cuda" and find_spec("triton") is not None and not exactly
     num_blocks = cache_blocks(config, spec, dtype.itemsize, cache_bytes(config, spec, dtype.itemsize, device))
     # One block more than sequences may have: a CUDA graph has padding rows, which write somewhere too.
     cache = KVCache(
@@ -60,7 +62,11 @@ def build_engine(
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
     scheduler = Scheduler(
-        state, blocks, config.tokens_per_step, isolate=config.deterministic, cache_prefixes=config.prefix_caching
+        state,
+        blocks,
+        config.tokens_per_step,
+        isolate=config.deterministic and not exactly,
+        cache_prefixes=config.prefix_caching,
     )
     adapters = AdapterBank(decoder)
     launcher = None
@@ -69,7 +75,9 @@ def build_engine(
         from tandem.inference.native.cuda.runner import CudaRunner
 
         use_graphs = config.cuda_graphs and not config.deterministic
-        launcher = CudaRunner(decoder, adapters, cache, state, device, use_graphs=use_graphs)
+        launcher = CudaRunner(
+            decoder, adapters, cache, state, device, use_graphs=use_graphs, share_prompts=not config.deterministic
+        )
         launcher.prepare()
     parts = EngineParts(
         decoder,
@@ -82,9 +90,10 @@ def build_engine(
         None if config.deterministic else launcher,
     )
     logger.info(
-        "native engine on %s, %s, KV cache of %d tokens",
+        "native engine on %s, %s%s, KV cache of %d tokens",
         device,
         config.model.dtype,
+        ", exact" if exactly else "",
         num_blocks * config.block_size,
     )
     core = EngineCore(parts, eos_token_ids)
@@ -99,11 +108,7 @@ def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, de
         return free // CACHE_SHARE
     own = torch.cuda.memory_allocated(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    # Widest are the gate and up projections, a few of which exist at once, and the logits, which sampling turns into
-    # float32 where it cannot be done by one kernel.
-    per_token = 3 * spec.intermediate_size + 4 * spec.hidden_size + 2 * (spec.q_size + 2 * spec.kv_size)
-    step = config.tokens_per_step * per_token * element_bytes
-    step += config.max_sequences * spec.vocab_size * (element_bytes + 4)
+    step = serving_activation_bytes(spec, element_bytes, config.tokens_per_step, config.max_sequences)
     return max(0, min(int(config.gpu_memory_utilization * total) - own, free) - step)
 
 
@@ -112,7 +117,7 @@ def cache_blocks(config: InferenceConfig, spec: ModelSpec, element_bytes: int, a
     if config.kv_cache_tokens is not None:
         return config.kv_cache_tokens // config.block_size
     blocks_per_sequence = -(-config.seq_len // config.block_size)
-    block_bytes = 2 * spec.num_layers * spec.kv_size * config.block_size * element_bytes
+    block_bytes = kv_bytes(spec, element_bytes) * config.block_size
     affordable = available_bytes // block_bytes
     if affordable < blocks_per_sequence:
         raise UserError(

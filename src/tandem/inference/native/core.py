@@ -224,7 +224,7 @@ class EngineCore:
         """A token for each of these rows, and the end of those that are finished by it."""
         state = self.state
         adjusted = self._constraints.apply(logits, adjust(logits, state, rows, self._eos_token_ids), rows)
-        drawn = sample(logits, sampling_rows(state, rows), adjusted)
+        drawn = sample(logits, sampling_rows(state, rows), adjusted, exactly=self.decoder.exact)
         positions = state.length[rows]
         state.append(rows, drawn.tokens, drawn.logprobs, self._versions(rows))
         self._conclude(rows, positions, drawn)

@@ -33,7 +33,7 @@ from tandem.inference.engine import (
 from tandem.inference.native.core import EngineCore
 from tandem.inference.native.sampler import splitmix64
 from tandem.inference.native.state import Request
-from tandem.inference.native.weights import read_checked_adapter, read_checked_weights
+from tandem.inference.native.weights import FileSource, WeightSource
 
 logger = logging.getLogger(__name__)
 UINT64 = 2**64 - 1
@@ -55,6 +55,7 @@ class NativeEngine:
     ) -> None:
         """`check_when_idle`: check the scheduler's invariants whenever there is nothing to do."""
         self.core = core
+        self.source: WeightSource = FileSource()
         self.paused = False
         self.failure: str | None = None
         self._seed = seed
@@ -107,7 +108,7 @@ class NativeEngine:
 
     def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         with self._one_update:
-            tensors = read_checked_weights(path, version, self.core.decoder)
+            tensors = self.source.read(path, version, self.core.decoder)
             self._call(lambda: self.core.swap_weights(tensors, version), mode)
         logger.info("serving version %d from %s", version, path)
 
@@ -116,7 +117,7 @@ class NativeEngine:
     ) -> None:
         with self._one_update:
             known = self._adapters.replaceable(name, replace=replace)
-            weights = read_checked_adapter(path, self.core.decoder)
+            weights = self.source.read_adapter(path, version, self.core.decoder)
             number = next(self._adapter_numbers) if known is None else known.number
             self._call(lambda: self.core.put_adapter(number, weights, version), mode)
             self._adapters.put(name, LoadedAdapter(number, path))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.inference.engine import PromptLogprob
 from tandem.inference.native.state import Rows, SlotState
+from tandem.models import exact
 from tandem.models.decoder import Decoder
 
 MAX_LOGITS = 1 << 24  # most logits that exist at once, whatever the prompt's length
@@ -30,12 +31,16 @@ def _record(
 ) -> None:
     requests = [state.sample(slot).request for slot in rows.tolist()]
     next_tokens = state.tokens[rows, positions + 1]
-    logits = decoder.logits(hidden[torch.from_numpy(tokens).to(hidden.device)]).float()
-    logits -= logits.logsumexp(dim=-1, keepdim=True)
-    own = logits.gather(1, torch.from_numpy(next_tokens).to(logits.device)[:, None])
+    given = decoder.logits(hidden[torch.from_numpy(tokens).to(hidden.device)])
+    labels = torch.from_numpy(next_tokens).to(given.device)
+    logits = given.float()
+    logits = logits - logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, labels[:, None])
     ranks = (logits > own).sum(dim=-1) + 1
     num_top = min(max(request.asked.prompt_logprobs or 0 for request in requests), logits.shape[-1])
     top_values, top_tokens = logits.topk(num_top, dim=-1)
+    if decoder.exact:
+        own = exact.token_logprobs(given, labels, torch.ones(len(labels), device=given.device))[:, None]
     columns = (next_tokens, own[:, 0].cpu().numpy(), ranks.cpu().numpy())
     tops = zip(top_tokens.tolist(), top_values.tolist(), strict=True)
     entries = zip(requests, positions.tolist(), *(column.tolist() for column in columns), tops, strict=True)

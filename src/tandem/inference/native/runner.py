@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.inference.native.attention import KVCache, plan_attention
+from tandem.inference.native.attention import KVCache, plan_attention, plan_exact_attention
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
@@ -45,7 +45,8 @@ class Runner:
         num_blocks = -(-int((start + chunk).max()) // block_size)
         table = state.block_table[rows, :num_blocks]
         self.adapters.route(state.adapter[token_rows], self.device)
-        context = plan_attention(self.cache, table, start, chunk, write_to)
+        plan = plan_exact_attention if self.decoder.exact else plan_attention
+        context = plan(self.cache, table, start, chunk, write_to)
         token_ids = self._tensor(state.tokens[token_rows, positions])
         hidden = self.decoder(token_ids, self._tensor(positions), context)
         if state.wants_prompt[rows].any():

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.inference.native.state import Rows, SlotState
+from tandem.models import exact
 from tandem.models.cpu import kernels
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -79,14 +80,15 @@ def sampling_rows(state: SlotState, rows: Rows) -> SamplingRows:
     )
 
 
-def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None) -> Drawn:
-    """A token for each row of logits (rows, vocab). `adjusted`: logits to draw from, where they are others."""
+def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None, *, exactly: bool = False) -> Drawn:
+    """A token for each row of logits (rows, vocab). `adjusted`: logits to draw from, where they are others.
+    `exactly`: log-probs as exact mode has them (`models/exact.py`)."""
     u = uniforms(rows.seed, rows.sample_index, rows.position)
     fast = kernels.find(logits)
     if fast is not None and adjusted is None and rows.are_plain:
         tokens, logprobs = fast.draw(logits, torch.from_numpy(rows.temperature), torch.from_numpy(u))
         return Drawn(tokens.numpy(), logprobs.numpy(), *NO_TOP)
-    logits = logits.float()
+    given, logits = logits, logits.float()
     logprobs = _log_softmax(logits, rows.temperature)  # (rows, vocab)
     drawn_from = logprobs if adjusted is None else _log_softmax(adjusted, rows.temperature)
     tokens = invert_cdf(truncate(drawn_from, rows), u)
@@ -98,7 +100,11 @@ def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None) -
     if rows.raw_logprobs.any():
         is_raw = torch.from_numpy(rows.raw_logprobs).to(logits.device)
         logprobs = torch.where(is_raw[:, None], torch.log_softmax(logits, dim=-1), logprobs)
-    chosen = logprobs.gather(1, tokens)
+    if exactly:
+        temperature = torch.from_numpy(np.where(rows.raw_logprobs, np.float32(1), rows.temperature))
+        chosen = exact.token_logprobs(given, tokens[:, 0], temperature.to(logits.device))[:, None]
+    else:
+        chosen = logprobs.gather(1, tokens)
     top = _top(logprobs, rows.num_top) if rows.num_top.any() else NO_TOP
     return Drawn(tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy(), *top)
 

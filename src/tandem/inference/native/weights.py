@@ -1,6 +1,13 @@
-"""Weights that may be swapped in: everything that can be wrong with them is found before serving stops."""
+"""Weights that may be swapped in: everything that can be wrong with them is found before serving stops.
 
+A source is where an engine takes them from: files, or the memory of the process it runs in.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -9,9 +16,81 @@ from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
 from tandem.inference.weight_check import check_adapter_files, verify_files
 from tandem.models.decoder import Decoder
 from tandem.models.hf import check_tensors, named_tensors, read_tensors
-from tandem.models.lora import AdapterWeights, read_adapter
+from tandem.models.lora import AdapterWeights, make_adapter, read_adapter
 from tandem.models.runtime import in_own_thread
 from tandem.models.spec import ModelSpec
+from tandem.transport.weights.manifest import MANIFEST, find_announced
+from tandem.transport.weights.memory import HeldVersion, OwnMemory, read_shared
+from tandem.utils.run_dir import step_name
+from tandem.utils.waiting import Deadline, wait_for
+
+logger = logging.getLogger(__name__)
+FILES_TIMEOUT_S = 600.0
+
+
+class WeightSource(Protocol):
+    """`path` names a version; only what is read from files has to be there."""
+
+    def read(self, path: Path, version: int, decoder: Decoder) -> Mapping[str, Tensor]:
+        """Tensors that fit the model. Raises WeightUpdateRefused with the reason."""
+        ...
+
+    def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
+        """A LoRA adapter that fits the model. Raises AdapterRefused with the reason."""
+        ...
+
+
+class FileSource:
+    """Files, unless a trainer on this machine has announced the version to be in memory that both can read."""
+
+    def read(self, path: Path, version: int, decoder: Decoder) -> Mapping[str, Tensor]:
+        announced = find_announced(path.parent) if path.name == step_name(version) else None
+        if announced is None or announced[0] != version or announced[1] is None:
+            return read_checked_weights(path, version, decoder)
+        try:
+            tensors = read_shared(announced[1], version)
+            check_tensors(named_tensors(decoder), tensors)
+            return tensors
+        except (ValueError, TypeError, AttributeError, OSError) as error:
+            logger.warning("version %d cannot be read from memory (%s); waiting for its files", version, error)
+        deadline = Deadline(f"the files of version {version}", FILES_TIMEOUT_S, "see the log of the trainer")
+        wait_for(lambda: (path / MANIFEST).exists() or None, deadline)
+        return read_checked_weights(path, version, decoder)
+
+    def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
+        return read_checked_adapter(path, decoder)
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """What the trainer in this process published last, below `folder`; files for all other weights."""
+
+    memory: OwnMemory
+    folder: Path
+    files: WeightSource
+
+    def read(self, path: Path, version: int, decoder: Decoder) -> Mapping[str, Tensor]:
+        held = self._find(path, version)
+        if held is None or held.adapter_config is not None:
+            return self.files.read(path, version, decoder)
+        try:
+            check_tensors(named_tensors(decoder), held.tensors)
+        except ValueError as error:
+            raise WeightUpdateRefused(f"{path}: {error}") from error
+        return held.tensors
+
+    def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
+        held = None if version is None else self._find(path, version)
+        if held is None or held.adapter_config is None:
+            return self.files.read_adapter(path, version, decoder)
+        try:
+            return make_adapter(held.tensors, held.adapter_config, str(path), decoder)
+        except ValueError as error:
+            raise AdapterRefused(f"{path}: {error}") from error
+
+    def _find(self, path: Path, version: int) -> HeldVersion | None:
+        """Another run may ask this server to load its weights."""
+        return self.memory.find(version) if path == self.folder / step_name(version) else None
 
 
 @in_own_thread

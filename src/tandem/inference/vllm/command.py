@@ -10,6 +10,7 @@ from tandem.inference.browsers import names_of
 from tandem.inference.roots import weight_roots
 from tandem.inference.vllm.installation import Installation
 from tandem.inference.vllm.settings import API_KEY, Settings
+from tandem.utils.hub import served_names
 
 LAUNCHER = "tandem.inference.vllm.launcher"
 MIDDLEWARE = "tandem.inference.vllm.middleware.TandemMiddleware"
@@ -40,7 +41,7 @@ def build_command(
     middleware = flags.pop("middleware", [])
     model_dir = config.model.name.resolve()
     own: dict[str, Any] = {
-        "served-model-name": list(dict.fromkeys([str(config.model.name), config.model.name.name])),
+        "served-model-name": served_names(config.model.name),
         "dtype": config.model.dtype,
         "max-model-len": config.seq_len,
         "max-num-seqs": config.max_sequences,

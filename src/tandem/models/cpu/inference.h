@@ -229,27 +229,35 @@ int NAME(decode_attention)(const ELEMENT *q, int64_t q_stride, const ELEMENT *k,
     return 0;
 }
 
+/* The largest of a row of logits, and the sum of exp((logit - largest) / temperature) over all of them. */
+static __attribute__((noinline)) double NAME(normalizer)(const ELEMENT *from, int64_t size, float inverse,
+                                                         float *largest_logit) {
+    float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < size; i++) largest = LOAD(from[i]) > largest ? LOAD(from[i]) : largest;
+    double total = 0.0;
+    for (int64_t start = 0; start < size; start += PART) {
+        int64_t end = start + PART < size ? start + PART : size;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = start; i < end; i++) sum += exp_negative((LOAD(from[i]) - largest) * inverse);
+        total += sum;
+    }
+    *largest_logit = largest;
+    return total;
+}
+
 /* One draw for each row of logits: the first token at which the sum of probabilities passes the row's uniform
    number, or the likeliest token where the temperature is 0. logprobs: at the temperature (0: at temperature 1);
    NaN where the logits are unusable. */
 void NAME(draw)(const ELEMENT *logits, int64_t stride, int64_t rows, int64_t size, const float *temperatures,
                 const float *uniforms, int64_t *tokens, float *logprobs, int threads) {
-    enum { PART = 512 };
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) {
         const ELEMENT *from = logits + row * stride;
         float inverse = temperatures[row] == 0.0f ? 1.0f : 1.0f / temperatures[row];
-        float largest = -INFINITY;
-#pragma omp simd reduction(max : largest)
-        for (int64_t i = 0; i < size; i++) largest = LOAD(from[i]) > largest ? LOAD(from[i]) : largest;
-        double total = 0.0;
-        for (int64_t start = 0; start < size; start += PART) {
-            int64_t end = start + PART < size ? start + PART : size;
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = start; i < end; i++) sum += exp_negative((LOAD(from[i]) - largest) * inverse);
-            total += sum;
-        }
+        float largest;
+        double total = NAME(normalizer)(from, size, inverse, &largest);
         int64_t token = 0;
         if (temperatures[row] == 0.0f) {
             while (token < size - 1 && LOAD(from[token]) != largest) token++;
@@ -281,7 +289,6 @@ void NAME(draw)(const ELEMENT *logits, int64_t stride, int64_t rows, int64_t siz
             }
         }
         tokens[row] = token;
-        float logprob = (LOAD(from[token]) - largest) * inverse - (float)log(total);
-        logprobs[row] = total > 0.0 && total < INFINITY ? logprob : NAN;
+        logprobs[row] = logprob_of(LOAD(from[token]), largest, inverse, total);
     }
 }

@@ -5,8 +5,8 @@
    do not depend on the batch or on the number of threads.
 
    Tensors come as pointers with row strides, all counted in elements. `inference.h` holds the functions that exist
-   for float32 and for bfloat16, with sums in float32 either way; `training.h` those that training needs besides, in
-   float32. */
+   for float32 and for bfloat16, with sums in float32 either way; `exact.h` those of exact mode, for both as well;
+   `training.h` those that training needs besides, in float32. */
 
 #include <math.h>
 #include <stdint.h>
@@ -215,6 +215,7 @@ static int64_t offsets_of(const int64_t *table, int64_t first, int64_t end, int6
     return count;
 }
 
+enum { PART = 512 }; /* probabilities that are added up in float32, before their sum goes into one of float64 */
 enum { MAX_RUN = 64 }; /* rows that are looked at together */
 
 /* How many rows from `row` on begin with the same blocks as it, and in `shared` how many tokens that is: whole
@@ -237,6 +238,21 @@ static int64_t run_of_rows(const int64_t *tables, int64_t table_stride, const in
     return next - row;
 }
 
+/* Matrix products of exact mode: TILE rows by PANEL outputs at once, which fills the registers. TILES_TOGETHER of them
+   go by one panel of weights, and at most TILES are laid out at once. */
+#if defined __AVX512F__ || defined __aarch64__
+enum { TILE = 8 };
+#else
+enum { TILE = 6 };
+#endif
+enum { PANEL = 2 * LANES, TILES = 64, TILES_TOGETHER = 8 };
+
+/* The log-prob of a token by its logit: in one place, so that it rounds alike wherever it is asked for. */
+static __attribute__((noinline)) float logprob_of(float logit, float largest, float inverse, double total) {
+    float logprob = (logit - largest) * inverse - (float)log(total);
+    return total > 0.0 && total < INFINITY ? logprob : NAN;
+}
+
 /* float32 */
 #define NAME(name) name##_f32
 #define ELEMENT float
@@ -244,6 +260,7 @@ static int64_t run_of_rows(const int64_t *tables, int64_t table_stride, const in
 #define STORE(x) (x)
 #define LOAD_LANES(at) (*(const Lanes *)(at))
 #include "inference.h"
+#include "exact.h"
 #undef LOAD_LANES
 #undef NAME
 #undef ELEMENT
@@ -280,6 +297,7 @@ INLINE Lanes bf16_load_lanes(const uint16_t *from) {
 #define STORE(x) bf16_store(x)
 #define LOAD_LANES(at) bf16_load_lanes(at)
 #include "inference.h"
+#include "exact.h"
 
 #include "training.h"
 

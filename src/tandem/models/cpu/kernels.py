@@ -15,6 +15,7 @@ from tandem.models.cpu import library
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MAX_HEAD_DIM = 512
 LANES = 16  # packed attention works on whole vectors
+PANEL = 32  # outputs of a matrix are rounded up to this in exact mode: a multiple of what every machine takes at once
 ELEMENTS_PER_THREAD = 16384  # with less to do, waking another thread costs more than it saves
 POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 ARGUMENTS = {
@@ -31,12 +32,17 @@ ARGUMENTS = {
     "silu_mul_backward": [*[POINTER] * 3, LONG, LONG, INT],
     "packed_attention": [*[POINTER] * 3, LONG, *[POINTER] * 5, *[LONG] * 5, INT],
     "packed_attention_backward": [*[POINTER] * 3, LONG, *[POINTER] * 9, *[LONG] * 5, INT],
+    "pack_panels": [POINTER, LONG, POINTER, LONG, LONG, INT],
+    "exact_linear": [POINTER, LONG, *[POINTER] * 3, LONG, LONG, LONG, INT],
+    "exact_attention": [*[POINTER] * 8, *[LONG] * 5, INT],
+    "token_logprobs": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "draw": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, POINTER, INT],
 }  # fmt: skip
 
 
 CAN_FAIL = {  # for want of memory; they say so
     "decode_attention", "packed_attention", "packed_attention_backward", "rms_norm_backward", "norm_rotate_backward",
+    "exact_linear", "exact_attention",
 }  # fmt: skip
 
 
@@ -48,6 +54,16 @@ class SegmentLayout:
     starts: Tensor
     prefix_starts: Tensor
     prefix_lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """What each query looks at, in exact mode: the n-th of the `seen` tokens of a query lies in row
+    `rows[start + n]` of keys and values. All in int64."""
+
+    rows: Tensor  # of all sequences, one after the other
+    starts: Tensor  # (queries,)
+    seen: Tensor  # (queries,)
 
 
 @dataclass(frozen=True)
@@ -166,6 +182,53 @@ class Kernels:
             tokens, heads, k.shape[1], head_dim, threads(q.numel() * 16),
         )  # fmt: skip
         return dq, dk, dv
+
+    def pack_panels(self, weight: Tensor) -> Tensor:
+        """weight (outputs, inputs), laid out for `exact_linear`."""
+        outputs, inputs = weight.shape
+        weight = weight.contiguous()
+        packed = torch.empty(-(-outputs // PANEL) * PANEL * inputs, dtype=weight.dtype)
+        self._call(
+            "pack_panels", weight.data_ptr(), inputs, packed.data_ptr(), outputs, inputs, threads(weight.numel())
+        )
+        return packed
+
+    def exact_linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """x (rows, inputs) times a packed weight."""
+        rows, inputs = x.shape
+        x = x.contiguous()
+        out = torch.empty(rows, outputs, dtype=x.dtype)
+        self._call("exact_linear",
+            x.data_ptr(), inputs, packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+            rows, inputs, outputs, threads(rows * inputs * outputs // 16),
+        )  # fmt: skip
+        return out
+
+    def exact_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, contexts: Contexts, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """q (queries, heads, head_dim), keys and values (rows, kv_heads, head_dim) -> what each query sees, like q,
+        and the log of its softmax's sums (queries, heads)."""
+        rows, heads, head_dim = q.shape
+        q, keys, values = q.contiguous(), keys.contiguous(), values.contiguous()
+        out, logsums = torch.empty_like(q), torch.empty(rows, heads)
+        self._call("exact_attention",
+            q.data_ptr(), keys.data_ptr(), values.data_ptr(), contexts.rows.data_ptr(), contexts.starts.data_ptr(),
+            contexts.seen.data_ptr(), out.data_ptr(), logsums.data_ptr(),
+            rows, heads, keys.shape[1], head_dim, window or 0, threads(q.numel() * 16),
+        )  # fmt: skip
+        return out, logsums
+
+    def token_logprobs(self, logits: Tensor, labels: Tensor, temperature: Tensor) -> Tensor:
+        """logits (rows, vocab), labels in int64 and temperature in float32 (rows,) -> log-probs (rows,)."""
+        rows, size = logits.shape
+        logits, labels = logits.contiguous(), labels.contiguous()
+        logprobs = torch.empty(rows)
+        self._call("token_logprobs",
+            logits.data_ptr(), size, rows, size, temperature.data_ptr(), labels.data_ptr(), logprobs.data_ptr(),
+            threads(logits.numel()),
+        )  # fmt: skip
+        return logprobs
 
     def draw(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """logits (rows, vocab), temperature and uniform (rows,) in float32 -> tokens and log-probs (rows,)."""

@@ -25,7 +25,7 @@ from tandem.models.cpu import compiler as c
 from tandem.models.cpu.compiler import Compiler
 
 logger = logging.getLogger(__name__)
-SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "inference.h", "training.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "inference.h", "exact.h", "training.h")]
 SWITCH = "TANDEM_KERNELS"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 

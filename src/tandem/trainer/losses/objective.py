@@ -167,5 +167,6 @@ def mismatch_metrics(differences: Tensor) -> dict[str, Metric]:
     """How far trainer and engine are apart on the sampled tokens."""
     return {
         "mismatch_kl": mean_of(k3(-differences)),  # of KL(engine || trainer)
+        "logprob_difference": mean_of(differences.abs()),
         "max/logprob_difference": maximum_of(differences.abs()),
     }

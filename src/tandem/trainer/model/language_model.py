@@ -63,13 +63,16 @@ class LanguageModel(nn.Module):
 
     def forward(self, inputs: Inputs, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, ...]:
         """Of each target, (loss tokens,): its log-prob, the entropy it was drawn with, its value where there is one."""
-        hidden = self.decoder(inputs.token_ids, inputs.positions, inputs.attention).index_select(0, inputs.sources)
+        exactly = bool(self.decoder.exact)
+        attention = inputs.attention.exact if exactly else inputs.attention
+        hidden = self.decoder(inputs.token_ids, inputs.positions, attention).index_select(0, inputs.sources)
         logprobs, entropy = token_logprobs(
             hidden,
             self.decoder.output_weight,  # type: ignore[arg-type]
             inputs.labels,
             temperature,
             entropy_gradient=entropy_gradient,
+            exactly=exactly,
         )
         # A sum over one column instead of a view of it: FSDP wants outputs that are not views.
         head = self.value_head

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tandem.models import exact, ops
 from tandem.models.gpu.available import has_kernels
 from tandem.models.precision import RoundedBefore, rounded
 
@@ -13,22 +14,29 @@ MAX_LOGITS = 2**24
 
 
 def token_logprobs(
-    hidden: Tensor, output_weight: Tensor, labels: Tensor, temperature: float, *, entropy_gradient: bool = False
+    hidden: Tensor,
+    output_weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    exactly: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """hidden (tokens, hidden), labels (tokens,) -> log-prob of each label and entropy, both (tokens,), float32.
 
-    The entropy carries a gradient only where asked: it takes as much memory again.
+    The entropy carries a gradient only where asked: it takes as much memory again. `exactly`: in exact mode.
     """
-    if has_kernels(hidden):
+    if has_kernels(hidden) and not exactly:
         from tandem.models.gpu import logprobs as gpu
 
         return gpu.token_logprobs(hidden, output_weight, labels, temperature, entropy_gradient)
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
     copy = rounded(output_weight.detach(), hidden)
     if len(labels) <= rows:
-        return _chunk_logprobs(hidden, output_weight, copy, labels, temperature, entropy_gradient)
+        return _chunk_logprobs(hidden, output_weight, copy, labels, temperature, entropy_gradient, exactly)
+    options = temperature, entropy_gradient, exactly
     parts = [
-        checkpoint(_chunk_logprobs, h, output_weight, copy, y, temperature, entropy_gradient, use_reentrant=False)
+        checkpoint(_chunk_logprobs, h, output_weight, copy, y, *options, use_reentrant=False)
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -36,11 +44,23 @@ def token_logprobs(
 
 
 def _chunk_logprobs(
-    hidden: Tensor, output_weight: Tensor, copy: Tensor, labels: Tensor, temperature: float, entropy_gradient: bool
+    hidden: Tensor,
+    output_weight: Tensor,
+    copy: Tensor,
+    labels: Tensor,
+    temperature: float,
+    entropy_gradient: bool,
+    exactly: bool,
 ) -> tuple[Tensor, Tensor]:
     weight = output_weight if output_weight.dtype == hidden.dtype else RoundedBefore.apply(output_weight, copy)
-    logits = F.linear(hidden, weight).float()  # (tokens, vocab)
+    rounded_logits = ops.linear(hidden, weight, None, None, exactly=exactly)  # (tokens, vocab)
+    logits = rounded_logits.float()
     distribution = (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return -F.nll_loss(distribution, labels, reduction="none"), entropy
+    logprobs = -F.nll_loss(distribution, labels, reduction="none")
+    if exactly:
+        temperatures = torch.full((len(labels),), temperature, device=logits.device)
+        own = exact.token_logprobs(rounded_logits.detach(), labels, temperatures)
+        logprobs = exact.InPlaceOf.apply(logprobs, own)
+    return logprobs, entropy

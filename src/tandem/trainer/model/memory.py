@@ -6,14 +6,9 @@ import torch
 
 from tandem.models.decoder import Decoder
 from tandem.models.gpu.logprobs_memory import CHUNK_SHARE, KEPT_SHARE
-from tandem.models.spec import ModelSpec
+from tandem.models.memory import DEFAULT, activation_bytes, fitting_tokens
 from tandem.trainer.model.optimizer import local
 from tandem.trainer.model.step import Stepper
-
-DEFAULT = 8192  # on a CPU; for models whose activations we do not know; and where runs have to repeat bit for bit
-LEAST, MOST, MULTIPLE = 2048, 32768, 1024
-USED_SHARE = 0.85  # of free memory: the rest is for what is not counted, and what fragments
-FLOAT32_SHARE = 1.5  # there attention goes over rectangles, which hold copies of queries and keys
 
 
 def tokens_per_microbatch(stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool) -> int:
@@ -43,22 +38,3 @@ def _fitting(stepper: Stepper[Any], decoder: Decoder) -> int:
     head = 8 * spec.vocab_size * spec.hidden_size  # its gradient, and that of a chunk
     taken = trained * state + rounded * dtype.itemsize + head + int(total * (CHUNK_SHARE + KEPT_SHARE))
     return fitting_tokens(free, taken, activation_bytes(spec, dtype.itemsize, parallel.gradient_checkpointing))
-
-
-def fitting_tokens(free: int, taken: int, per_token: int) -> int:
-    """Of `free` bytes, `taken` are for other things."""
-    tokens = (int(free * USED_SHARE) - taken) // per_token // MULTIPLE * MULTIPLE
-    return min(max(tokens, LEAST), MOST)
-
-
-def activation_bytes(spec: ModelSpec, itemsize: int, gradient_checkpointing: int) -> int:
-    """Of one token, kept for the backward pass: the residual before and after attention and both norms of it, query,
-    key and value before and after rotation, what attention gives, gate, up and their product."""
-    qkv = spec.q_size + 2 * spec.kv_size
-    layer = itemsize * (4 * spec.hidden_size + 2 * qkv + spec.q_size + 3 * spec.intermediate_size)
-    if itemsize == 4:
-        layer = int(layer * FLOAT32_SHARE)
-    every = gradient_checkpointing
-    recomputed = -(-spec.num_layers // every) if every else 0
-    # Of a layer that is computed again its input is kept, and all of one at a time.
-    return (spec.num_layers - recomputed + bool(every)) * layer + recomputed * itemsize * spec.hidden_size

@@ -4,6 +4,8 @@ import logging
 import time
 from contextlib import closing
 
+import torch
+
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
@@ -17,20 +19,25 @@ from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.transport.weights.memory import Memory, MemoryFirst, SharedMemory
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 
-def train_rl(config: TrainerConfig) -> None:
+def train_rl(config: TrainerConfig, memory: Memory | None = None) -> None:
+    """`memory`: where an engine in this process takes its weights from."""
+    if memory is None and config.share_weights:
+        memory = SharedMemory(getattr(torch, config.model.dtype))
     with joined_ranks(config) as ranks:
-        _train(config, ranks)
+        _train(config, ranks, memory)
 
 
-def _train(config: TrainerConfig, ranks: Ranks) -> None:
+def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
+    exactly = config.deterministic and not config.parallel.compile
     trained = load_trained(
         config.model,
         config.optimizer,
@@ -40,9 +47,10 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         seed=config.seed,
         entropy_gradient=needs_entropy_gradient(config.loss),
         critic=config.loss.ppo if config.loss.type == "ppo" else None,
+        exactly=exactly,
     )
     frozen_models = {
-        stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks)
+        stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks, exactly=exactly)
         for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
     learner = Learner(config, trained.stepper, frozen_models)
@@ -50,7 +58,7 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
     run_dir.create()
     run_log = RunLog(run_dir, "trainer", enabled=ranks.is_first)
     batches = RolloutReader(run_dir.rollouts, config.rollout_timeout_s)
-    weights = WeightsPublisher(
+    files = WeightsPublisher(
         run_dir.weights,
         config.model.name,
         config.model.dtype,
@@ -58,6 +66,7 @@ def _train(config: TrainerConfig, ranks: Ranks) -> None:
         adapter_config=trained.adapter_config,
         flush_beside=True,  # a run that goes on writes a damaged version again
     )
+    weights = files if memory is None else MemoryFirst(memory, files)
     publish = trained.publish if config.lora is None else trained.publish_adapter
     checkpoints = Checkpointer(
         run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps

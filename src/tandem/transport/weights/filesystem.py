@@ -5,7 +5,7 @@ The trainer publishes; the orchestrator sees the manifest and tells the inferenc
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tandem.transport.weights.manifest import ADAPTER_CONFIG, DamagedWeights, ve
 from tandem.utils.files import (
     INDEX,
     flush_directory,
-    for_each,
     fsync_path,
     json_text,
     publish_directory,
@@ -38,6 +37,10 @@ SIDE_FILES = (
 )
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""By name. An iterator of pairs need never hold all of them."""
+
+WRITERS = 4  # threads that write files
 # A model larger than this is written as several files: by several threads, and hashed and checked by several.
 FILE_BYTES = 2**28
 # PyTorch keeps pinned memory for the next time, and rounds it up: larger models leave the GPU by way of other memory.
@@ -49,7 +52,8 @@ class WeightsPublisher:
     the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json.
 
     With `flush_beside` a version can be loaded before it is on the disk, for those who can write it again: where the
-    machine loses its power meanwhile, it does not match its manifest. `close` waits until it is there."""
+    machine loses its power meanwhile, it does not match its manifest. Old versions are then removed beside the next
+    step as well. `close` waits until all of that is done."""
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class WeightsPublisher:
         self._flusher = ThreadPoolExecutor(1, "flush weights") if flush_beside else None
         self._flushing: Future[None] | None = None
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Path:
+    def publish(self, tensors: Tensors, version: int) -> Path:
         """Write one version whole, then move `latest` to it and delete versions that are no longer needed."""
         final = self.folder / step_name(version)
         staging = staging_directory(final)
@@ -83,9 +87,10 @@ class WeightsPublisher:
         self._wait_for_disk()
         publish_directory(staging, final, flush=self._flusher is None)
         self._point_latest_to(final)
-        if self._flusher is not None:
-            self._flushing = self._flusher.submit(flush, final)
-        remove_old_steps(self.folder, keep_from=version - self.keep + 1)
+        if self._flusher is None:
+            self._remove_old(version)
+        else:
+            self._flushing = self._flusher.submit(self._flush_and_remove_old, final, version)
         return final
 
     def close(self) -> None:
@@ -94,7 +99,7 @@ class WeightsPublisher:
             self._flusher.shutdown()
         self._wait_for_disk()
 
-    def republish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def republish(self, tensors: Tensors, version: int) -> None:
         """Make sure that `version` is there, without touching it if it is: another process may be reading it."""
         final = self.folder / step_name(version)
         try:
@@ -102,14 +107,24 @@ class WeightsPublisher:
         except DamagedWeights:
             self.publish(tensors, version)
         else:
+            for _ in tensors:  # other ranks go along with whoever takes them
+                pass
             self._point_latest_to(final)
+
+    def _flush_and_remove_old(self, final: Path, version: int) -> None:
+        """Removing a version takes the file system about as long as writing one."""
+        flush(final)
+        self._remove_old(version)
+
+    def _remove_old(self, version: int) -> None:
+        remove_old_steps(self.folder, keep_from=version - self.keep + 1)
 
     def _wait_for_disk(self) -> None:
         flushing, self._flushing = self._flushing, None
         if flushing is not None:
             flushing.result()
 
-    def _write_model(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    def _write_model(self, folder: Path, tensors: Tensors) -> None:
         config = read_json(self.model_dir / "config.json") if self.config is None else dict(self.config)
         write_model(folder, tensors, config | {"dtype": self.dtype})
         copy_side_files(self.model_dir, folder)
@@ -135,31 +150,55 @@ def flush(version: Path) -> None:
     fsync_path(version.parent)
 
 
-def write_model(folder: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
-    """config.json and the tensors, in the precision the config names."""
-    cast = on_cpu(tensors, getattr(torch, config["dtype"]))
-    parts = list(divide(cast, FILE_BYTES))
-    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    size_bytes = sum(tensor.nbytes for tensor in cast.values())
-    if len(parts) == 1:
+def write_model(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
+    """config.json and the tensors, in the precision the config names. Each file is written as soon as its tensors have
+    come, beside those that come next; only so many of them wait for the disk."""
+    dtype = getattr(torch, config["dtype"])
+    places: dict[str, int] = {}
+    size_bytes = 0
+    writing: list[Future[None]] = []
+    with ThreadPoolExecutor(WRITERS, "write weights") as pool:
+        for number, part in enumerate(divide(cast_each(tensors, dtype), FILE_BYTES)):
+            copies = on_cpu(part, dtype)
+            places |= dict.fromkeys(copies, number)
+            size_bytes += sum(tensor.nbytes for tensor in copies.values())
+            writing.append(pool.submit(_write_part, copies, folder / _part_name(number)))
+            del part, copies
+            if number >= WRITERS:
+                writing[number - WRITERS].result()
+    for written in writing:
+        written.result()
+    names = [f"model-{i:05d}-of-{len(writing):05d}.safetensors" for i in range(1, len(writing) + 1)]
+    if len(writing) == 1:
         names = ["model.safetensors"]
     else:
-        places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(places.items()))}
-        (folder / INDEX).write_bytes(json_text(index))
-
-    def write(number: int) -> None:
-        save_file(parts[number], folder / names[number], metadata={"format": "pt"})
-
-    for_each(write, range(len(parts)), size_bytes)
+        where = {name: names[number] for name, number in sorted(places.items())}
+        (folder / INDEX).write_bytes(json_text({"metadata": {"total_size": size_bytes}, "weight_map": where}))
+    for number, name in enumerate(names):
+        (folder / _part_name(number)).rename(folder / name)
     (folder / "config.json").write_bytes(json_text(config))
 
 
-def divide(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _part_name(number: int) -> str:
+    """Until it is known how many there are."""
+    return f"part-{number}"
+
+
+def _write_part(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    pairs: Iterable[Any] = tensors.items() if isinstance(tensors, Mapping) else tensors
+    for name, tensor in pairs:
+        yield name, tensor.detach().to(dtype)
+
+
+def divide(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Parts of at most so many bytes, or of one tensor. At least one part."""
     part: dict[str, Tensor] = {}
     size_bytes = 0
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         if part and size_bytes + tensor.nbytes > most_bytes:
             yield part
             part, size_bytes = {}, 0
@@ -183,8 +222,8 @@ def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     return copies
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+def write_adapter(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
     """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
-    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(tensors).items()}
     save_file(copies, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (folder / ADAPTER_CONFIG).write_bytes(json_text(dict(config)))

@@ -103,7 +103,7 @@ def test_a_client_that_goes_away_is_forgotten(
     app = create_app(engine, tokenizer, MODEL, api_options)
     for begun in (False, True):
         for stream in (False, True):
-            engine.step_s = 0.01
+            engine.step_s = 0.05  # five seconds for all tokens: long enough to leave amid them
             engine.go.set() if begun else engine.go.clear()
             number = len(engine.cancelled)
             body = {"prompt": ["abc", "de"], "max_tokens": 100, "ignore_eos": True, "stream": stream}
@@ -130,4 +130,4 @@ async def leave_early(app: Any, body: dict[str, Any]) -> None:
         "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("little", 80),
         "client": ("127.0.0.1", 1), "root_path": "",
     }  # fmt: skip
-    await asyncio.wait_for(app(scope, receive, send), timeout=10)
+    await asyncio.wait_for(app(scope, receive, send), timeout=60)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.patience import PATIENCE
 
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.parallel.ranks import Ranks
@@ -93,6 +94,9 @@ def test_the_deadline_and_a_second_signal_end_what_does_not_listen(
     for number in numbers:
         process.send_signal(number)
         time.sleep(1.5)
-    _, errors = process.communicate(timeout=60)
+    while len(numbers) > 1 and process.poll() is None:  # on a busy machine both may have come at once: one signal
+        process.send_signal(numbers[-1])
+        time.sleep(1.5)
+    _, errors = process.communicate(timeout=60 * PATIENCE)
     assert process.returncode == 128 + numbers[-1]
     assert told in errors and "ended at once" in errors

@@ -60,6 +60,8 @@ def test_the_weight_is_of_what_lies_before_the_batch(make_streams) -> None:
     assert gradient.item() == pytest.approx(-6.6)
     assert output.metrics["correction"].value.item() == pytest.approx(2.0)
     assert output.metrics["mismatch_kl"].value.item() == pytest.approx(4 - 1 - math.log(4))
+    mean = output.metrics["logprob_difference"]
+    assert 0 < mean.value.item() / float(mean.count) <= math.log(4)
     assert output.metrics["max/logprob_difference"].value.item() == pytest.approx(math.log(4))
 
 

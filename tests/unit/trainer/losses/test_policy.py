@@ -37,6 +37,7 @@ def test_on_policy_the_gradient_is_minus_the_advantage(make_streams) -> None:
             "clip_fraction_low": 0.0,
             "clip_fraction_high": 0.0,
             "mismatch_kl": 0.0,
+            "logprob_difference": 0.0,
             "max/logprob_difference": 0.0,
         }
     )

@@ -81,3 +81,15 @@ def test_the_gradient_of_the_entropy_is_that_of_the_plain_softmax(case, monkeypa
     _, entropy = token_logprobs(hidden, weight, labels, 0.8, entropy_gradient=True)
     for found, plain in zip(torch.autograd.grad(entropy.sum(), (hidden, weight)), expected, strict=True):
         torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_exact_mode_has_the_same_gradient(case, temperature: float) -> None:
+    def run(exactly: bool) -> tuple[torch.Tensor, ...]:
+        hidden, weight, labels = case
+        hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(hidden, weight, labels, temperature, exactly=exactly)
+        return logprobs, entropy, *torch.autograd.grad((logprobs * torch.arange(1.0, 12.0)).sum(), (hidden, weight))
+
+    for ours, expected in zip(run(exactly=True), run(exactly=False), strict=True):
+        torch.testing.assert_close(ours, expected)

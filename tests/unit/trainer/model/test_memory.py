@@ -8,9 +8,10 @@ import torch
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
+from tandem.models.memory import DEFAULT, LEAST, MOST, activation_bytes, fitting_tokens
 from tandem.models.spec import ModelSpec
 from tandem.trainer.build import load_trained
-from tandem.trainer.model.memory import DEFAULT, LEAST, MOST, activation_bytes, fitting_tokens, tokens_per_microbatch
+from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.parallel.ranks import Ranks
 
 GIB = 2**30

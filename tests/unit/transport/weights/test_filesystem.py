@@ -1,8 +1,11 @@
 """Published versions are whole models, and only the newest are kept."""
 
 import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -105,6 +108,24 @@ def test_a_version_can_be_loaded_before_it_is_on_the_disk(
     assert flushed == ["step_000001", "step_000002"]
 
 
+def test_old_versions_are_removed_beside_the_next_step(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove, removed = threading.Event(), []
+
+    def slow_removal(folder: Path, keep_from: int) -> None:
+        may_remove.wait()
+        removed.append(keep_from)
+
+    monkeypatch.setattr(filesystem, "remove_old_steps", slow_removal)
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=2, flush_beside=True)
+    publish(publisher, 3)
+    assert removed == []
+    may_remove.set()
+    publisher.close()
+    assert removed == [2]
+
+
 def test_a_disk_that_fails_is_not_passed_over(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> None:
         raise OSError("the disk is gone")
@@ -114,3 +135,28 @@ def test_a_disk_that_fails_is_not_passed_over(model_dir: Path, tmp_path: Path, m
     publish(publisher, 1)
     with pytest.raises(OSError, match="the disk is gone"):
         publisher.close()
+
+
+def test_no_more_than_the_files_under_way_are_held(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that comes as an iterator never exists as a whole."""
+    monkeypatch.setattr(filesystem, "FILE_BYTES", 4096)
+    alive, most = set[int](), 0
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(40):
+            values = np.full(1024, number, np.float32)
+            alive.add(number)
+            weakref.finalize(values, alive.remove, number)  # a tensor keeps the array it was made of
+            most = max(most, len(alive))
+            yield f"layer.{number}", torch.from_numpy(values)
+            del values
+
+    folder = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=1).publish(stream(), version=1)
+    index = read_json(folder / "model.safetensors.index.json")
+    assert len(set(index["weight_map"].values())) == 40 and index["metadata"]["total_size"] == 40 * 4096
+    last = load_file(folder / index["weight_map"]["layer.39"])
+    assert (last["layer.39"] == 39).all()
+    assert most <= 2 * filesystem.WRITERS + 4

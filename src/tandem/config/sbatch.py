@@ -1,0 +1,56 @@
+"""The options of SLURM's sbatch: their names, and what they say of nodes and GPUs."""
+
+import difflib
+import re
+from collections.abc import Mapping
+
+# Long names, as `man sbatch` lists them (22.05 to 25.05).
+_NAMES = """
+account acctg-freq batch bb bbf begin bell chdir cluster-constraint clusters comment constraint container
+container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
+dependency distribution error exclude exclusive export export-file extra extra-node-info get-user-env gid
+gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input
+job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus
+network nice no-bell no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu
+ntasks-per-node ntasks-per-socket oom-kill-step open-mode output overcommit oversubscribe partition power prefer
+priority profile propagate qos quiet reboot requeue reservation resv-ports segment signal sockets-per-node
+spread-job stepmgr switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
+use-min-nodes verbose wait-all-nodes wckey x11
+"""
+OPTIONS = frozenset(_NAMES.split())
+# Options of sbatch that decide what is submitted, or how it answers: that is done here.
+OURS = {
+    "array": "the runs of a sweep are one array: --max-jobs limits how many run at once",
+    "wrap": "the job script is written for you",
+    "parsable": "job ids are read and stored for you",
+    "test-only": "--dry-run writes the script and submits nothing",
+    "wait": "--status shows how far a sweep is",
+}
+
+
+def sbatch_name(name: str) -> str:
+    """The long name of an option, given with - or _. Raises ValueError for one that sbatch does not have."""
+    option = name.replace("_", "-")
+    if option in OURS:
+        raise ValueError(f"{name!r} is not yours to set: {OURS[option]}")
+    if option not in OPTIONS:
+        nearest = difflib.get_close_matches(option, sorted(OPTIONS), n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else "`man sbatch` lists all of them"
+        raise ValueError(f"sbatch has no option {name!r}; {hint}")
+    return option
+
+
+def gpus_per_node(options: Mapping[str, str], num_nodes: int) -> int:
+    """GPUs of a node by whichever option asks for them; 0: the job asks for none."""
+    if "gpus-per-node" in options:
+        return _count(options["gpus-per-node"])
+    if "gpus" in options:
+        return _count(options["gpus"]) // num_nodes
+    found = [part for part in options.get("gres", "").split(",") if part.startswith(("gpu", "gres/gpu"))]
+    return sum(map(_count, found))
+
+
+def _count(text: str) -> int:
+    """Of `4`, `a100:4`, `gpu:4`, `gpu:a100:4(S:0-1)`; a name alone is one."""
+    last = text.partition("(")[0].rpartition(":")[2].strip()
+    return int(last) if re.fullmatch(r"\d+", last) else 1

@@ -1,0 +1,71 @@
+"""Options of a SLURM job: `rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00` submits one instead of starting a run."""
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from tandem.config.base import Config
+from tandem.config.sbatch import gpus_per_node, sbatch_name
+
+
+class SlurmConfig(Config):
+    """Submit a SLURM job instead. Any other option of sbatch is passed through: --slurm.account, --slurm.gres, …"""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    nodes: int = Field(default=1, ge=1)
+    """Nodes of the job."""
+
+    inference_nodes: int | None = Field(default=None, ge=0)
+    """Of these, nodes with an inference server each; orchestrator and trainer run on the others. None: half of them,
+    rounded up. 0: no servers of their own, all on one node. For `rl`."""
+
+    venv: Path | None = None
+    """Virtual environment that the job activates. None: the one that the command runs in."""
+
+    signal_s: int = Field(default=120, ge=1)
+    """So many seconds before the time limit the run saves a checkpoint and is queued again. (SLURM may be a minute
+    early.)"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _are_options_of_sbatch(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields and name != "@":
+                    sbatch_name(name)
+        return data
+
+    @property
+    def sbatch(self) -> dict[str, Any]:
+        """What is handed to sbatch, by its long names."""
+        given = {sbatch_name(name): value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {"nodes": self.nodes, **given}
+
+    @property
+    def gpus_per_node(self) -> int:
+        return gpus_per_node({name: str(value) for name, value in self.sbatch.items()}, self.nodes)
+
+    @property
+    def serving_nodes(self) -> int:
+        """With a server each. On a single node `rl` starts everything itself."""
+        if self.inference_nodes is not None:
+            return self.inference_nodes
+        return (self.nodes + 1) // 2 if self.nodes > 1 else 0
+
+    @model_validator(mode="after")
+    def _leaves_a_trainer(self) -> Self:
+        if self.serving_nodes >= self.nodes:
+            raise ValueError(
+                f"inference_nodes = {self.serving_nodes} leaves none of nodes = {self.nodes} to the trainer; "
+                f"give at most {self.nodes - 1}"
+            )
+        return self
+
+
+class SlurmOptions(Config):
+    """Where a command runs."""
+
+    slurm: SlurmConfig | None = None
+    """Submit a SLURM job instead. Left out: run here. docs/slurm.md."""

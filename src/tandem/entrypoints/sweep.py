@@ -1,0 +1,99 @@
+"""`sweep`: one experiment file, many runs: written, submitted to SLURM or run here, and compared."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.config.base import load_config
+from tandem.config.help import render_help
+from tandem.config.sweep import SweepConfig
+from tandem.utils.errors import UserError
+from tandem.utils.processes import run_entrypoint
+
+if TYPE_CHECKING:
+    from tandem.launch.sweep.folder import Run
+
+DESCRIPTION = """\
+Reads an experiment file in which any value may be a list; every combination becomes a run with its own job script.
+
+  sweep config.yaml                     write the job scripts, submit nothing
+  sweep config.yaml --submit            submit them to SLURM as an array; --max-jobs 4: four at a time
+  sweep config.yaml --local             run them on this machine
+  sweep config.yaml --status            states and last metrics; writes results.csv and results.svg
+  sweep config.yaml --resume            submit what failed again
+docs/sweeps.md describes the file."""
+
+
+def main() -> None:
+    config = read_command_line(sys.argv[1:])
+    run_entrypoint("sweep", lambda: sweep(config))
+
+
+def read_command_line(arguments: list[str]) -> SweepConfig:
+    """The first argument that is no option is the experiment file; it is not one of our own configuration files."""
+    if "--help" in arguments or "-h" in arguments:
+        print(render_help(SweepConfig, "sweep", DESCRIPTION), end="")
+        raise SystemExit(0)
+    named = [index for index, argument in enumerate(arguments) if argument.endswith((".yaml", ".yml"))]
+    try:
+        if named and arguments[named[0] - 1 : named[0]] != ["--file"]:
+            rest = arguments[: named[0]] + arguments[named[0] + 1 :]
+            sign = {"@", "--config", "-c"}
+            arguments = ["--file", arguments[named[0]].removeprefix("@"), *(word for word in rest if word not in sign)]
+        return load_config(SweepConfig, arguments, "sweep", DESCRIPTION)
+    except UserError as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def sweep(config: SweepConfig) -> None:
+    from rich.console import Console
+
+    from tandem.launch.sweep.folder import read_sweep
+    from tandem.launch.sweep.local import run_here
+    from tandem.launch.sweep.results import show, write_results
+    from tandem.launch.sweep.states import progress_of
+    from tandem.launch.sweep.submit import submit_runs
+
+    if config.status:
+        output_dir = find_output_dir(config.file)
+        runs = read_sweep(output_dir)
+    else:
+        output_dir, runs = write(config.file)
+    if config.submits:
+        names = submit_runs(output_dir, runs, resume=config.resume, array=config.array, max_jobs=config.max_jobs)
+        print(f"{len(names)} of {len(runs)} runs submitted" + (f": {', '.join(names)}" if names else ""))
+        return
+    went_well = True
+    if config.local:
+        went_well = run_here(output_dir, runs, resume=config.resume, max_jobs=config.max_jobs or 1)
+    if config.local or config.status:
+        items = progress_of(output_dir, runs)
+        write_results(output_dir, items)
+        show(Console(), output_dir, items)
+    else:
+        print(f"{len(runs)} runs written to {output_dir} (summary.txt, runs.csv); --submit or --local starts them")
+    if not went_well:
+        raise SystemExit(1)
+
+
+def find_output_dir(file: Path) -> Path:
+    from tandem.launch.sweep.document import read_document
+    from tandem.launch.sweep.resolve import check_layout
+
+    return check_layout(read_document(file))
+
+
+def write(file: Path) -> "tuple[Path, list[Run]]":
+    """All of it is checked before any of it is written."""
+    from tandem.launch.sweep.document import read_document
+    from tandem.launch.sweep.expand import expand
+    from tandem.launch.sweep.folder import write_sweep
+    from tandem.launch.sweep.resolve import Resolver
+
+    resolver = Resolver(read_document(file))
+    return resolver.output_dir, write_sweep(resolver.output_dir, file, resolver.resolve_all(expand(resolver.document)))
+
+
+if __name__ == "__main__":
+    main()

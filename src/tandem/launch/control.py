@@ -1,0 +1,110 @@
+"""`rl --stop DIR` and `rl --status DIR`: a run from another terminal, or from another machine that sees its directory.
+
+A request to stop is a file in the run directory, which the supervisor looks for: it needs no signal, so it works across
+machines, containers and users.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.config.shared import CheckpointConfig
+from tandem.transport.checkpoints import how_to_go_on, is_finished
+from tandem.transport.weights.manifest import MANIFEST
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.metrics import read_metrics
+from tandem.utils.run_dir import RunDir, step_name, steps_with
+from tandem.utils.run_lock import Holder, is_held, read_holder
+from tandem.utils.waiting import Deadline
+
+LOOK_S = 0.5
+ENDING_S = 60.0  # for processes to end, besides the time that a checkpoint may take
+LOCK = "trainer.lock"
+
+
+class StopRequest:
+    """As the supervisor sees it: whether somebody has asked, looked up twice a second."""
+
+    def __init__(self, run_dir: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = run_dir.stop_request
+        self.path.unlink(missing_ok=True)  # of an earlier start
+        self._clock = clock
+        self._next = clock()
+
+    def is_there(self) -> bool:
+        if self._clock() < self._next:
+            return False
+        self._next = self._clock() + LOOK_S
+        return self.path.exists()
+
+
+def stop_run(root: Path) -> str:
+    """Ask for a checkpoint and the end, and wait for it. Returns what became of the run."""
+    run_dir = require_run(root)
+    holder = running(run_dir)
+    if holder is None:
+        return f"nothing runs in {root}; {_ended(run_dir)}"
+    if holder.command != "rl":
+        raise UserError(f"--stop {root}: it is run by {holder.describe()}; `rl --stop` is for runs of `rl`")
+    stored = read_json(run_dir.config / "rl.json").get("checkpoint", {})
+    save_s = CheckpointConfig.model_validate(stored).on_signal_timeout_s
+    deadline = Deadline(f"the run in {root} to end", save_s + ENDING_S, f"it is {holder.describe()}")
+    while (left := read_holder(run_dir.root / LOCK)) is not None and left.token == holder.token:
+        if holder.is_on_this_machine() and not holder.is_alive():
+            break
+        run_dir.stop_request.touch()  # again and again: one that is just starting removes those that it finds
+        deadline.check()
+        time.sleep(LOOK_S / 5)
+    return f"stopped {root}; {_ended(run_dir)}"
+
+
+def status_lines(root: Path) -> list[str]:
+    """What `--status` prints."""
+    run_dir = require_run(root)
+    holder = running(run_dir)
+    config = read_json(run_dir.config / "rl.json")
+    max_steps = int(config["max_steps"])
+    state = _state(run_dir, max_steps, holder)
+    lines = read_metrics(run_dir)
+    step = max((line["step"] for line in lines if line["process"] == "trainer"), default=0)
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    told = [f"{root}: {state}", f"step        {step} of {max_steps}"]
+    if rewards:
+        told.append(f"reward      {rewards[-1]:.3f} (first {rewards[0]:.3f})")
+    if lines:
+        told.append(f"last sign   {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(lines[-1].get('time', 0)))}")
+    checkpoints = steps_with(run_dir.checkpoints, MANIFEST)
+    told.append(f"checkpoint  {step_name(checkpoints[-1]) if checkpoints else 'none yet'}")
+    events = [event for event in read_json_lines(run_dir.events) if event.get("event") in ("restarted", "failed")]
+    for event in events:
+        told.append(f"{event['event']:<10}  {event.get('who')} ({event.get('why')})")
+    return [*told, f"logs        {run_dir.root / 'logs'}"]
+
+
+def require_run(root: Path) -> RunDir:
+    run_dir = RunDir(root)
+    if not (run_dir.config / "rl.json").is_file():
+        raise UserError(f"{str(root)!r} is not the directory of a run of `rl`: there is no config/rl.json in it")
+    return run_dir
+
+
+def running(run_dir: RunDir) -> Holder | None:
+    """Who runs it, if anybody does."""
+    path = run_dir.root / LOCK
+    holder = read_holder(path)
+    return holder if holder is not None and is_held(path, holder) else None
+
+
+def _state(run_dir: RunDir, max_steps: int, holder: Holder | None) -> str:
+    if holder is not None:
+        return f"running, `{holder.command}` (pid {holder.pid} on {holder.host}, since {holder.since})"
+    if is_finished(run_dir, ("orchestrator", "trainer"), max_steps):
+        return "finished"
+    return f"not running; {how_to_go_on(run_dir, 'rl')}"
+
+
+def _ended(run_dir: RunDir) -> str:
+    max_steps = int(read_json(run_dir.config / "rl.json")["max_steps"])
+    is_done = is_finished(run_dir, ("orchestrator", "trainer"), max_steps)
+    return "it is finished" if is_done else how_to_go_on(run_dir, "rl")

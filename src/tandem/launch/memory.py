@@ -1,0 +1,127 @@
+"""What a run would take of each GPU's memory, for `--dry-run`: an estimate from the model's shape alone."""
+
+from dataclasses import dataclass, replace
+
+from tandem.config.rl import RLConfig
+from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
+from tandem.launch.plan import SHARED_UTILIZATION
+from tandem.models.memory import (
+    DEFAULT,
+    ITEMSIZE,
+    UNKNOWN_GPU_BYTES,
+    MemoryUse,
+    activation_bytes,
+    fitting_tokens,
+    kv_bytes,
+    serving_memory,
+    training_memory,
+)
+from tandem.models.spec import ModelSpec
+
+VLLM_SHARE = 0.9  # of a GPU, by vLLM's own default
+NATIVE_SHARE = 4  # of free memory, one part in so many, for the KV cache
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """Who takes what on one GPU."""
+
+    place: int
+    gpu_bytes: int | None
+    parts: list[tuple[str, MemoryUse]]
+
+    @property
+    def total(self) -> int:
+        return sum(use.total for _, use in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        return self.gpu_bytes is None or self.total <= self.gpu_bytes
+
+
+def estimate_memory(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> list[GpuUse]:
+    found = []
+    for place in range(len(plan.world)):
+        gpu_bytes = plan.memory_bytes[place] if place < len(plan.memory_bytes) else None
+        known = gpu_bytes or UNKNOWN_GPU_BYTES
+        names = server_names(len(plan.servers))
+        parts = [
+            (name, server_memory(config, spec, known, is_together=plan.is_together))
+            for name, places in zip(names, plan.servers, strict=True)
+            if place in places
+        ]
+        if config.deployment == "colocated":  # the engine reads the trainer's weights
+            parts = [(name, replace(use, weights=0)) for name, use in parts]
+        if place in plan.trainer:
+            taken = sum(use.total for _, use in parts)
+            rank = plan.trainer.index(place)
+            parts.append((f"trainer rank {rank}", trainer_memory(config, spec, len(plan.trainer), known, taken)))
+        if parts:
+            found.append(GpuUse(place, gpu_bytes, parts))
+    return found
+
+
+def server_memory(config: RLConfig, spec: ModelSpec, gpu_bytes: int, *, is_together: bool = False) -> MemoryUse:
+    """Of one GPU of a server, with a trainer beside it or alone."""
+    inference = config.inference
+    assert inference is not None
+    dtype = config.model.dtype
+    tensor_parallel = vllm_parallelism(inference.vllm.flags)[0]
+    share, is_vllm = inference.gpu_memory_utilization, inference.engine == "vllm"
+    if is_vllm and share is None:
+        share = SHARED_UTILIZATION if is_together else VLLM_SHARE
+    blocks = -(-config.seq_len // inference.block_size)
+    wanted = inference.kv_cache_tokens or inference.max_sequences * blocks * inference.block_size
+    step = (inference.tokens_per_step, inference.max_sequences)
+    empty = serving_memory(spec, dtype, 0, *step, tensor_parallel)
+    per_token = kv_bytes(spec, ITEMSIZE[dtype]) // tensor_parallel
+    if share is not None:
+        room = max(0, int(share * gpu_bytes) - empty.total) // per_token
+    else:
+        room = (gpu_bytes - empty.weights) // NATIVE_SHARE // per_token
+    if inference.kv_cache_tokens is not None:
+        room = wanted
+    return serving_memory(spec, dtype, room if is_vllm else min(wanted, room), *step, tensor_parallel)
+
+
+def trainer_memory(config: RLConfig, spec: ModelSpec, ranks: int, gpu_bytes: int, taken: int) -> MemoryUse:
+    """Of one rank, beside `taken` bytes of an inference server."""
+    trainer, orchestrator = config.trainer, config.orchestrator
+    rank = trainer.lora.rank if trainer.lora is not None else 0
+    dtype = config.model.dtype
+    frozen = (trainer.loss.kl.coef > 0) + (trainer.loss.teacher.coef > 0)  # a teacher is taken to be as large
+
+    def use(tokens: int) -> MemoryUse:
+        return training_memory(spec, dtype, trainer.parallel, ranks, tokens, gpu_bytes, lora_rank=rank, frozen=frozen)
+
+    tokens = trainer.tokens_per_microbatch
+    if not tokens:
+        per_token = activation_bytes(spec, ITEMSIZE[dtype], trainer.parallel.gradient_checkpointing)
+        planned = fitting_tokens(gpu_bytes - taken, use(1).total, per_token)
+        tokens = max(config.seq_len, DEFAULT if config.deterministic else planned)
+    # A step has no more than all its rollouts, at their longest, over the ranks.
+    most = orchestrator.prompts_per_step * orchestrator.group_size * config.seq_len
+    return use(min(tokens, max(config.seq_len, most // ranks)))
+
+
+def table(uses: list[GpuUse], plan: GpuPlan) -> list[str]:
+    """As `--dry-run` prints it, in GiB."""
+    heads = ("GPU", "process", "weights", "gradients", "optimizer", "activations", "KV cache", "total")
+    rows: list[tuple[str, ...]] = [heads]
+    for use in uses:
+        for name, part in use.parts:
+            numbers = (part.weights, part.gradients, part.optimizer, part.activations, part.kv_cache, part.total)
+            rows.append((f"{use.place} ({plan.world[use.place]})", name, *(f"{n / 2**30:.1f}" for n in numbers)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for use in uses:
+        if not use.fits:
+            assert use.gpu_bytes is not None
+            lines.append(
+                f"GPU {use.place} has {use.gpu_bytes / 2**30:.1f} GiB: {use.total / 2**30:.1f} GiB do not fit "
+                "(docs/scaling.md says what saves memory)"
+            )
+    idle = [place for place in range(len(plan.world)) if not plan.users(place)]
+    if idle:
+        lines.append(f"not used: GPU {', '.join(map(str, idle))}")
+    return lines

@@ -1,0 +1,63 @@
+"""Which process of a run is started again after it failed, how often, and where the run goes on from.
+
+    inference       by itself: the orchestrator waits, gives the new server its weights and sends open requests again
+    orchestrator    the trainer saves a checkpoint first; both go on from there
+    trainer         both go on from the newest complete checkpoint, or begin again where there is none
+
+A run that has not made a step yet is not restarted: what fails that early is a mistake, and the same again next time.
+"""
+
+import time
+from collections import Counter
+
+from tandem.transport.checkpoints import newest_checkpoint, rewind
+from tandem.utils.files import read_json_lines
+from tandem.utils.metrics import GAVE_UP, RunLog, read_metrics
+from tandem.utils.run_dir import RunDir
+
+MOST_DELAY_S = 60.0
+USER_ERROR = 2  # the exit code of a mistake that only a user can mend
+
+
+class Restarts:
+    """`max_restarts`: of each process. `delay_s`: before the first of them; it doubles from one to the next."""
+
+    def __init__(self, run_dir: RunDir, max_restarts: int, delay_s: float) -> None:
+        self.run_dir = run_dir
+        self.max_restarts = max_restarts
+        self.delay_s = delay_s
+        self.log = RunLog(run_dir, "rl")
+        self._counts: Counter[str] = Counter()
+        self._since = time.time()
+        self._has_begun = False
+
+    def next_delay_s(self, name: str, code: int) -> float | None:
+        """How long to wait before the process is started again; None: the run has failed."""
+        self._has_begun = self._has_begun or self._made_a_step()
+        is_final = code == USER_ERROR or self._gave_up(name) or not self._has_begun
+        if is_final or self._counts[name] >= self.max_restarts:
+            return None
+        self._counts[name] += 1
+        return min(self.delay_s * 2 ** (self._counts[name] - 1), MOST_DELAY_S)
+
+    def go_back(self) -> int:
+        """Take the run directory back to where trainer and orchestrator go on from. Returns the step; 0: the start."""
+        step = newest_checkpoint(self.run_dir) or 0
+        rewind(self.run_dir, step)
+        return step
+
+    def record(self, name: str, why: str, step: int | None) -> None:
+        """Into events.jsonl; `step` is where the run goes on from, where it goes back."""
+        went_back = {} if step is None else {"step": step}
+        self.log.event("restarted", who=name, why=why, restart=self._counts[name], **went_back)
+
+    def _made_a_step(self) -> bool:
+        lines = read_metrics(self.run_dir)
+        return any(line["process"] == "trainer" and line.get("time", 0) > self._since for line in lines)
+
+    def _gave_up(self, name: str) -> bool:
+        events = read_json_lines(self.run_dir.events)
+        return any(
+            event.get("event") == GAVE_UP and event.get("process") == name and event.get("time", 0) > self._since
+            for event in events
+        )

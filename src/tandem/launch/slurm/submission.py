@@ -1,0 +1,141 @@
+"""`rl @ rl.toml --slurm.nodes 2`: the command becomes a job script and is submitted, in place of being run."""
+
+import os
+from pathlib import Path
+
+from tandem.config.evaluate import EvaluateConfig
+from tandem.config.offline import OfflineConfig
+from tandem.config.rl import RLConfig
+from tandem.config.slurm import SlurmConfig
+from tandem.config.sources import Tree
+from tandem.launch.plan import API_KEY_VAR, SGLANG_KEY_VAR, make_plan, run_config
+from tandem.launch.slurm.client import require_slurm, submit
+from tandem.launch.slurm.job import Job, in_job, render
+from tandem.models.files import check_model_dir
+from tandem.utils.errors import UserError
+from tandem.utils.files import write_atomic, write_json
+from tandem.utils.run_dir import RunDir
+from tandem.utils.run_lock import refuse_unwritable
+
+# Of this call, not of the job.
+NOT_STORED = ("clean", "resume", "dry_run")
+
+
+def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
+    """Not inside a job of our own, nor in the ranks of a torchrun that somebody has started."""
+    return slurm is not None and not in_job() and "RANK" not in os.environ
+
+
+def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
+    """Write the script and the configuration to `<output_dir>/slurm`, and submit it; a dry run only writes."""
+    assert config.slurm is not None
+    RunDir(config.output_dir).refuse_another_run(resume=config.resume, clean=config.clean)
+    check_model_dir(config.model.name, config.model.impl)
+    folder = config.output_dir.resolve() / "slurm"
+    flags = {"--clean": config.clean, "--resume": config.resume, "--allow-changes": config.allow_changes}
+    job = Job(
+        name=_name(config.slurm, config.output_dir),
+        command=command,
+        config_file=folder / f"{command}.json",
+        folder=folder,
+        slurm=config.slurm,
+        run=config.output_dir.resolve(),
+        save_timeout_s=config.checkpoint.on_signal_timeout_s,
+        first=[flag for flag, given in flags.items() if given],
+        comment=[f"Written by `{command}`; the configuration is in {folder / command}.json"],
+    )
+    secrets: dict[str, str] = {}
+    if isinstance(config, RLConfig):
+        job, secrets = with_servers(job, config)
+        tree = run_config(config)
+    else:
+        tree = config.model_dump(mode="json", exclude_unset=True)
+        ranks = config.parallel.ranks if "ranks" in config.parallel.model_fields_set else config.slurm.gpus_per_node
+        job = job.changed(ranks_per_node=max(1, ranks))
+        tree["parallel"] = tree.get("parallel", {}) | {"ranks": job.ranks_per_node}
+    _hand_over(job, {key: value for key, value in tree.items() if key not in NOT_STORED}, config.dry_run, secrets)
+
+
+def submit_evaluation(config: EvaluateConfig) -> None:
+    assert config.slurm is not None
+    if config.endpoint.api_key is not None:
+        raise UserError("endpoint.api_key would be written to a file of the job; give endpoint.api_key_var instead")
+    if config.slurm.nodes > 1:
+        raise UserError(f"slurm.nodes = {config.slurm.nodes}: `evaluate` runs on one node; leave it out")
+    folder = config.output_dir.resolve() / "slurm"
+    job = Job(
+        name=_name(config.slurm, config.output_dir),
+        command="evaluate",
+        config_file=folder / "evaluate.json",
+        folder=folder,
+        slurm=config.slurm,
+        comment=["Written by `evaluate`"],
+    )
+    tree = config.model_dump(mode="json", exclude_unset=True, exclude={"dry_run"})
+    _hand_over(job, tree, config.dry_run, {})
+
+
+def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
+    """`rl` on its first node, and servers on others; keys travel in the environment of the job."""
+    slurm = job.slurm
+    if slurm.nodes > 1:
+        _refuse_one_machine(config, slurm)
+    plans = {plan.name: plan for plan in make_plan(config, job.folder)}
+    variables = plans["orchestrator"].environment
+    secrets = {name: variables[name] for name in (API_KEY_VAR, SGLANG_KEY_VAR) if name in variables}
+    if config.inference is None:
+        if slurm.inference_nodes:
+            raise UserError(
+                f"slurm.inference_nodes = {slurm.inference_nodes} without an inference section: the run uses "
+                "servers that are there; leave it out"
+            )
+        return job, secrets
+    arguments = "" if "port" in config.inference.server.model_fields_set else "--inference.server.port $serving_port"
+    ranks = config.trainer.parallel
+    if slurm.nodes > 1 and slurm.gpus_per_node > 1 and "ranks" not in ranks.model_fields_set:
+        arguments += f" --trainer.parallel.ranks {slurm.gpus_per_node}"
+    if slurm.serving_nodes == 0:
+        return job.changed(arguments=arguments), secrets
+    server = plans["inference"].config
+    variable = server["server"]["api_key_var"] or API_KEY_VAR
+    write_json(
+        job.folder / "inference.json",
+        server | {"server": server["server"] | {"api_key_var": variable}, "threads": config.inference.threads},
+    )
+    # vLLM serves from all GPUs of a node by itself (--inference.vllm.flags.data-parallel-size), ours from one.
+    per_node = 1 if config.inference.engine == "vllm" else max(1, slurm.gpus_per_node)
+    serving = {
+        "serving": slurm.serving_nodes,
+        "servers_per_node": per_node,
+        "inference": job.folder / "inference.json",
+    }
+    return job.changed(arguments=arguments, **serving), secrets
+
+
+def _refuse_one_machine(config: RLConfig, slurm: SlurmConfig) -> None:
+    """What says how trainer and servers share the GPUs of one machine, where each has nodes of its own."""
+    if config.deployment not in (None, "split"):
+        raise UserError(f"deployment = {config.deployment!r} is for one node, and slurm.nodes = {slurm.nodes}; give 1")
+    if config.gpus.inference is not None and slurm.serving_nodes > 0:
+        raise UserError(
+            f"gpus.inference = {config.gpus.inference!r}: servers have all GPUs of their nodes; leave it out, or set "
+            "slurm.inference_nodes"
+        )
+
+
+def _hand_over(job: Job, tree: Tree, dry_run: bool, secrets: dict[str, str]) -> None:
+    script = job.folder / "job.sh"
+    if not dry_run:
+        require_slurm()
+    with refuse_unwritable(job.folder):
+        write_json(job.config_file, tree)
+        write_atomic(script, render(job).encode())
+    if dry_run:
+        print(f"dry run: the job script is {script}; nothing was submitted")
+        return
+    number = submit(script, environment=secrets)
+    print(f"submitted job {number} ({script}); it prints to {job.folder}/slurm-{number}.out")
+
+
+def _name(slurm: SlurmConfig, output_dir: Path) -> str:
+    return str(slurm.sbatch.get("job-name", output_dir.resolve().name))

@@ -1,0 +1,142 @@
+"""The experiment file: YAML in, sections of values with their line numbers out.
+
+Every value may be a list of alternatives; a list that is meant as one value stands in another list. What people
+usually get wrong in YAML is refused here, with the line.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.utils.errors import UserError
+
+# YAML reads 1.0e-5 as a number, and 1e-5 as text.
+NUMBER_AS_TEXT = re.compile(r"[-+]?(\d+|\d+\.\d*|\.\d+)[eE][-+]?\d+")
+# Sections whose values are handed on as they are written: 007 and 2:00:00 are texts there.
+AS_WRITTEN = ("slurm", "environment")
+NO_VALUE = "None"  # as Python writes it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The alternatives that a key has; one, if it is no list."""
+
+    alternatives: tuple[Any, ...]
+    line: int
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class Document:
+    path: Path
+    sections: Mapping[str, Mapping[str, Entry]]
+    lines: Mapping[str, int]  # of the sections
+
+    def where(self, section: str, key: str | None = None) -> str:
+        entry = self.sections.get(section, {}).get(key or "")
+        line = entry.line if entry else self.lines.get(section)
+        return f"{self.path}, line {line}" if line else str(self.path)
+
+    def refuse(self, section: str, key: str | None, message: str) -> UserError:
+        return UserError(f"{self.where(section, key)}: {message}")
+
+
+def read_document(path: Path) -> Document:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the experiment file {str(path)!r} cannot be read: {error}") from error
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        return _Reader(path, loader).document(root)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(_explain(path, text, error)) from error
+    finally:
+        loader.dispose()
+
+
+def _explain(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    number = mark.line + 1 if mark else 1
+    lines = text.splitlines()
+    for index in (number, number + 1):  # the parser stops before or at the tab
+        if index <= len(lines) and "\t" in re.match(r"\s*", lines[index - 1])[0]:  # pyright: ignore[reportOptionalSubscript]
+            return f"{path}, line {index}: a tab indents this line; YAML wants spaces"
+    reason = " ".join(str(error.problem or error.context).split())
+    return f"{path}, line {number}: this is not YAML: {reason}"
+
+
+class _Reader:
+    def __init__(self, path: Path, loader: yaml.SafeLoader) -> None:
+        self.path, self.loader = path, loader
+
+    def document(self, root: yaml.Node | None) -> Document:
+        if not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{self.path}: an experiment file is a table of sections, beginning with `execution:`")
+        sections: dict[str, dict[str, Entry]] = {}
+        lines: dict[str, int] = {}
+        for name, line, node in self._items(root):
+            lines[name] = line
+            if isinstance(node, yaml.ScalarNode) and self.loader.construct_object(node) is None:
+                sections[name] = {}
+                continue
+            if not isinstance(node, yaml.MappingNode):
+                raise self._refuse(line, f"{name} must be a table of keys and values")
+            verbatim = name in AS_WRITTEN
+            sections[name] = {key: self._entry(key, at, value, verbatim) for key, at, value in self._items(node)}
+        return Document(self.path, sections, lines)
+
+    def _items(self, node: yaml.MappingNode) -> list[tuple[str, int, yaml.Node]]:
+        own = [key.value for key, _ in node.value if key.value != "<<"]
+        for key, _ in node.value:
+            if own.count(key.value) > 1:
+                again = [other for other, _ in node.value if other.value == key.value][1]
+                raise self._refuse(
+                    again.start_mark.line + 1,
+                    f"{key.value!r} is given twice (first in line {key.start_mark.line + 1}); give it once",
+                )
+        if "<<" in [key.value for key, _ in node.value]:
+            self.loader.flatten_mapping(node)
+        # Of keys that `<<` brings in as well, the section's own come last.
+        found = {str(key.value): (key.start_mark.line + 1, value) for key, value in node.value}
+        return [(name, line, value) for name, (line, value) in found.items()]
+
+    def _entry(self, key: str, line: int, node: yaml.Node, verbatim: bool) -> Entry:
+        if not isinstance(node, yaml.SequenceNode):
+            return Entry((self._value(key, node, verbatim),), line)
+        if not node.value:
+            raise self._refuse(line, f"{key} is an empty list, which makes no run; give values, or leave it out")
+        return Entry(tuple(self._value(key, item, verbatim) for item in node.value), line, is_list=True)
+
+    def _value(self, key: str, node: yaml.Node, verbatim: bool) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(key, item, verbatim) for item in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return {name: self._value(name, value, verbatim) for name, _, value in self._items(node)}
+        assert isinstance(node, yaml.ScalarNode)
+        line, text = node.start_mark.line + 1, node.value
+        is_plain = node.style is None
+        if is_plain and text == NO_VALUE:
+            return None
+        try:
+            value = self.loader.construct_object(node, deep=True)
+        except ValueError as error:
+            raise self._refuse(line, f"{key} = {text!r} cannot be read: {error}") from error
+        if value is None or isinstance(value, bool):
+            return value
+        if verbatim or not isinstance(value, int | float | str) or ":" in text:
+            return text
+        if is_plain and isinstance(value, str) and NUMBER_AS_TEXT.fullmatch(text):
+            mantissa, exponent = re.split("[eE]", text)
+            sign = "" if exponent[0] in "+-" else "+"
+            written = f"{mantissa}{'' if '.' in mantissa else '.0'}e{sign}{exponent}"
+            raise self._refuse(line, f"{key} = {text} is text in YAML, not a number; write {written}")
+        return value
+
+    def _refuse(self, line: int, message: str) -> UserError:
+        return UserError(f"{self.path}, line {line}: {message}")

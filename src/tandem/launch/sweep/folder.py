@@ -1,0 +1,211 @@
+"""The folder of a sweep: what is written before anything runs, and what is remembered of it.
+
+output_dir/
+  experiment.yaml   the experiment file as it was read
+  runs.csv          a table of all runs: what tells them apart, their folders
+  summary.txt       how many runs, what was computed, what names mean here
+  sweep.json        the same for programs; jobs.json: the SLURM job of each run
+  NAME/config.yaml  the configuration of one run, for `rl`, `sft` or `align`
+  NAME/job.sh       its job script
+  NAME/run/         its run directory
+  results.csv results.svg    by --status, and at the end of every run
+"""
+
+import csv
+import fcntl
+import io
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.rl import RLConfig
+from tandem.config.slurm import SlurmConfig
+from tandem.launch.slurm.job import Job, render
+from tandem.launch.slurm.submission import with_servers
+from tandem.launch.sweep.resolve import SubExperiment
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json, write_atomic, write_json
+
+EXPERIMENT, SWEEP, JOBS = "experiment.yaml", "sweep.json", "jobs.json"
+CONFIG, SCRIPT, EVALUATION = "config.yaml", "job.sh", "evaluate.sh"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as the folder remembers it."""
+
+    name: str
+    algorithm: str
+    command: str
+    folder: str
+    varied: dict[str, Any]
+    nodes: int
+    evaluates: bool
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.folder) / "run"
+
+    @property
+    def script(self) -> Path:
+        return Path(self.folder) / SCRIPT
+
+
+def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment]) -> list[Run]:
+    """Everything but the runs themselves. A run that has begun keeps its configuration: another one is refused."""
+    for run in runs:
+        _refuse_changed(output_dir, run)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
+        shutil.copyfile(experiment, output_dir / EXPERIMENT)
+    for run in runs:
+        write_atomic(run.folder / CONFIG, _config_text(run).encode())
+        write_atomic(run.folder / SCRIPT, render(training_job(output_dir, run)).encode())
+        if run.evaluation is not None:
+            write_atomic(run.folder / "evaluate.yaml", yaml.safe_dump(run.evaluation, sort_keys=False).encode())
+            write_atomic(run.folder / EVALUATION, render(evaluation_job(output_dir, run)).encode())
+    kept = [Run(**_stored(run)) for run in runs]
+    write_json(output_dir / SWEEP, {"runs": [asdict(run) for run in kept]})
+    write_atomic(output_dir / "runs.csv", _table(kept).encode())
+    write_atomic(output_dir / "summary.txt", _summary(output_dir, runs).encode())
+    return kept
+
+
+def read_sweep(output_dir: Path) -> list[Run]:
+    try:
+        return [Run(**run) for run in read_json(output_dir / SWEEP)["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"there is no sweep in {output_dir} yet; `sweep FILE` writes it") from error
+
+
+def read_jobs(output_dir: Path) -> dict[str, dict[str, str]]:
+    """The SLURM jobs of each run by its name: `run`, and `evaluation` where there is one."""
+    path = output_dir / JOBS
+    return read_json(path) if path.exists() else {}
+
+
+def store_job(output_dir: Path, name: str, **jobs: str) -> None:
+    stored = read_jobs(output_dir)
+    write_json(output_dir / JOBS, stored | {name: stored.get(name, {}) | jobs})
+
+
+@contextmanager
+def alone(output_dir: Path) -> Iterator[None]:
+    """One command at a time submits the runs of a sweep."""
+    with (output_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def training_job(output_dir: Path, run: SubExperiment) -> Job:
+    """The run directory is the sweep's own: whatever a job finds there, it continues."""
+    report = ["python", "-m", "tandem.entrypoints.sweep", str(output_dir / EXPERIMENT), "--status"]
+    checkpoint = getattr(run.config, "checkpoint")  # noqa: B009  # all three commands have it
+    job = Job(
+        name=_job_name(output_dir, run),
+        command=run.command,
+        config_file=run.folder / CONFIG,
+        folder=run.folder,
+        slurm=run.slurm,
+        run=run.run,
+        ranks_per_node=max(1, run.slurm.gpus_per_node),
+        save_timeout_s=checkpoint.on_signal_timeout_s,
+        always_goes_on=True,
+        environment=run.environment,
+        comment=[f"{run.algorithm}: {_told(run.variant.varied)}", f"Written by `sweep`; see {output_dir}/summary.txt"],
+        after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
+    )
+    return with_servers(job, run.config)[0] if isinstance(run.config, RLConfig) else job
+
+
+def evaluation_job(output_dir: Path, run: SubExperiment) -> Job:
+    given = {name: value for name, value in run.slurm.sbatch.items() if name not in ("signal", "output", "error")}
+    slurm = SlurmConfig.model_validate(given | {"nodes": 1, "venv": run.slurm.venv})
+    report = ["python", "-m", "tandem.entrypoints.sweep", str(output_dir / EXPERIMENT), "--status"]
+    return Job(
+        name=f"{_job_name(output_dir, run)}-evaluate",
+        command="evaluate",
+        config_file=run.folder / "evaluate.yaml",
+        folder=run.folder,
+        slurm=slurm,
+        environment=run.environment,
+        comment=[f"Evaluates the model of {run.name}"],
+        after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
+    )
+
+
+def _job_name(output_dir: Path, run: SubExperiment) -> str:
+    return f"{run.slurm.sbatch.get('job-name', output_dir.name)}-{run.name}"
+
+
+def _stored(run: SubExperiment) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "algorithm": run.algorithm,
+        "command": run.command,
+        "folder": str(run.folder),
+        "varied": dict(run.variant.varied),
+        "nodes": run.slurm.nodes,
+        "evaluates": run.evaluation is not None,
+    }
+
+
+def _refuse_changed(output_dir: Path, run: SubExperiment) -> None:
+    stored = run.folder / CONFIG
+    if not stored.exists() or not (run.name in read_jobs(output_dir) or run.run.exists()):
+        return
+    old, new = flatten(yaml.safe_load(stored.read_text())), flatten(run.tree)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if changed:
+        told = ", ".join(f"{key} = {old.get(key)!r} → {new.get(key)!r}" for key in changed[:3])
+        raise UserError(
+            f"run {run.name!r} was started with another configuration ({told}); give the experiment another "
+            f"output_dir, or delete {run.folder}"
+        )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted path."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _config_text(run: SubExperiment) -> str:
+    notes = "".join(f"# {note}\n" for note in run.notes)
+    options = yaml.safe_dump(run.tree, sort_keys=False, allow_unicode=True)
+    return f"# {run.command} @ {run.folder / CONFIG}\n{notes}{options}"
+
+
+def _table(runs: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(name for run in runs for name in run.varied))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["name", "algorithm", *(name for name in names if name != "algorithm"), "folder"])
+    for run in runs:
+        values = [run.varied.get(name, "") for name in names if name != "algorithm"]
+        writer.writerow([run.name, run.algorithm, *values, run.folder])
+    return text.getvalue()
+
+
+def _summary(output_dir: Path, runs: Sequence[SubExperiment]) -> str:
+    lines = [f"{len(runs)} runs in {output_dir}", ""]
+    varied = {key: None for run in runs for key in run.variant.varied}
+    for key in varied:
+        values = list(dict.fromkeys(str(run.variant.varied[key]) for run in runs))
+        lines.append(f"  {key}: {', '.join(values)}")
+    notes = list(dict.fromkeys(note for run in runs for note in run.notes))
+    lines += ["", "What names mean here, and what was computed:", *(f"  {note}" for note in notes)] if notes else []
+    lines += ["", "Runs:", *(f"  {run.name}: {run.command} @ {run.folder / CONFIG}" for run in runs)]
+    return "\n".join(lines) + "\n"
+
+
+def _told(varied: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in varied.items()) or "the only run"

@@ -1,0 +1,317 @@
+"""One variant of an experiment, as a command of ours with its configuration, checked before anything is written."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tandem.config.align import AlignConfig
+from tandem.config.base import Config
+from tandem.config.evaluate import EvaluateConfig
+from tandem.config.explain import explain_validation_error, option_paths
+from tandem.config.rl import RLConfig
+from tandem.config.sft import SFTConfig
+from tandem.config.slurm import SlurmConfig
+from tandem.config.sources import Tree, merge, nest, read_config_file
+from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name
+from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
+from tandem.launch.sweep.document import Document
+from tandem.launch.sweep.expand import Variant
+from tandem.launch.sweep.rules import Options, Refused, apply_rules, value_at
+from tandem.models.files import check_model_dir, check_positions
+from tandem.utils.errors import UserError
+from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
+
+CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
+ARGUMENTS = ("rl_script_args", "model_config_args", "rl_config_args")
+EXECUTION = ("algorithm", "venv", "output_dir", "distributed_config")
+SECTIONS = ("execution", "slurm", *ARGUMENTS, "environment", "evaluation")
+DATA_FILES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class SubExperiment:
+    """Everything that its job script and its configuration file say."""
+
+    variant: Variant
+    algorithm: str
+    command: str
+    folder: Path
+    tree: Tree  # for the command
+    config: Config  # the same, checked
+    slurm: SlurmConfig
+    environment: Mapping[str, str]
+    notes: list[str]
+    evaluation: Tree | None
+
+    @property
+    def name(self) -> str:
+        return self.variant.name
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def evaluation_folder(self) -> Path:
+        return self.folder / "evaluation"
+
+
+def check_layout(document: Document) -> Path:
+    """Sections and the keys of `execution`; returns the output directory."""
+    for section in document.sections:
+        if section not in SECTIONS:
+            raise document.refuse(section, None, f"unknown section {section!r}; {_nearest(section, SECTIONS)}")
+    execution = document.sections.get("execution", {})
+    for key in execution:
+        if key not in EXECUTION:
+            raise document.refuse("execution", key, f"unknown key {key!r} in execution; {_nearest(key, EXECUTION)}")
+    for key in ("algorithm", "output_dir"):
+        if key not in execution or execution[key].alternatives == (None,):
+            raise document.refuse("execution", None, f"execution.{key} is required and was not given")
+    for key, entry in document.sections.get("evaluation", {}).items():
+        if entry.is_list and len(entry.alternatives) > 1:
+            raise document.refuse("evaluation", key, f"{key} is a list; all runs are evaluated alike: give one value")
+    return _output_dir(document)
+
+
+def _output_dir(document: Document) -> Path:
+    entry = document.sections["execution"]["output_dir"]
+    value = entry.alternatives[0]
+    if entry.is_list:
+        raise document.refuse(
+            "execution", "output_dir", "output_dir is a list; a sweep has one, and each run a folder in it"
+        )
+    if not Path(str(value)).is_absolute():
+        raise document.refuse(
+            "execution",
+            "output_dir",
+            f"output_dir = {str(value)!r} is relative; give {str(Path(str(value)).resolve())!r}",
+        )
+    return Path(str(value))
+
+
+class Resolver:
+    """Turns the variants of one document into sub-experiments."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.output_dir = check_layout(document)
+        self.several = False
+
+    def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
+        self.several = len(variants) > 1
+        return [self.resolve(variant) for variant in variants]
+
+    def resolve(self, variant: Variant) -> SubExperiment:
+        name, algorithm = self._algorithm(variant)
+        folder = self.output_dir / variant.name
+        slurm = self._slurm(variant)
+        environment = {key: str(value) for key, value in variant.section("environment").items()}
+        options = Options(algorithm.is_online)
+        tree: Tree = {}
+        try:
+            tree = self._tree(variant, name, algorithm, options, slurm)
+        except Refused as error:
+            raise self._refuse(error.key, str(error)) from error
+        self._name_run(tree, variant.name, environment, online=algorithm.is_online)
+        tree["output_dir"] = str(folder / "run")
+        if algorithm.is_online and slurm.nodes > 1:  # `rl` lays itself over the nodes of its job
+            tree["slurm"] = {"nodes": slurm.nodes, "inference_nodes": slurm.serving_nodes}
+        config = self._check(CONFIGS[algorithm.command], tree, options)
+        self._check_files(config, tree)
+        return SubExperiment(
+            *(variant, name, algorithm.command, folder, tree, config, slurm, environment, options.notes),
+            evaluation=self._evaluation(folder, tree, algorithm),
+        )
+
+    def _algorithm(self, variant: Variant) -> tuple[str, Algorithm]:
+        given = variant.values["execution", "algorithm"]
+        name = algorithm_name(given)
+        if name not in ALGORITHMS:
+            raise self._refuse("algorithm", f"algorithm = {given!r} is not known; {_nearest(name, ALGORITHMS)}")
+        return name, ALGORITHMS[name]
+
+    def _slurm(self, variant: Variant) -> SlurmConfig:
+        given: dict[str, Any] = variant.section("slurm")
+        if venv := variant.section("execution").get("venv"):
+            if not (Path(venv) / "bin" / "activate").exists():
+                raise self._refuse("venv", f"venv = {venv!r} is not a virtual environment: it has no bin/activate")
+            given["venv"] = str(Path(venv).absolute())
+        for key in given:
+            try:
+                SlurmConfig.model_validate({key: given[key]} if key not in ("inference_nodes",) else given)
+            except ValidationError as error:
+                raise self._refuse(key, explain_validation_error(SlurmConfig, error)) from error
+        return SlurmConfig.model_validate(given)
+
+    def _tree(self, variant: Variant, name: str, algorithm: Algorithm, options: Options, slurm: SlurmConfig) -> Tree:
+        online = algorithm.is_online
+        by_rule: dict[str, Any] = {}
+        base: Tree = {}
+        for section in ARGUMENTS:
+            for key, value in variant.section(section).items():
+                if key == "config":
+                    base = self._base(value, base)
+                else:
+                    self._take(key, value, algorithm, options, by_rule)
+        options.base = merge(base, algorithm.options)
+        self._shard(variant, options)
+        ranks = max(1, slurm.gpus_per_node)
+        if not online:
+            options.compute("parallel.ranks", ranks, "one rank per GPU of a node")
+        elif slurm.gpus_per_node == 0:
+            ranks = options.get("parallel.ranks") or 1
+        trainers = slurm.nodes - slurm.serving_nodes if online else slurm.nodes
+        if not online and not base and not {"epochs", "max_steps"} & {*options.values, *by_rule}:
+            options.compute("epochs", 3.0, "the default of transformers")
+        paired = algorithm.command == "align" and name not in ("kto", "bco")
+        apply_rules(by_rule, options, ranks * trainers, paired=paired)
+        tree: Tree = dict(options.base)
+        for path, value in options.values.items():
+            tree = merge(tree, nest(path.split("."), value))
+        for path, what in algorithm.needs.items():
+            if value_at(tree, path) is None:
+                raise Refused("algorithm", f"algorithm = {name!r} needs {path}, {what}; give it in rl_config_args")
+        if name == "dr_grpo" and value_at(tree, "trainer.loss.constant_length") is None:
+            longest = value_at(tree, "orchestrator.sampling.max_tokens") or 128
+            tree = merge(tree, {"trainer": {"loss": {"constant_length": longest}}})
+        if online and "inference" not in tree:
+            tree["inference"] = {}  # a server of the run's own
+        return tree
+
+    def _take(self, key: str, value: Any, algorithm: Algorithm, options: Options, by_rule: dict[str, Any]) -> None:
+        """One argument: ours by another name, one for the rules, one that changes nothing, or refused."""
+        online = algorithm.is_online
+        names = renamed(online)
+        if key == "dataset_name" and online:
+            options.set("env.id", "dataset", key)
+            options.set("env.args.path", value, key)
+        elif key in names:
+            if key in BY_RULE:
+                by_rule[key] = value
+            if key not in ("max_steps",):
+                options.set(names[key], value, key)
+        elif key in BY_RULE:
+            by_rule[key] = value
+        elif key in IMMATERIAL:
+            options.notes.append(f"{key}: {IMMATERIAL[key]}")
+        elif key in ONLY:
+            accepted, why = ONLY[key]
+            if value not in accepted:
+                raise Refused(key, f"{key} = {value!r} is not supported: {why}")
+        elif key in REFUSED:
+            raise Refused(key, f"{key} is not supported: {REFUSED[key]}")
+        elif key in renamed(not online):
+            kind = "online" if online else "offline"
+            raise Refused(
+                key, f"{key} has no meaning for {kind} algorithms such as {algorithm.command}'s; leave it out"
+            )
+        elif key in (paths := set(option_paths(CONFIGS[algorithm.command]))):
+            options.values[key], options.sources[key] = value, key
+        elif placed(key, online) in paths:
+            options.set(key, value, key)
+        else:
+            raise Refused(key, f"unknown argument {key!r}; {_nearest(key, [*all_names(), *paths])}")
+
+    def _base(self, value: Any, base: Tree) -> Tree:
+        for path in value if isinstance(value, list) else [value]:
+            try:
+                base = merge(base, read_config_file(Path(str(path))))
+            except UserError as error:
+                raise Refused("config", str(error)) from error
+        return base
+
+    def _shard(self, variant: Variant, options: Options) -> None:
+        given = variant.section("execution").get("distributed_config")
+        if given is None:
+            return
+        known = {name.lower(): name for name in DISTRIBUTED}
+        if str(given).lower() not in known:
+            raise Refused(
+                "distributed_config",
+                f"distributed_config = {given!r} is not known; {_nearest(str(given), DISTRIBUTED)}",
+            )
+        sharding = DISTRIBUTED[known[str(given).lower()]]
+        for name, value in sharding.options.items():
+            options.set(f"parallel.{name}", value, "distributed_config")
+        options.notes.append(f"distributed_config = {given}: {sharding.meaning}")
+
+    def _name_run(self, tree: Tree, name: str, environment: Mapping[str, str], *, online: bool) -> None:
+        """Trackers show project and run as W&B's own variables say; a run of several has its name behind."""
+        computed: Tree = {"run_name": name}
+        if "WANDB_PROJECT" in environment:
+            computed["project"] = environment["WANDB_PROJECT"]
+        if "WANDB_NAME" in environment:
+            computed["run_name"] = f"{environment['WANDB_NAME']}-{name}" if self.several else environment["WANDB_NAME"]
+        section = tree.setdefault("orchestrator", {}) if online else tree
+        section["metrics"] = computed | section.get("metrics", {})
+
+    def _check(self, cls: type[Config], tree: Tree, options: Options) -> Config:
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            details = error.errors()[0]
+            path = ".".join(str(part) for part in details["loc"])
+            named = [key for ours, key in options.sources.items() if ours == path or path.startswith(f"{ours}.")]
+            about = [key for ours, key in options.sources.items() if f"{ours.rpartition('.')[2]} = " in details["msg"]]
+            key = (named or about or [""])[0]
+            raise self._refuse(key, explain_validation_error(cls, error)) from error
+
+    def _check_files(self, config: Config, tree: Tree) -> None:
+        model: Path = getattr(config, "model").name  # noqa: B009  # all three commands have it
+        try:
+            if is_hub_name(model) and not is_offline():
+                fetch_model(model)
+                model = find_model(model)
+            check_model_dir(model, tree["model"].get("impl", "native"))
+            if "seq_len" in tree:
+                check_positions(model, tree["seq_len"])
+        except UserError as error:
+            key = "model_name_or_path" if "model.name" in str(error) else "max_length"
+            raise self._refuse(key, str(error)) from error
+        path = tree.get("data", {}).get("path")
+        if path is None:
+            return
+        is_file = path.startswith(("/", "./")) or path.endswith(DATA_FILES)
+        if is_file and not Path(path).exists():
+            raise self._refuse("dataset_name", f"dataset_name = {path!r} does not exist")
+
+    def _evaluation(self, folder: Path, tree: Tree, algorithm: Algorithm) -> Tree | None:
+        """The configuration of `evaluate` for the trained model; None: no evaluation is asked for."""
+        given = {key: entry.alternatives[0] for key, entry in self.document.sections.get("evaluation", {}).items()}
+        if not given:
+            return None
+        if tree.get("loss", {}).get("type") == "reward":
+            raise self.document.refuse(
+                "evaluation", None, "algorithm = 'reward' trains no model that answers; leave it out"
+            )
+        merged = algorithm.is_online and tree.get("trainer", {}).get("lora")
+        model = folder / "run" / ("merged" if merged else "weights") / "latest"
+        evaluation: Tree = {"model": str(model), "output_dir": str(folder / "evaluation")}
+        for key, value in given.items():
+            evaluation = merge(evaluation, nest(("env.id" if key == "env" else key).split("."), value))
+        try:
+            EvaluateConfig.model_validate(evaluation)
+        except ValidationError as error:
+            raise self.document.refuse("evaluation", None, explain_validation_error(EvaluateConfig, error)) from error
+        return evaluation
+
+    def _refuse(self, key: str, message: str) -> UserError:
+        """With the line of `key`, wherever it stands."""
+        for section, keys in self.document.sections.items():
+            if key in keys:
+                return self.document.refuse(section, key, message)
+        return UserError(f"{self.document.path}: {message}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    names = sorted(map(str, known))
+    lowered = {other.lower(): other for other in names}
+    nearest = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
+    if nearest:
+        return f"did you mean {lowered[nearest[0]]!r}?"
+    return f"known: {', '.join(names)}" if len(names) < 40 else "docs/sweeps.md lists what there is"

@@ -1,0 +1,223 @@
+"""TrainingArguments that are more than another name for one of our options: values are turned into ours, or computed
+from several of them. Each rule reads what was given by name and sets options; what it refuses, it refuses by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.launch.sweep.arguments import placed
+
+DEFAULT_BATCH_SIZE = 8  # of transformers, for one device
+HELD_OUT = 0.05
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+class Refused(ValueError):
+    """A value of the experiment file, by its key."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@dataclass
+class Options:
+    """Options of ours by dotted path, each with the key of the experiment file that it comes from."""
+
+    online: bool
+    base: Mapping[str, Any] = field(default_factory=dict)  # a tree of what holds where nothing is set
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, path: str, value: Any, key: str) -> None:
+        path = placed(path, self.online)
+        if path in self.values and self.values[path] != value:
+            raise Refused(
+                key, f"{key} and {self.sources[path]} both set {path}, to {value!r} and {self.values[path]!r}; give one"
+            )
+        self.values[path], self.sources[path] = value, key
+
+    def compute(self, path: str, value: Any, why: str) -> None:
+        """A value that was left out."""
+        if self.get(path) is None:
+            path = placed(path, self.online)
+            self.values[path], self.sources[path] = value, why
+            self.notes.append(f"{path} = {value}: {why}")
+
+    def get(self, path: str) -> Any:
+        """As set, or as the algorithm and the files that the experiment builds on have it."""
+        path = placed(path, self.online)
+        return self.values[path] if path in self.values else value_at(self.base, path)
+
+
+def value_at(tree: Mapping[str, Any], path: str) -> Any:
+    """None where there is none."""
+    value: Any = tree
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, paired: bool) -> None:
+    """All rules, for the arguments that were given."""
+    _length(given, options)
+    _precision(given, options)
+    _optimizer(given, options)
+    _evaluation(given, options)
+    _checkpoints(given, options)
+    _adapter(given, options)
+    if "report_to" in given:
+        options.set("metrics.report_to", _trackers(given["report_to"]), "report_to")
+    if given.get("use_cpu"):
+        options.set("device", "cpu", "use_cpu")
+    if given.get("gradient_checkpointing") is not None:
+        options.set("parallel.gradient_checkpointing", int(given["gradient_checkpointing"]), "gradient_checkpointing")
+    if "data_seed" in given and given["data_seed"] != options.values.get("seed", given["data_seed"]):
+        raise Refused(
+            "data_seed", f"data_seed = {given['data_seed']} differs from seed; there is one seed, leave it out"
+        )
+    if not options.online and "precompute_ref_log_probs" in given:
+        source = "precomputed" if given["precompute_ref_log_probs"] else "model"
+        options.set("loss.reference", source, "precompute_ref_log_probs")
+    _batch(given, options, world_size, paired)
+
+
+def _length(given: Mapping[str, Any], options: Options) -> None:
+    steps = given.get("max_steps", -1)
+    if steps > 0:
+        options.set("max_steps", steps, "max_steps")
+        # transformers lets max_steps win over num_train_epochs.
+        options.values.pop("epochs", None)
+    if options.online and "num_train_epochs" in given and steps <= 0:
+        raise Refused(
+            "num_train_epochs", "num_train_epochs counts passes over rows, and `rl` counts steps; give max_steps"
+        )
+    if "max_prompt_length" in given and options.online:
+        completion = options.get("sampling.max_tokens") or 128
+        options.set("seq_len", given["max_prompt_length"] + completion, "max_prompt_length")
+    if not options.online and {"seq_len", "data.max_prompt_len"} & options.values.keys():
+        options.compute("data.on_bad_row", "truncate", "transformers cuts rows that are too long")
+
+
+def _precision(given: Mapping[str, Any], options: Options) -> None:
+    names = [name for name in ("torch_dtype", "dtype") if name in given]
+    for name in names:
+        if given[name] not in ("bfloat16", "float32", "auto"):
+            raise Refused(name, f"{name} = {given[name]!r} is not supported; give bfloat16 or float32")
+    if given.get("bf16") or any(given[name] == "bfloat16" for name in names):
+        options.set("model.dtype", "bfloat16", "bf16" if given.get("bf16") else names[0])
+
+
+def _optimizer(given: Mapping[str, Any], options: Options) -> None:
+    if "adam_beta1" in given or "adam_beta2" in given:
+        betas = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
+        options.set("optimizer.betas", betas, "adam_beta1" if "adam_beta1" in given else "adam_beta2")
+    # transformers decays the learning rate linearly unless it is told otherwise.
+    kind = given.get("lr_scheduler_type", "linear")
+    if kind == "cosine_with_min_lr":
+        kind = "cosine"
+    if kind not in SCHEDULES:
+        raise Refused("lr_scheduler_type", f"lr_scheduler_type = {kind!r} is not here; valid: {', '.join(SCHEDULES)}")
+    if "lr_scheduler_type" in given:
+        options.set("scheduler.type", SCHEDULES[kind], "lr_scheduler_type")
+    else:
+        options.compute("scheduler.type", "linear", "the default of transformers")
+    for name, value in (given.get("lr_scheduler_kwargs") or {}).items():
+        if name != "min_lr_rate":
+            raise Refused("lr_scheduler_kwargs", f"lr_scheduler_kwargs.{name} is not here; valid: min_lr_rate")
+        options.set("scheduler.min_lr_ratio", value, "lr_scheduler_kwargs")
+    _warmup(given, options)
+
+
+def _warmup(given: Mapping[str, Any], options: Options) -> None:
+    name = "warmup_ratio" if given.get("warmup_ratio") else "warmup_steps"
+    value = given.get(name) or 0
+    if value >= 1 or value == 0:
+        if name in given:
+            options.set("scheduler.warmup_steps", int(value), name)
+        return
+    steps = options.get("max_steps")
+    if steps is None:
+        raise Refused(
+            name, f"{name} = {value} is a share of max_steps, which is not given; give warmup_steps as a number"
+        )
+    options.set("scheduler.warmup_steps", round(value * steps), name)
+
+
+def _evaluation(given: Mapping[str, Any], options: Options) -> None:
+    key = "eval_strategy" if "eval_strategy" in given else "evaluation_strategy"
+    strategy = given.get(key, "steps" if "eval_steps" in given else "no")
+    strategy = "no" if strategy is False else strategy  # YAML reads a bare `no` as false
+    if strategy not in ("no", "steps"):
+        hint = "give eval_strategy: steps and eval_steps, as a number of steps or a fraction of training"
+        raise Refused(key, f"{key} = {strategy!r} is not here; {hint}")
+    if strategy == "no":
+        return
+    if "eval_steps" not in given:
+        raise Refused(key, f"{key}: steps needs eval_steps, a number of steps or a fraction of training")
+    options.set("eval.every", _eval_steps(given["eval_steps"], options), "eval_steps")
+    if not options.online and not {"data.eval_split", "data.eval_path"} & options.values.keys():
+        options.compute("data.eval_size", HELD_OUT, "rows to evaluate on, as none were named")
+
+
+def _eval_steps(value: float, options: Options) -> float:
+    if not options.online or value >= 1:
+        return value
+    steps = options.get("max_steps")
+    if steps is None:
+        raise Refused("eval_steps", f"eval_steps = {value} is a share of max_steps, which is not given; give both")
+    return max(1, round(value * steps))
+
+
+def _checkpoints(given: Mapping[str, Any], options: Options) -> None:
+    strategy = given.get("save_strategy", "steps")
+    if strategy in ("no", False):
+        options.values.pop("checkpoint.every", None)
+        options.set("checkpoint.every", None, "save_strategy")
+    elif strategy != "steps":
+        raise Refused("save_strategy", f"save_strategy = {strategy!r} is not here; give steps and save_steps, or no")
+
+
+def _adapter(given: Mapping[str, Any], options: Options) -> None:
+    """`use_peft: false` trains the whole model whatever else is said of LoRA, so that it may be one of two values."""
+    paths = [path for path in options.values if path.startswith(placed("lora", options.online) + ".")]
+    if given.get("use_peft") is False:
+        for path in paths:
+            del options.values[path]
+    elif given.get("use_peft") and not paths:
+        options.set("lora.rank", 16, "use_peft")
+
+
+def _trackers(value: Any) -> list[str]:
+    names = value if isinstance(value, list) else [value]
+    if names in (["none"], [[]]):
+        return []
+    for name in names:
+        if name not in TRACKERS:
+            raise Refused("report_to", f"report_to = {name!r} is not here; valid: {', '.join(TRACKERS)}, none")
+    return names
+
+
+def _batch(given: Mapping[str, Any], options: Options, world_size: int, paired: bool) -> None:
+    per_device, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
+    if per_device is None and accumulated is None:
+        return
+    key = "per_device_train_batch_size" if per_device is not None else "gradient_accumulation_steps"
+    rows = (per_device or DEFAULT_BATCH_SIZE) * (accumulated or 1) * world_size
+    options.notes.append(
+        f"batch: {per_device or DEFAULT_BATCH_SIZE} per device x {accumulated or 1} accumulated x {world_size} devices "
+        f"= {rows} rows per step"
+    )
+    if options.online:
+        group = options.get("group_size") or 8
+        if rows % group:
+            raise Refused(key, f"{rows} completions per step (see {key}) are not groups of num_generations = {group}")
+        options.set("prompts_per_step", rows // group, key)
+        return
+    options.set("batch_size", rows, key)
+    seq_len = options.get("seq_len")
+    if seq_len is not None:
+        tokens = (per_device or DEFAULT_BATCH_SIZE) * (seq_len + 1) * (2 if paired else 1)
+        options.compute("tokens_per_microbatch", tokens, "as many rows as per_device_train_batch_size, at full length")

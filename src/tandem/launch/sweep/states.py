@@ -1,0 +1,89 @@
+"""How far each run of a sweep is, from its files and from SLURM's queue; and its last metrics."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.launch.slurm.client import jobs_under_way
+from tandem.launch.sweep.folder import Run, read_jobs
+from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.metrics import read_metrics
+from tandem.utils.run_dir import RunDir
+from tandem.utils.run_lock import read_holder
+
+State = Literal["written", "pending", "running", "finished", "failed"]
+PROCESSES = {"rl": ("orchestrator", "trainer"), "sft": ("sft",), "align": ("align",)}
+# What is shown of a run, the most telling first.
+METRICS = {
+    "rl": ("eval/reward", "reward/mean"),
+    "sft": ("eval/loss", "loss"),
+    "align": ("eval/accuracy", "eval/loss", "accuracy", "loss"),
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    run: Run
+    state: State
+    step: int
+    max_steps: int | None
+    metrics: Mapping[str, float]  # the last value of each
+    job: str = ""
+
+
+def progress_of(output_dir: Path, runs: Sequence[Run]) -> list[Progress]:
+    jobs = read_jobs(output_dir)
+    under_way = jobs_under_way() if jobs else {}
+    return [_progress(run, jobs.get(run.name, {}).get("run", ""), under_way) for run in runs]
+
+
+def _progress(run: Run, job: str, under_way: Mapping[str, str]) -> Progress:
+    run_dir = RunDir(run.directory)
+    lines = read_metrics(run_dir)
+    max_steps = _max_steps(run)
+    return Progress(
+        run=run,
+        state=_state(run, job, under_way, max_steps),
+        step=max((line["step"] for line in lines), default=0),
+        max_steps=max_steps,
+        metrics=last_metrics(run, lines),
+        job=job,
+    )
+
+
+def _state(run: Run, job: str, under_way: Mapping[str, str], max_steps: int | None) -> State:
+    if max_steps is not None and is_finished(run, max_steps):
+        return "finished"
+    if job in under_way:
+        return "running" if under_way[job] == "running" else "pending"
+    holder = read_holder(run.directory / "trainer.lock")
+    if holder is not None and (holder.is_alive() if holder.is_on_this_machine() else not job):
+        return "running"
+    return "failed" if job or run.directory.exists() else "written"
+
+
+def is_finished(run: Run, max_steps: int) -> bool:
+    """Whether every process has said so of this length since it was last started."""
+    last: dict[str, dict[str, Any]] = {}
+    for event in read_json_lines(RunDir(run.directory).events):
+        if event.get("event") in ("started", "finished"):
+            last[str(event.get("process"))] = event
+    ends = [last.get(process, {}) for process in PROCESSES[run.command]]
+    return all(end.get("event") == "finished" and end.get("step") == max_steps for end in ends)
+
+
+def last_metrics(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    found = {name: line[name] for line in lines for name in METRICS[run.command] if name in line}
+    results = Path(run.folder) / "evaluation" / "results.json"
+    if run.evaluates and results.exists():
+        found["evaluation/reward"] = read_json(results)["results"][-1]["scores"]["reward"]
+    return {name: found[name] for name in (*METRICS[run.command], "evaluation/reward") if name in found}
+
+
+def _max_steps(run: Run) -> int | None:
+    """As the run itself has computed it; None before it begins."""
+    try:
+        return int(read_json(RunDir(run.directory).config / f"{run.command}.json")["max_steps"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

@@ -1,0 +1,87 @@
+"""Exact mode on a GPU: over 10,000 sampled tokens, the engine's log-probs are the trainer's to the bit."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.inference import InferenceConfig
+from tandem.config.shared import ModelConfig
+from tandem.data.packing import divide, pack
+from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
+from tandem.inference.native.build import build_engine
+from tandem.models.hf import named_tensors, new_decoder
+from tandem.models.spec import ModelSpec
+from tandem.models.trainable import compute_exactly, load_trainable
+from tandem.trainer.model.language_model import Inputs, LanguageModel
+from tandem.transport.weights.filesystem import write_model
+from tandem.types.rollout import TrainingSequence
+
+VOCAB = 4000
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact")
+    decoder = new_decoder(ModelSpec.from_config(CONFIG), seed=0)
+    tensors = {name: tensor * 3 if tensor.ndim > 1 else tensor for name, tensor in named_tensors(decoder).items()}
+    write_model(folder, tensors, CONFIG | {"dtype": "float32"})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_engine_and_trainer_agree_to_the_bit(model: Path, dtype: str) -> None:
+    tree: dict[str, Any] = {"seq_len": 1024, "max_sequences": 64, "tokens_per_step": 300, "deterministic": True}
+    tree |= {"model": {"name": model, "dtype": dtype}, "device": "cuda", "kv_cache_tokens": 60_000}
+    engine = build_engine(InferenceConfig.model_validate(tree), [], lambda: None, print)  # type: ignore[arg-type,return-value]
+    rng = np.random.default_rng(0)
+    common = rng.integers(0, VOCAB, 200).tolist()
+    requests = [
+        GenerationRequest(
+            common[: 40 * (number % 6)] + rng.integers(0, VOCAB, 1 + 31 * number % 400).tolist(),
+            Sampling(100 + 10 * number, 0.9, seed=number),
+            n=1 + number % 8,
+        )
+        for number in range(20)
+    ]
+    futures: list[Future[GenerationResult]] = [Future() for _ in requests]
+    engine.start()
+    try:
+        for request, future in zip(requests, futures, strict=True):
+            engine.submit(request, future.set_result)  # type: ignore[arg-type]
+        results = [future.result(timeout=500) for future in futures]
+        assert engine.stats.cached_prompt_tokens > 0
+    finally:
+        engine.stop()
+    sequences = [
+        TrainingSequence(
+            request.prompt_ids + sample.token_ids,
+            [0] * len(request.prompt_ids) + [1] * len(sample.token_ids),
+            {"logprobs": [0.0] * len(request.prompt_ids) + sample.logprobs},
+        )
+        for request, result in zip(requests, results, strict=True)
+        for sample in result.samples
+    ]
+    packed = pack(sequences)
+    assert packed.num_loss_tokens >= 10_000
+    device = torch.device("cuda")
+    decoder = load_trainable(ModelConfig(name=model, dtype=dtype), device)  # type: ignore[arg-type]
+    compute_exactly(decoder, device)
+    language_model = LanguageModel(decoder)
+    for part in divide(packed, 0, 1, tokens_per_microbatch=4096):
+        logprobs = language_model(Inputs.of(part, device), 0.9)[0].detach().cpu().numpy()
+        np.testing.assert_array_equal(logprobs, part.streams["logprobs"])

@@ -1,0 +1,51 @@
+"""`rl` as it is typed, up to where processes would be started."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.ports import free_port
+
+from tandem.entrypoints import rl
+from tandem.launch import gpus
+from tandem.utils.files import read_json
+
+Type = Callable[..., int]
+
+
+@pytest.fixture
+def type_rl(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Type:
+    """Types `rl` with a model, a run directory and what a test adds; returns the exit code."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setattr(gpus, "gpu_memory_bytes", tuple)
+    tasks = ["--orchestrator.env.args", '{"num_train": 4, "num_eval": 2}']
+    given = ["--model.name", str(tiny_model), "--output-dir", str(tmp_path / "run"), "--seq-len", "256", *tasks]
+
+    def type_it(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["rl", *given, *arguments])
+        try:
+            rl.main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    return type_it
+
+
+def test_a_dry_run_prints_the_gpus_and_writes_the_plan(type_rl: Type, tmp_path: Path, capsys) -> None:
+    port = str(free_port())
+    assert type_rl("--inference.server.port", port, "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert f"http://127.0.0.1:{port}" in printed and "CUDA_VISIBLE_DEVICES=2\n" in printed
+    assert "CUDA_VISIBLE_DEVICES=3\n" in printed and "memory of each GPU" in printed
+    plan = read_json(tmp_path / "run" / "dry_run" / "plan.json")
+    assert plan["trainer"]["environment"] == ["CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "PYTHONUNBUFFERED"]
+
+
+def test_more_than_there_is_gives_one_error(type_rl: Type, tmp_path: Path, capsys) -> None:
+    assert type_rl("--inference.max-sequences", "8", "--gpus.trainer", "2", "--dry-run") == 2
+    assert capsys.readouterr().err == (
+        "rl: gpus: 3 are asked for; 2 visible (CUDA_VISIBLE_DEVICES = '2,3'), 0 to 1. The plan: inference 0; "
+        "trainer 1 and 1 more\n"
+    )
+    assert not (tmp_path / "run").exists()

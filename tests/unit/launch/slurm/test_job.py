@@ -1,0 +1,196 @@
+"""Job scripts: options, roles, where a job begins, and templates of a site."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tandem.config.base import load_config
+from tandem.config.sbatch import gpus_per_node
+from tandem.config.sft import SFTConfig
+from tandem.config.slurm import SlurmConfig
+from tandem.launch.plan import make_plan
+from tandem.launch.slurm.job import JOB, SITE_TEMPLATES, Job, in_job, render
+from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
+from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
+from tandem.utils.errors import UserError
+from tandem.utils.files import read_json
+
+
+def make_job(tmp_path: Path, command: str = "sft", slurm: dict[str, Any] | None = None, **values: Any) -> Job:
+    options = SlurmConfig.model_validate(slurm or {})
+    return Job("mine", command, tmp_path / "config.json", tmp_path, options, run=tmp_path / "a run", **values)
+
+
+def test_options_of_sbatch_pass_through_and_others_are_computed(tmp_path: Path) -> None:
+    given = {"account": "bsc88", "cpus_per_task": 80, "gres": "gpu:4", "exclusive": True, "time": "2:00:00"}
+    script = render(make_job(tmp_path, slurm=given))
+    header = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert header == [
+        *("--job-name=mine", f"--output={tmp_path}/slurm-%j.out", "--open-mode=append", "--signal=B:USR1@120"),
+        *("--requeue", "--nodes=1", "--account=bsc88", "--cpus-per-task=80", "--gres=gpu:4", "--exclusive"),
+        "--time=2:00:00",
+    ]
+
+
+def test_what_the_user_says_wins(tmp_path: Path) -> None:
+    script = render(make_job(tmp_path, slurm={"output": "/logs/%j", "no-requeue": True, "signal": "TERM@5"}))
+    assert "#SBATCH --output=/logs/%j\n" in script and "#SBATCH --signal=TERM@5\n" in script
+    assert "#SBATCH --requeue" not in script and "#SBATCH --no-requeue\n" in script
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "align", "evaluate"])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_scripts_are_bash(tmp_path: Path, command: str, nodes: int) -> None:
+    serving = {"serving": 2, "inference": tmp_path / "inference.json"} if command == "rl" and nodes == 3 else {}
+    script = tmp_path / "job.sh"
+    script.write_text(render(make_job(tmp_path, command, {"nodes": nodes}, ranks_per_node=4, **serving)))
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0 and not checked.stderr, checked.stderr
+    spread = nodes == 3 and command in ("sft", "align")
+    assert ("srun --nodes=3" in script.read_text()) == spread
+    assert ("--nnodes=3 --nproc-per-node=4" in script.read_text()) == spread
+
+
+@pytest.mark.parametrize(
+    ("restarts", "checkpoint", "always", "expected"),
+    [
+        ("0", True, False, ["--clean"]),  # as it was given
+        ("1", True, False, ["--resume"]),
+        ("1", False, False, ["--clean"]),
+        ("0", True, True, ["--resume"]),
+    ],
+)
+def test_where_a_job_begins(tmp_path: Path, restarts: str, checkpoint: bool, always: bool, expected: list[str]) -> None:
+    """The script itself is run, with `python` in place of the command."""
+    job = make_job(tmp_path, first=["--clean"], always_goes_on=always)
+    assert job.run is not None
+    (job.run / "config").mkdir(parents=True)
+    if checkpoint:
+        (job.run / "checkpoints" / "step_000002").mkdir(parents=True)
+        (job.run / "checkpoints" / "step_000002" / "manifest.json").touch()
+    script = tmp_path / "job.sh"
+    script.write_text(render(job).replace("python -m", "echo"))
+    environment = {"SLURM_RESTART_COUNT": restarts, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1:] == expected
+
+
+def test_a_warning_ends_the_command_and_the_job_is_queued_again(tmp_path: Path) -> None:
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for name, text in {
+        "scontrol": f'echo "$@" >> {tmp_path}/asked',
+        "python": "trap 'exit 143' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done",
+    }.items():
+        (bin_dir / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_dir / name).chmod(0o755)
+    script = tmp_path / "job.sh"
+    lines = render(make_job(tmp_path)).splitlines()
+    script.write_text("\n".join(line for line in lines if not line.startswith("source ")))
+    environment = {"SLURM_JOB_ID": "77", "PATH": f"{bin_dir}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 143, done.stderr
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+
+
+def test_a_site_changes_a_block_of_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "job.sh").write_text(
+        '{% extends "tandem/job.sh" %}{% block setup %}module load cuda\n{{ super() }}{% endblock %}'
+    )
+    monkeypatch.setenv(SITE_TEMPLATES, str(site))
+    script = render(make_job(tmp_path))
+    assert "module load cuda\ncd " in script and "#SBATCH --job-name=mine" in script
+    (site / "job.sh").write_text("{{ nothing_of_the_kind }}")
+    with pytest.raises(UserError, match="'nothing_of_the_kind' is undefined"):
+        render(make_job(tmp_path))
+    monkeypatch.setenv(SITE_TEMPLATES, "/nowhere")
+    with pytest.raises(UserError, match="is not a directory"):
+        render(make_job(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 0),
+        ({"gres": "gpu:4"}, 4),
+        ({"gres": "nvme:100,gpu:a100:2(S:0-1)"}, 2),
+        ({"gpus-per-node": "h100:8"}, 8),
+        ({"gpus": "8"}, 4),
+        ({"gres": "gpu"}, 1),
+    ],
+)
+def test_gpus_of_a_node(options: dict[str, str], expected: int) -> None:
+    assert gpus_per_node(options, num_nodes=2) == expected
+
+
+def test_what_sbatch_does_not_have_is_refused() -> None:
+    with pytest.raises(ValidationError, match="sbatch has no option 'acount'; did you mean 'account'"):
+        SlurmConfig.model_validate({"acount": "x"})
+    with pytest.raises(ValidationError, match="inference_nodes = 2 leaves none of nodes = 2 to the trainer"):
+        SlurmConfig(nodes=2, inference_nodes=2)
+
+
+def test_roles_are_laid_over_the_nodes_of_a_job(make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(slurm={"nodes": 3})
+    plans = make_plan(config, tmp_path, num_cores=4)
+    assert is_to_be_submitted(config.slurm) and lay_over_nodes(plans, config) == plans  # no job
+    assert on_this_node(config) is config
+    for name, value in {"SLURM_JOB_ID": "5", JOB: "5", "TANDEM_TRAINER_NODES": "a,b"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TANDEM_SERVERS", "http://10.0.0.3:11005")
+    monkeypatch.setenv("TANDEM_RENDEZVOUS", "10.0.0.1:10005")
+    assert in_job() and not is_to_be_submitted(config.slurm)
+    here = on_this_node(config)
+    orchestrator, trainer = lay_over_nodes(make_plan(here, tmp_path, num_cores=4), here)
+    assert trainer.config["threads"] == 4, "no server shares its cores"
+    assert orchestrator.config["client"]["base_url"] == "http://10.0.0.3:11005"
+    assert orchestrator.config["client"]["api_key_var"] == "TANDEM_API_KEY"
+    assert trainer.command[:2] == ["srun", "--nodes=2"] and "--nodelist=a,b" in trainer.command
+    assert trainer.command[-4:] == ["-m", "tandem.entrypoints.trainer", "@", f"{tmp_path}/trainer.json"]
+
+
+def test_a_dry_run_writes_the_job_and_submits_nothing(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model.name", str(tiny_model), "--data.path", "rows.jsonl", "--output-dir", str(tmp_path / "run")]
+    config = load_config(SFTConfig, [*arguments, "--epochs", "2", "--slurm.gpus-per-node", "4", "--dry-run"])
+    submit_run("sft", config)
+    assert "nothing was submitted" in capsys.readouterr().out
+    stored = read_json(tmp_path / "run" / "slurm" / "sft.json")
+    assert stored["epochs"] == 2 and stored["parallel"] == {"ranks": 4} and "dry_run" not in stored
+    assert "#SBATCH --gpus-per-node=4\n" in (tmp_path / "run" / "slurm" / "job.sh").read_text()
+    assert load_config(SFTConfig, ["@", str(tmp_path / "run" / "slurm" / "sft.json")]).slurm == config.slurm
+
+
+def test_every_gpu_of_a_serving_node_has_a_server(tmp_path: Path) -> None:
+    """The script is run with programs that write down what they are asked."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for name, text in {
+        "scontrol": 'case "$2" in hostnames) echo a; echo b;; *) echo "NodeAddr=10.0.0.$(tr ab 12 <<< "$3")";; esac',
+        "srun": 'while [ "$1" != bash ]; do shift; done; for n in 0 1; do SLURM_LOCALID=$n "$@"; done; exec sleep 100',
+        "python": f'echo "$CUDA_VISIBLE_DEVICES $TANDEM_SERVERS $@" >> {tmp_path}/asked',
+    }.items():
+        (bin_dir / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_dir / name).chmod(0o755)
+    serving = {"serving": 1, "servers_per_node": 2, "inference": tmp_path / "inference.json"}
+    job = make_job(
+        tmp_path, "rl", {"nodes": 2}, **serving, after=[f"while ! grep -q 'port 12007' {tmp_path}/asked; do :; done"]
+    )
+    script = tmp_path / "job.sh"
+    script.write_text("\n".join(line for line in render(job).splitlines() if not line.startswith("source ")))
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "4,6"}
+    environment["PATH"] = f"{bin_dir}:/usr/bin:/bin"
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    asked = [line for line in (tmp_path / "asked").read_text().splitlines() if "entrypoints.inference" in line]
+    servers = "http://10.0.0.2:11007,http://10.0.0.2:12007"
+    given = f"{servers} -m tandem.entrypoints.inference @ {tmp_path}/inference.json --server.host 0.0.0.0 --server.port"
+    assert sorted(asked) == [f"4 {given} 11007", f"6 {given} 12007"]

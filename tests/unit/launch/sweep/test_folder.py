@@ -1,0 +1,142 @@
+"""What a sweep writes, remembers and shows."""
+
+import csv
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.unit.launch.sweep.conftest import Write
+
+from tandem.config.align import AlignConfig
+from tandem.config.base import load_config
+from tandem.entrypoints import sweep as entrypoint
+from tandem.launch.sweep.folder import Run, store_job
+from tandem.launch.sweep.results import as_csv, draw
+from tandem.launch.sweep.states import Progress, progress_of
+from tandem.launch.sweep.submit import submit_runs
+from tandem.utils.errors import UserError
+from tandem.utils.files import append_json_line, write_json
+
+TWO = "learning_rate: [1.0e-4, 2.0e-4]"
+
+
+def finish(run: Run, *, step: int = 3) -> None:
+    """What a run leaves that got to `step` of 3."""
+    write_json(run.directory / "config" / f"{run.command}.json", {"max_steps": 3})
+    events = ["started", "finished"] if step == 3 else ["started"]
+    for event in events:
+        append_json_line(run.directory / "events.jsonl", {"event": event, "process": run.command, "step": step})
+    line = {"process": run.command, "step": step, "loss": 0.5, "eval/accuracy": 0.75}
+    append_json_line(run.directory / "metrics.jsonl", line)
+
+
+def test_each_run_has_a_script_and_a_configuration(write: Write, tmp_path: Path) -> None:
+    output_dir, runs = entrypoint.write(write(TWO, slurm=("time: 2:00:00", "account: bsc88")))
+    for run in runs:
+        script = run.script.read_text()
+        assert "#SBATCH --time=2:00:00\n" in script and "#SBATCH --account=bsc88\n" in script
+        assert f"python -m tandem.entrypoints.align @ {run.folder}/config.yaml" in script
+        assert subprocess.run(["bash", "-n", str(run.script)], check=False).returncode == 0
+        config = load_config(AlignConfig, ["@", f"{run.folder}/config.yaml"])
+        assert config.output_dir == run.directory and config.optimizer.lr == run.varied["learning_rate"]
+    rows = list(csv.DictReader((output_dir / "runs.csv").read_text().splitlines()))
+    assert [row["name"] for row in rows] == ["lr0.0001", "lr0.0002"]
+    assert "scheduler.type = linear: the default of transformers" in (output_dir / "summary.txt").read_text()
+
+
+def test_writing_again_changes_nothing_and_another_configuration_is_refused(write: Write) -> None:
+    output_dir, runs = entrypoint.write(write(TWO))
+    before = {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()}
+    entrypoint.write(write(TWO))
+    assert {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()} == before
+    entrypoint.write(write(TWO, "beta: 0.3"))  # nothing has begun
+    store_job(output_dir, runs[0].name, run="12_0")
+    with pytest.raises(
+        UserError, match=r"run 'lr0.0001' was started with another configuration \(loss.beta = 0.3 → 0.4"
+    ):
+        entrypoint.write(write(TWO, "beta: 0.4"))
+
+
+def test_states_come_from_files_and_from_the_queue(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    output_dir, runs = entrypoint.write(write("learning_rate: [1.0e-4, 2.0e-4, 3.0e-4, 4.0e-4, 5.0e-4]"))
+    finish(runs[0])
+    for number, run in enumerate(runs[:4]):
+        store_job(output_dir, run.name, run=f"7_{number}")
+    finish(runs[3], step=2)
+    monkeypatch.setattr("tandem.launch.sweep.states.jobs_under_way", lambda: {"7_1": "pending", "7_2": "running"})
+    items = progress_of(output_dir, runs)
+    assert [item.state for item in items] == ["finished", "pending", "running", "failed", "written"]
+    assert (items[0].step, items[0].max_steps, items[0].metrics) == (3, 3, {"eval/accuracy": 0.75, "loss": 0.5})
+    rows = list(csv.DictReader(as_csv(items).splitlines()))
+    assert rows[0]["eval/accuracy"] == "0.75" and rows[4]["state"] == "written"
+    assert draw(items).count("<polyline") == 2
+
+
+def test_what_is_submitted_is_not_submitted_twice(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    output_dir, runs = entrypoint.write(write(TWO, "max_steps: 3", rest="evaluation:\n  env: reverse-text"))
+    called: list[tuple[str, list[str]]] = []
+    queue: dict[str, str] = {}
+
+    def submit(script: Path, options: list[str]) -> str:
+        called.append((script.name, list(options)))
+        job = str(40 + len(called))
+        queue.update({f"{job}_{number}": "running" for number in range(2)})
+        return job
+
+    monkeypatch.setattr("tandem.launch.sweep.submit.submit", submit)
+    monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
+    monkeypatch.setattr("tandem.launch.sweep.states.jobs_under_way", lambda: queue)
+    how = {"array": True, "max_jobs": 4}
+    assert submit_runs(output_dir, runs, resume=False, **how) == ["lr0.0001", "lr0.0002"]
+    dependency = ["--array=0-1%4", "--dependency=aftercorr:41", "--kill-on-invalid-dep=yes"]
+    assert called == [("array_0.sh", ["--array=0-1%4"]), ("array_0_evaluate.sh", dependency)]
+    assert submit_runs(output_dir, runs, resume=False, **how) == []
+    assert submit_runs(output_dir, runs, resume=True, **how) == []  # under way
+    finish(runs[0])
+    queue.clear()
+    assert submit_runs(output_dir, runs, resume=False, **how) == []
+    assert submit_runs(output_dir, runs, resume=True, **how) == ["lr0.0002"]
+
+
+def test_jobs_that_ask_for_different_things_are_different_arrays(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    output_dir, runs = entrypoint.write(write("max_steps: 3", slurm=("cpus-per-task: [1, 2]",)))
+    scripts: list[str] = []
+    monkeypatch.setattr("tandem.launch.sweep.submit.submit", lambda script, options: scripts.append(script.name) or "9")
+    monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
+    submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None)
+    assert scripts == ["array_0.sh", "array_1.sh"]
+    assert "#SBATCH --cpus-per-task=2" in (output_dir / "array_1.sh").read_text()
+
+
+def test_a_plot_needs_no_metrics(write: Write) -> None:
+    _, runs = entrypoint.write(write(TWO))
+    items = [Progress(replace(run, varied={}), "written", 0, None, {}) for run in runs]
+    assert draw(items).endswith("</svg>\n")
+
+
+def test_the_command_line_takes_the_file_first() -> None:
+    read = entrypoint.read_command_line
+    for arguments in (["c.yaml", "--submit"], ["--submit", "@", "c.yaml"], ["--config", "c.yaml", "--submit"]):
+        config = read(arguments)
+        assert config.file == Path("c.yaml") and config.submit
+    assert read(["c.yaml", "--resume"]).submits and not read(["c.yaml", "--resume", "--local"]).submits
+
+
+@pytest.mark.parametrize(
+    "arguments", [["c.yaml", "--submit", "--local"], ["c.yaml", "--no-array", "--max-jobs", "2"], []]
+)
+def test_contradictions_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        entrypoint.read_command_line(arguments)
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("sweep: ")
+
+
+def test_evaluations_have_their_own_configuration(write: Write) -> None:
+    rest = "evaluation:\n  env: reverse-text\n  num_prompts: 8"
+    _, (run, _) = entrypoint.write(write(TWO, "max_steps: 3", slurm=("nodes: 2",), rest=rest))
+    evaluation = yaml.safe_load((Path(run.folder) / "evaluate.yaml").read_text())
+    assert evaluation["model"] == f"{run.folder}/run/weights/latest" and evaluation["num_prompts"] == 8
+    script = (Path(run.folder) / "evaluate.sh").read_text()
+    assert "#SBATCH --nodes=1\n" in script and "tandem.entrypoints.evaluate @" in script

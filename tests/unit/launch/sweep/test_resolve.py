@@ -1,0 +1,192 @@
+"""Experiment files become commands of ours: the product of lists, known names, computed values, refusals with lines."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.launch.sweep.conftest import Write
+
+from tandem.config.align import AlignConfig, AlignLossType
+from tandem.config.rl import RLConfig
+from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED
+from tandem.launch.sweep.arguments import all_names
+from tandem.launch.sweep.document import read_document
+from tandem.launch.sweep.expand import expand
+from tandem.launch.sweep.resolve import Resolver, SubExperiment
+from tandem.utils.errors import UserError
+
+
+def resolve(path: Path) -> list[SubExperiment]:
+    resolver = Resolver(read_document(path))
+    return resolver.resolve_all(expand(resolver.document))
+
+
+def config_of(path: Path) -> Any:
+    (run,) = resolve(path)
+    return run.config
+
+
+def test_lists_multiply_and_names_tell_runs_apart(write: Write, tmp_path: Path, tiny_model: Path) -> None:
+    other = tmp_path / "other"
+    other.symlink_to(tiny_model)
+    path = write("learning_rate: [5.0e-6, 1.0e-5, 1.0e-6]", algorithm="[dpo, kto]", model=f"[{tiny_model}, {other}]")
+    runs = resolve(path)
+    assert len({run.name for run in runs}) == 12
+    assert [run.name for run in runs][:4] == [
+        *("dpo-reverse_text-lr5e-06", "dpo-reverse_text-lr1e-05", "dpo-reverse_text-lr1e-06", "dpo-other-lr5e-06"),
+    ]
+    losses = [run.config.model_dump()["loss"]["type"] for run in runs]
+    assert losses == ["dpo"] * 6 + ["kto"] * 6
+    assert {run.config.model_dump()["optimizer"]["lr"] for run in runs} == {5e-6, 1e-5, 1e-6}
+    assert [run.name for run in resolve(path)] == [run.name for run in runs]
+
+
+def test_paths_that_end_alike_have_names_of_their_own(write: Write, tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / tiny_model.name).symlink_to(tiny_model)
+    names = [run.name for run in resolve(write(model=f"[{tiny_model}, {tmp_path}/again/{tiny_model.name}]"))]
+    assert len(set(names)) == 2 and all(name.startswith("reverse_text.") for name in names)
+
+
+def test_a_list_that_is_one_value_is_nested(write: Write) -> None:
+    config = config_of(write("lora_target_modules: [[q_proj, v_proj]]", "report_to: [[tensorboard, wandb]]"))
+    assert config.lora.targets == ["q_proj", "v_proj"]
+    assert config.metrics.report_to == ["tensorboard", "wandb"]
+
+
+def test_arguments_of_the_trainer_become_ours(write: Write) -> None:
+    config = config_of(
+        write(
+            *("beta: 0.2", "max_length: 64", "max_prompt_length: 32", "num_train_epochs: 2", "bf16: true"),
+            *(
+                "eval_strategy: steps",
+                "eval_steps: 0.05",
+                "per_device_train_batch_size: 2",
+                "per_device_eval_batch_size: 2",
+            ),
+            *("gradient_accumulation_steps: 8", "gradient_checkpointing: true", "adam_beta2: 0.95", "warmup_steps: 3"),
+            *(
+                "lr_scheduler_type: cosine",
+                "save_steps: 7",
+                "seed: 4",
+                "remove_unused_columns: false",
+                "logging_dir: None",
+            ),
+            slurm=("nodes: 2", "gres: gpu:4"),
+            rest="environment:\n  WANDB_PROJECT: salamandra\n  WANDB_NAME: first",
+        )
+    )
+    assert isinstance(config, AlignConfig)
+    assert (config.loss.beta, config.seq_len, config.epochs, config.model.dtype) == (0.2, 64, 2, "bfloat16")
+    assert (config.data.max_prompt_len, config.data.on_bad_row, config.data.eval_size) == (32, "truncate", 0.05)
+    assert (config.eval.every, config.batch_size, config.tokens_per_microbatch) == (0.05, 2 * 8 * 8, 2 * 2 * 65)
+    assert (config.parallel.ranks, config.parallel.gradient_checkpointing) == (4, 1)
+    assert (config.optimizer.betas, config.scheduler.type, config.scheduler.warmup_steps) == ((0.9, 0.95), "cosine", 3)
+    assert (config.checkpoint.every, config.seed) == (7, 4)
+    assert (config.metrics.project, config.metrics.run_name) == ("salamandra", "first")
+
+
+@pytest.mark.parametrize("name", sorted(DISTRIBUTED))
+def test_ways_to_shard_are_honoured_and_explained(write: Write, name: str) -> None:
+    path = write(algorithm=f"dpo\n  distributed_config: {name}")
+    (run,) = resolve(path)
+    parallel = run.config.model_dump()["parallel"]
+    assert {key: parallel[key] for key in DISTRIBUTED[name].options} == DISTRIBUTED[name].options
+    assert any(note.startswith(f"distributed_config = {name}: ") for note in run.notes)
+
+
+def test_every_offline_objective_has_its_name() -> None:
+    assert set(AlignLossType.__args__) < set(ALGORITHMS)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, algorithm in ALGORITHMS.items() if algorithm.is_online))
+def test_online_algorithms_run_by_name(write: Write, tiny_model: Path, name: str) -> None:
+    script = ("env: reverse-text",)
+    arguments = ["max_steps: 20", "max_completion_length: 16", "max_prompt_length: 16", "eval_steps: 0.1"]
+    arguments += [f"trainer.loss.teacher.model: {tiny_model}"] if name == "distillation" else []
+    arguments += ["num_generations: 4"] if name not in ("ppo", "distillation") else []
+    arguments += ["per_device_train_batch_size: 8", "learning_rate: 1.0e-4"]
+    config = config_of(write(*arguments, algorithm=name, script=script))
+    assert isinstance(config, RLConfig)
+    assert (config.seq_len, config.orchestrator.eval.every, config.trainer.optimizer.lr) == (32, 2, 1e-4)
+    rollouts = config.orchestrator.prompts_per_step * config.orchestrator.group_size
+    assert rollouts == 8
+
+
+def test_a_dataset_is_an_environment_of_online_algorithms(write: Write) -> None:
+    env = config_of(write("max_steps: 5", algorithm="grpo")).orchestrator.env
+    assert env.id == "dataset" and env.args["path"].endswith("pairs.jsonl")
+
+
+def test_options_of_ours_are_taken_by_their_own_names(write: Write) -> None:
+    config = config_of(write("batch_size: 6", "loss.reference: model", "data.shuffle: false"))
+    assert (config.batch_size, config.loss.reference, config.data.shuffle) == (6, "model", False)
+
+
+def test_lora_may_be_one_of_two_values(write: Write) -> None:
+    adapter, whole = resolve(write("use_peft: [true, false]", "lora_r: 4"))
+    assert adapter.config.model_dump()["lora"]["rank"] == 4 and whole.config.model_dump()["lora"] is None
+
+
+def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text('max_steps = 7\n[orchestrator.env]\nid = "reverse-text"\n')
+    config = config_of(write("learning_rate: 1.0e-4", algorithm="rloo", script=(f"config: {base}",)))
+    assert (config.max_steps, config.orchestrator.env.id, config.trainer.loss.type) == (7, "reverse-text", "rloo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {"algorithm": "dpoo"}, "line 2: algorithm = 'dpoo' is not known; did you mean 'dpo'?"),
+        (
+            (),
+            {"algorithm": "dpo\n  distributed_config: DSZero4"},
+            "line 3: distributed_config = 'DSZero4' is not known",
+        ),
+        ((), {"slurm": ("nods: 2",)}, "line 5: sbatch has no option 'nods'; did you mean 'nodes'?"),
+        ((), {"slurm": ("array: 1-3",)}, "line 5: 'array' is not yours to set"),
+        ((), {"model": "/nowhere"}, "line 9: model.name = '/nowhere' is not a directory"),
+        (("fp16: true",), {}, "line 11: fp16 = True is not supported: half precision here is bfloat16; use bf16: true"),
+        (("push_to_hub: true",), {}, "line 11: push_to_hub = True is not supported"),
+        (("deepspeed: ds.json",), {}, "line 11: deepspeed is not supported: use execution.distributed_config"),
+        (("learning_rat: 1.0",), {}, "line 11: unknown argument 'learning_rat'; did you mean 'learning_rate'?"),
+        (("optim: adafactor",), {}, "line 11: optim = 'adafactor' is not supported: the optimizer is AdamW"),
+        (("learning_rate: -1.0",), {}, "line 11: optimizer.lr = -1.0 is not valid"),
+        (("seed: 1", "learning_rate: high"), {}, "line 12: optimizer.lr = 'high' is not valid"),
+        (("max_length: 99999",), {}, "line 11: seq_len = 99999 is above max_position_embeddings"),
+        (("num_generations: 4",), {}, "line 11: num_generations has no meaning for offline algorithms"),
+        (("warmup_ratio: 0.1",), {}, "line 11: warmup_ratio = 0.1 is a share of max_steps, which is not given"),
+        (("eval_strategy: epoch",), {}, "line 11: eval_strategy = 'epoch' is not here"),
+        (("max_length: 8", "max_seq_length: 9"), {}, "max_seq_length and max_length both set seq_len, to 9 and 8"),
+        ((), {"script": ("dataset_name: /no/rows.jsonl",)}, "line 7: dataset_name = '/no/rows.jsonl' does not exist"),
+        (("learning_rate: [1.0, 1.0]",), {}, "line 11: learning_rate has 1.0 twice"),
+    ],
+)
+def test_mistakes_are_told_with_their_line(
+    write: Write, arguments: tuple[str, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        resolve(write(*arguments, **options))
+    assert message in str(error.value)
+
+
+def test_every_training_argument_is_honoured_or_refused_by_name() -> None:
+    """Those of the installed transformers, read from its source."""
+    spec = find_spec("transformers.training_args")
+    assert spec is not None and spec.origin is not None
+    (arguments,) = [
+        node
+        for node in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+    ]
+    fields = {
+        node.target.id
+        for node in arguments.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_")
+    }
+    assert len(fields) > 100
+    # framework: which of their frameworks runs it
+    assert fields - all_names() - {"framework"} == set()

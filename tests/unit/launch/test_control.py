@@ -1,0 +1,60 @@
+"""A run seen from another terminal."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.launch.control import StopRequest, status_lines, stop_run
+from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.errors import UserError
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir, step_name
+from tandem.utils.run_lock import hold_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    (run_dir.config / "rl.json").write_text(json.dumps({"max_steps": 9, "checkpoint": {"on_signal_timeout_s": 1}}))
+    return run_dir
+
+
+def test_a_request_is_seen_and_that_of_an_earlier_start_is_not(run_dir: RunDir) -> None:
+    now = [0.0]
+    run_dir.stop_request.touch()
+    request = StopRequest(run_dir, clock=lambda: now[0])
+    assert not request.is_there()
+    run_dir.stop_request.touch()
+    assert not request.is_there()  # looked for twice a second only
+    now[0] = 1.0
+    assert request.is_there()
+
+
+def test_the_state_of_a_run(run_dir: RunDir) -> None:
+    assert "not running; there is no checkpoint yet" in status_lines(run_dir.root)[0]
+    RunLog(run_dir, "trainer").metrics(4, {"loss": 1.0})
+    RunLog(run_dir, "orchestrator").metrics(4, {"reward/mean": 0.25})
+    RunLog(run_dir, "orchestrator").metrics(5, {"reward/mean": 0.5})
+    RunLog(run_dir, "rl").event("restarted", who="trainer", why="signal SIGKILL", restart=1, step=3)
+    (run_dir.checkpoints / step_name(3)).mkdir(parents=True)
+    write_manifest(run_dir.checkpoints / step_name(3), 3)
+    with hold_run(run_dir.root, "rl"):
+        first, *others = status_lines(run_dir.root)
+    assert first.startswith(f"{run_dir.root}: running, `rl` (pid ")
+    assert others[0].split() == ["step", "4", "of", "9"] and others[1].split()[:2] == ["reward", "0.500"]
+    assert "checkpoint  step_000003" in others and "restarted   trainer (signal SIGKILL)" in others
+    (run_dir.weights / step_name(9)).mkdir(parents=True)
+    write_manifest(run_dir.weights / step_name(9), 9)
+    for process in ("orchestrator", "trainer"):
+        RunLog(run_dir, process).event("finished", step=9)
+    assert status_lines(run_dir.root)[0] == f"{run_dir.root}: finished"
+    assert stop_run(run_dir.root) == f"nothing runs in {run_dir.root}; it is finished"
+
+
+def test_only_a_run_of_rl_is_stopped(run_dir: RunDir, tmp_path: Path) -> None:
+    with hold_run(run_dir.root, "trainer", ["trainer"]), pytest.raises(UserError, match="runs of `rl`"):
+        stop_run(run_dir.root)
+    with pytest.raises(UserError, match="is not the directory of a run"):
+        stop_run(tmp_path)

@@ -1,0 +1,100 @@
+"""Memory by the model's shape: worked out by hand, and held against what was measured (docs/performance.md)."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.config.parallel import ParallelConfig
+from tandem.models.decoder import Decoder
+from tandem.models.memory import (
+    kv_bytes,
+    num_adapter_parameters,
+    num_parameters,
+    serving_memory,
+    training_memory,
+)
+from tandem.models.spec import ModelSpec
+
+GIB = 2**30
+H200_BYTES = int(139.8 * GIB)
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+LARGER = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+SMALL = ModelSpec.from_config(QWEN3)
+LARGE = ModelSpec.from_config(QWEN3 | LARGER)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        {"architectures": ["Qwen2ForCausalLM"]},
+    ],
+)
+def test_parameters_are_those_of_the_decoder(changes: dict[str, Any]) -> None:
+    spec = ModelSpec.from_config(QWEN3 | {"num_hidden_layers": 2} | changes)
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    assert num_parameters(spec) == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+def test_parameters_of_an_adapter() -> None:
+    """q 1024→2048, k and v 1024→1024, o 2048→1024, gate and up 1024→3072, down 3072→1024."""
+    per_layer = 8 * (3072 + 2048 + 2048 + 3072 + 4096 + 4096 + 4096)
+    assert num_adapter_parameters(SMALL, 8) == 28 * per_layer
+
+
+@pytest.mark.parametrize(("spec", "tokens", "measured_gib"), [(SMALL, 16384, 32.4), (LARGE, 8192, 101.7)])
+def test_what_a_training_step_took_on_an_h200(spec: ModelSpec, tokens: int, measured_gib: float) -> None:
+    use = training_memory(spec, "bfloat16", ParallelConfig(), 1, tokens, H200_BYTES)
+    assert use.total / GIB == pytest.approx(measured_gib, rel=0.2)
+
+
+def test_what_each_strategy_shards() -> None:
+    whole = num_parameters(LARGE)
+
+    def of(strategy: str, **options: Any) -> tuple[float, float, float]:
+        """Bytes for each parameter: weights, gradients, optimizer."""
+        parallel = ParallelConfig.model_validate({"strategy": strategy} | options)
+        use = training_memory(LARGE, "bfloat16", parallel, 8, 8192, H200_BYTES)
+        return use.weights / whole, use.gradients / whole, use.optimizer / whole
+
+    assert of("ddp") == pytest.approx((6, 4, 8))
+    assert of("zero2") == pytest.approx((2.5, 0.5, 1))
+    assert of("zero3") == pytest.approx((0.5 + 0.1, 0.5, 1), abs=0.02)  # two layers of 36, in bfloat16
+    assert of("zero3_offload") == pytest.approx((0.1, 0, 0), abs=0.02)
+    assert of("zero2", optimizer_offload=True)[2] == 0
+
+
+def test_an_adapter_has_gradients_and_moments_of_its_own_only() -> None:
+    use = training_memory(LARGE, "bfloat16", ParallelConfig(), 1, 8192, H200_BYTES, lora_rank=16)
+    adapter = num_adapter_parameters(LARGE, 16)
+    assert (use.gradients, use.optimizer) == (4 * adapter, 8 * adapter)
+
+
+def test_a_frozen_model_is_held_in_the_precision_it_computes_in() -> None:
+    alone, beside = (
+        training_memory(LARGE, "bfloat16", ParallelConfig(), 4, 8192, H200_BYTES, frozen=count) for count in (0, 1)
+    )
+    assert beside.weights - alone.weights == 2 * num_parameters(LARGE) // 4
+    assert beside.gradients == alone.gradients
+
+
+def test_a_server_by_hand() -> None:
+    """2 (keys, values) × 28 layers × 8 heads × 128 × 2 bytes: 112 KiB a token."""
+    assert kv_bytes(SMALL, 2) == 112 * 1024
+    use = serving_memory(SMALL, "bfloat16", kv_tokens=100_000, tokens_per_step=1, max_sequences=0)
+    assert use.kv_cache == 100_000 * 112 * 1024 and use.weights == 2 * num_parameters(SMALL)
+    half = serving_memory(SMALL, "bfloat16", 100_000, 1, 0, tensor_parallel=2)
+    assert half.kv_cache == use.kv_cache // 2 and half.weights == use.weights // 2
