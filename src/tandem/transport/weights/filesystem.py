@@ -189,7 +189,8 @@ def _write_part(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+    pairs: Iterable[Any] = tensors.items() if isinstance(tensors, Mapping) else tensors
+    for name, tensor in pairs:
         yield name, tensor.detach().to(dtype)
 
 
