@@ -72,6 +72,7 @@ def check_and_run(config: RLConfig) -> None:
 
 def write_plan(config: RLConfig) -> None:
     """What `--dry-run` leaves, and what it prints."""
+    from tandem.launch.deployment import choose_deployment, deploy
     from tandem.launch.describe import describe_run
     from tandem.launch.gpus import find_gpu_plan
     from tandem.launch.plan import make_plan
@@ -81,7 +82,7 @@ def write_plan(config: RLConfig) -> None:
 
     folder = RunDir(config.output_dir).dry_run
     gpus = find_gpu_plan(config)
-    plans = deployed(config, make_plan(config, folder, gpus=gpus), folder)
+    plans = deploy(make_plan(config, folder, gpus=gpus), choose_deployment(config, gpus), folder)
     with refuse_unwritable(config.output_dir):
         write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
     print("\n".join(describe_run(config, plans, gpus)))
@@ -94,6 +95,7 @@ def run(config: RLConfig, start_step: int) -> None:
 
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
+    from tandem.launch.deployment import MEANINGS, choose_deployment, deploy
     from tandem.launch.plan import make_plan
     from tandem.launch.progress import make_view
     from tandem.launch.restarts import Restarts
@@ -106,8 +108,12 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    plans = deployed(config, make_plan(config, run_dir.config, gpus=gpus_of_node(config)), run_dir.config)
+    gpus = gpus_of_node(config)
+    deployment = choose_deployment(config, gpus)
+    plans = deploy(make_plan(config, run_dir.config, gpus=gpus), deployment, run_dir.config)
     plans = lay_over_nodes(plans, config)
+    if gpus is not None or deployment != "split":
+        print(f"deployment {deployment}: {MEANINGS[deployment]}")
     listening = preflight.take_ports(config)
     if config.clean:
         run_dir.clean()
@@ -135,15 +141,6 @@ def run(config: RLConfig, start_step: int) -> None:
         raise SystemExit(128 + error.signal_number) from None
     view.close()
     print_summary(console, run_dir, time.monotonic() - started)
-
-
-def deployed(config: RLConfig, plans: "list[ProcessPlan]", config_folder: Path) -> "list[ProcessPlan]":
-    """Trainer and server in one process, or with memory that they share, where the configuration says so."""
-    from tandem.launch.deployment import colocate, share
-
-    if config.deployment == "colocated":
-        return colocate(plans, config_folder)
-    return share(plans) if config.deployment == "shared" else plans
 
 
 def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A run before it starts, in a few lines: its processes, where they listen, their GPUs, the memory those need."""
 
 from tandem.config.rl import RLConfig
+from tandem.launch.deployment import choose_deployment
 from tandem.launch.gpus import GpuPlan
 from tandem.launch.memory import estimate_memory, table
 from tandem.launch.plan import ProcessPlan
@@ -13,7 +14,9 @@ def describe_run(config: RLConfig, plans: list[ProcessPlan], gpus: GpuPlan | Non
     rows = [(plan.name, _what(plan), _gpus_of(plan)) for plan in plans]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {gpu}".rstrip() for name, what, gpu in rows]
-    lines.insert(0, f"deployment {config.deployment or 'split'}:" if gpus is not None else "on this machine's CPUs:")
+    deployment = choose_deployment(config, gpus)
+    is_told = gpus is not None or deployment != "split"
+    lines.insert(0, f"deployment {deployment}:" if is_told else "on this machine's CPUs:")
     if gpus is None:
         return lines
     if not gpus.memory_bytes:
