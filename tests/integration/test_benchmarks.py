@@ -1,14 +1,50 @@
-"""The benchmarks of a GPU run from end to end on a tiny model, so that they still do when there is a GPU again."""
+"""The benchmarks of a GPU run from end to end on a tiny model, so that they still do when there is a GPU again; what
+the simulation of many GPUs says is what the docs say."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def scaling() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("scaling", ROOT / "benchmarks" / "scaling.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["scaling"] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["scaling"]
+
+
+def test_the_tables_of_the_docs_are_those_of_the_simulation(scaling: ModuleType) -> None:
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    for table in (scaling.step_table, scaling.orchestrator_table, scaling.memory_table):
+        for line in table():
+            assert line in page, "run `python benchmarks/scaling.py` and put its tables into docs/scaling.md"
+
+
+def test_the_simulated_server_decodes_at_the_measured_floor(scaling: ModuleType) -> None:
+    """docs/performance.md: 87,500 tokens/s for 256 sequences of 128 + 512 tokens of 0.6B, less what we reach of it."""
+    layout = scaling.Layout("0.6B", 1, 1, 1, prompts=256, group=1, prompt_tokens=128)
+    seconds = scaling.decode(layout, scaling.spec_of("0.6B"), [512] * 256)
+    assert 256 * 512 / seconds == pytest.approx(87_500 * scaling.DECODE_SHARE, rel=0.05)
+
+
+def test_more_servers_are_faster_and_more_readers_are_slower(scaling: ModuleType) -> None:
+    few, many = (scaling.Layout("4B", 4, servers, 1, prompts=64) for servers in (2, 8))
+    assert scaling.simulate(many).generate < scaling.simulate(few).generate
+    crowd = scaling.Layout("4B", 4, 512, 1, prompts=64)
+    assert scaling.simulate(crowd).load > scaling.simulate(many).load
 
 
 @pytest.mark.parametrize(("section", "num_rows"), [("rollouts", 2), ("training", 2), ("offline", 3), ("rl", 1)])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.integration.processes import Starter, children_of, wait_until
+from tests.patience import PATIENCE
+from tests.ports import free_port
 
 from tandem.transport.checkpoints import newest_checkpoint
 from tandem.utils.files import checksum, read_json_lines
@@ -40,12 +42,12 @@ def restarts(run_dir: RunDir) -> list[dict[str, object]]:
 def test_whoever_is_killed_is_started_again_and_the_bits_are_the_same(
     starter: Starter, arguments: list[str], tmp_path: Path
 ) -> None:
+    """As those of a run beside it, on another port, that is left alone."""
     arguments += ["--orchestrator.max-staleness", "0", "--deterministic", "--checkpoint.every", "3"]
     arguments += ["--max-steps", str(MAX_STEPS)]
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
-    done = starter.run("rl", *arguments, "--output-dir", str(whole.root))
-    assert done.returncode == 0, done.stdout
-
+    port = ["--inference.server.port", str(free_port())]
+    left_alone = starter.start("rl", *arguments, "--output-dir", str(whole.root), *port)
     process = starter.start("rl", *arguments, "--output-dir", str(cut.root))
     step = 0
     for count, name in enumerate(["inference", "orchestrator", "trainer"], start=1):
@@ -54,8 +56,10 @@ def test_whoever_is_killed_is_started_again_and_the_bits_are_the_same(
         has_restarted = lambda count=count: process.poll() is not None or len(restarts(cut)) == count  # noqa: E731
         wait_until(has_restarted, 120, f"the restart of the {name}")
         step = trained(cut)[-1]
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
+    for run in (process, left_alone):
+        output, _ = run.communicate(timeout=300 * PATIENCE)
+        assert run.returncode == 0, output
+    assert restarts(whole) == []
     events = restarts(cut)
     assert [(event["who"], event["why"], event["restart"]) for event in events] == [
         ("inference", "signal SIGKILL", 1),
@@ -78,7 +82,7 @@ def test_a_run_is_stopped_and_looked_at_from_another_terminal(
     assert f"{run_dir.root}: running, `rl` (pid {process.pid} on " in shown.stdout and " of 100000" in shown.stdout
     stopped = starter.run("rl", "--stop", str(run_dir.root))
     assert stopped.returncode == 0, stopped.stdout
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60 * PATIENCE)
     assert process.returncode == 143, output
     saved = newest_checkpoint(run_dir)
     assert saved is not None and saved >= 2 and trained(run_dir)[-1] == saved

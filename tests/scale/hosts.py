@@ -3,11 +3,46 @@
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
 
 SUBNET = "10.77.0"
+# Names of files know nothing of network namespaces: a socket in the file system leads into one.
+RELAY = """\
+import asyncio, sys
+
+async def pump(reader, writer):
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+async def relay(reader, writer):
+    try:
+        inner, outer = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
+    except OSError:
+        writer.close()
+        return
+    await asyncio.gather(pump(reader, outer), pump(inner, writer))
+
+async def main():
+    async with await asyncio.start_unix_server(relay, sys.argv[1]) as server:
+        print("ready", flush=True)
+        await server.serve_forever()
+
+asyncio.run(main())
+"""
 
 
 def why_no_hosts() -> str | None:
@@ -26,6 +61,25 @@ class Host:
 
     def command(self, arguments: list[str]) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    @contextmanager
+    def client(self, port: int, **options: Any) -> Iterator[httpx.Client]:
+        """For what listens on a port of this host, from outside of it."""
+        folder = Path(tempfile.mkdtemp(prefix="tandem-"))  # names of sockets must be short
+        path = folder / "relay.sock"
+        command = self.command([sys.executable, "-c", RELAY, str(path), str(port)])
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            transport = httpx.HTTPTransport(uds=str(path), limits=httpx.Limits(max_connections=None))
+            with httpx.Client(transport=transport, base_url=f"http://127.0.0.1:{port}", **options) as http:
+                yield http
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            shutil.rmtree(folder)
 
 
 @contextmanager

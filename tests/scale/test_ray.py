@@ -1,6 +1,10 @@
 """`Cluster` on two real raylets: messages, ranks, rendezvous, deaths; and RL over them, one killed on the way."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -10,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.patience import PATIENCE
+from tests.ports import free_port
 from tests.scale.raylets import HEAD, SECOND, Raylets, raylets
 
 from tandem import Cluster, NodeConfig, UserError, WorkerDied
@@ -176,3 +181,48 @@ def test_many_nodes_go_on_from_a_checkpoint_when_a_training_node_dies(
     starts = [line for line in events if line["event"] == "started" and line["process"] == "trainer"]
     # A checkpoint that was being written when the node died does not count: then there is none yet.
     assert [line["ranks"] for line in starts] == [2, 2] and starts[0]["step"] == 0 and starts[1]["step"] in (0, 5)
+
+
+def kill_servers_of(address: str) -> None:
+    """With the power of a machine, all its processes are gone at once."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"--server.host\0{address}\0" in (folder / "cmdline").read_text():
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def test_rl_runs_on_the_cluster_and_survives_the_death_of_the_servers_node(
+    both: Raylets, tiny_model: Path, tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tandem.entrypoints.rl", "@", "examples/reverse_text/rl.toml", "--show", "lines"),
+            *("--model.name", str(tiny_model), "--output-dir", str(run_dir.root), "--max-steps", "12"),
+            *("--orchestrator.eval.num-prompts", "8", "--inference.server.port", str(free_port())),
+            *("--trainer.parallel.ranks", "2", "--ray.address", both.address),
+            *("--ray.inference-nodes", f'["{SECOND}"]', "--ray.trainer-nodes", f'["{HEAD}"]'),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    output: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if "step 1: reward" in line:  # it has the first batch of twelve
+                kill_servers_of(SECOND)
+                both.kill_second()
+        assert process.wait() == 0, "".join(output)
+    finally:
+        process.kill()
+        process.wait()
+    assert both.second is None, "the node was to be killed"
+    events = list(read_json_lines(run_dir.events))
+    (trained,) = [line for line in events if line["event"] == "started" and line["process"] == "trainer"]
+    assert trained["ranks"] == 2
+    assert [line["server"] for line in events if line["event"] == "server_joined"][-1].startswith(f"http://{HEAD}:")
+    assert (run_dir.weights / "latest" / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""The trainer across two hosts, started with plain torchrun on each."""
+"""Two hosts, a shared file system and addresses: the trainer on both, or inference on one and `rl` on the other."""
 
 import os
 import random
@@ -8,8 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import torch
 from safetensors.torch import load_file
+from tests.integration.processes import wait_until
 from tests.patience import PATIENCE
 from tests.scale.hosts import Host
 
@@ -119,3 +121,46 @@ def test_a_host_that_is_lost_is_named_within_the_deadline(
     assert processes[0].returncode != 0
     assert time.monotonic() - began < 45 * PATIENCE
     assert "RankLost: rank 0 waited in vain" in output and "rank 1 on" in output, output
+
+
+def test_inference_with_a_key_on_one_host_and_rl_on_the_other(
+    two_hosts: list[Host], tiny_model: Path, tmp_path: Path
+) -> None:
+    """As docs/scaling.md shows it."""
+    files, run_dir = Path("examples/reverse_text/three_files").resolve(), tmp_path / "run"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "INFERENCE_SERVER_API_KEY": "correct-horse"}
+    name = ["--model.name", str(tiny_model)]
+    key = ["--host", "0.0.0.0", "--api-key-var", "INFERENCE_SERVER_API_KEY", "--server.weight-roots", str(run_dir)]
+    serve = [sys.executable, "-m", "tandem.entrypoints.inference", str(files / "inference.toml"), *name, *key]
+    train = [sys.executable, "-m", "tandem.entrypoints.rl", "--trainer", "@", str(files / "trainer.toml")]
+    train += ["--orchestrator", "@", str(files / "orchestrator.toml"), *name, "--output-dir", str(run_dir)]
+    train += ["--orchestrator.client.base-url", f"http://{two_hosts[0].address}:8000/v1", "--max-steps", str(STEPS)]
+    train += ["--orchestrator.prompts-per-step", "2", "--orchestrator.eval.num-prompts", "2"]
+    train += ["--orchestrator.env.args", '{"num_train": 32, "num_eval": 2}']
+    api_key = ["--orchestrator.client.api-key-var", "INFERENCE_SERVER_API_KEY"]
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    early = subprocess.run(two_hosts[1].command([*train, *api_key]), **options, check=False)
+    assert early.returncode == 2 and "no inference server answers there" in early.stdout, early.stdout
+    assert "`inference @ …` --host 0.0.0.0" in early.stdout
+    server = subprocess.Popen(two_hosts[0].command(serve), **options)
+    try:
+        with two_hosts[0].client(8000, timeout=60) as http:
+            wait_until(lambda: server.poll() is not None or answers(http), 120, "the server")
+            assert server.poll() is None, end([server], 1)
+            assert http.get("/v1/models").status_code == 401
+        done = subprocess.run(two_hosts[1].command([*train, *api_key]), **options, check=False)
+        assert done.returncode == 0, done.stdout
+    finally:
+        server.kill()
+        server.communicate()
+    assert (run_dir / "weights" / f"step_{STEPS:06d}" / "manifest.json").exists()
+    events = read_json_lines(run_dir / "events.jsonl")
+    served = [event["version"] for event in events if event["event"] == "version_served"]
+    assert served and served == sorted(set(served))
+
+
+def answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

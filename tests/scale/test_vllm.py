@@ -11,6 +11,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from tests.integration.processes import Starter, wait_until
 from tests.patience import PATIENCE
 from tests.ports import free_port
+from tests.scale.hosts import Host
 from tests.scale.vllm_models import FIRST_TOKEN, publish_counting, publish_random
 from tests.scale.vllm_server import (
     KEY,
@@ -567,21 +570,17 @@ def test_sigterm_lets_running_requests_finish_and_leaves_no_process(
 
 
 def test_two_data_parallel_ranks_as_head_and_headless(
-    vllm_python: Path, tiny_model: Path, counting: dict[int, Path], tmp_path: Path
+    vllm_python: Path, tiny_model: Path, counting: dict[int, Path], two_hosts: list[Host], tmp_path: Path
 ) -> None:
-    """Both ranks get every update, and tokens of both carry exact versions."""
-    address = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
-    size = ["--data-parallel-size", "2", "--data-parallel-size-local", "1"]
-    port = str(free_port())
-    head = launch(vllm_python, tiny_model, tmp_path / "head.log", "--port", port, *size, *address)
-    rank = ["--headless", "--data-parallel-start-rank", "1"]
-    other = launch(vllm_python, tiny_model, tmp_path / "headless.log", *size, *address, *rank)
-    http = httpx.Client(
-        base_url=f"http://127.0.0.1:{port}",
-        headers={"Authorization": f"Bearer {KEY}"},
-        timeout=120 * PATIENCE,
-        trust_env=False,
-    )
+    """On two hosts. Both ranks get every update, and tokens of both carry exact versions."""
+    address = ["--data-parallel-address", two_hosts[0].address, "--data-parallel-rpc-port", "13345"]
+    size = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", *address]
+    start_head, start_other = (partial(launch, vllm_python, tiny_model, host=host) for host in two_hosts)
+    head = start_head(tmp_path / "head.log", "--host", "0.0.0.0", "--port", "8000", *size)
+    other = start_other(tmp_path / "headless.log", *size, "--headless", "--data-parallel-start-rank", "1")
+    clients = ExitStack()
+    key = {"Authorization": f"Bearer {KEY}"}
+    http = clients.enter_context(two_hosts[0].client(8000, headers=key, timeout=120 * PATIENCE))
     server = VllmServer(head, http, tmp_path / "head.log")
     try:
         wait_until_ready([server], [other])
@@ -614,3 +613,4 @@ def test_two_data_parallel_ranks_as_head_and_headless(
     finally:
         server.end()
         VllmServer(other, http, tmp_path / "headless.log").end()
+        clients.close()

@@ -15,6 +15,7 @@ import httpx
 from tests.integration.processes import is_alive, wait_until
 from tests.patience import PATIENCE
 from tests.ports import free_port
+from tests.scale.hosts import Host
 
 KEY = "correct-horse"
 SEQ_LEN = 512
@@ -79,8 +80,15 @@ def begin(
 
 
 def launch(
-    python: Path, model_dir: Path, log: Path, *options: str, dev_mode: bool = False, eager: bool = True
+    python: Path,
+    model_dir: Path,
+    log: Path,
+    *options: str,
+    dev_mode: bool = False,
+    eager: bool = True,
+    host: Host | None = None,
 ) -> subprocess.Popen[bytes]:
+    """`host`: on which of two; left out, on this machine itself."""
     command = [
         *(sys.executable, "-m", "tandem.entrypoints.inference", "--engine", "vllm", "--vllm.python", str(python)),
         *("--model.name", str(model_dir), "--server.api-key-var", "TANDEM_TEST_KEY", "--seq-len", str(SEQ_LEN)),
@@ -90,6 +98,9 @@ def launch(
     ]
     # Without the warm-up for compiled shapes, which eager mode has no use for.
     environment = os.environ | {"TANDEM_TEST_KEY": KEY, "VLLM_CPU_CI_ENV": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    if host is not None:
+        command = host.command(command)
+        environment |= {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"}
     if dev_mode:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     with log.open("ab") as output:

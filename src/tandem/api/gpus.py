@@ -3,9 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from tandem.utils.devices import VISIBLE, named_gpus
 from tandem.utils.errors import UserError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpu_environment(gpu_ids: Sequence[int] | None, option: str) -> dict[str, str]:
@@ -14,10 +13,10 @@ def gpu_environment(gpu_ids: Sequence[int] | None, option: str) -> dict[str, str
         return {}
     if len(set(gpu_ids)) < len(gpu_ids) or any(number < 0 for number in gpu_ids):
         raise UserError(f"{option} = {list(gpu_ids)} names a GPU twice, or a negative one; give each once")
-    visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
-    if VISIBLE not in os.environ:
+    visible = named_gpus(os.environ)
+    if visible is None:
         return {VISIBLE: ",".join(map(str, gpu_ids))}
-    if gpu_ids and max(gpu_ids) >= len(visible):
+    if max(gpu_ids, default=0) >= len(visible):
         raise UserError(
             f"{option} = {list(gpu_ids)}, but {VISIBLE} = {os.environ[VISIBLE]!r} shows {len(visible)} GPUs; "
             f"give numbers below {len(visible)}"

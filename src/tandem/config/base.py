@@ -82,9 +82,12 @@ def _load(cls: type[C], run: Path | None, arguments: list[str], prog: str, descr
 
 
 def _model_on_the_hub(config: Config) -> Path | None:
-    """The name of a model that would have to be fetched, where that is allowed."""
+    """The name of a model that would have to be fetched, where that is allowed. Below a directory that is here, it is
+    rather a path with a mistake in it."""
     name = getattr(getattr(config, "model", None), "name", None)
-    return name if isinstance(name, Path) and is_hub_name(name) and not is_offline() else None
+    if not isinstance(name, Path) or not is_hub_name(name) or name.parent.exists():
+        return None
+    return None if is_offline() else name
 
 
 def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description: str) -> C:

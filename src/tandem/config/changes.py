@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Options that change where, when and how fast things happen, or what is shown, but not what is learned.
 HARMLESS = (
-    *("output_dir", "show", "log_level", "deployment", "gpus.*", "max_restarts", "restart_delay_s", "slurm", "slurm.*"),
+    *("output_dir", "show", "log_level", "deployment", "gpus.*", "max_restarts", "restart_delay_s"),
+    *("slurm", "slurm.*", "ray.*"),
     *("checkpoint.*", "metrics.*", "client.*", "inference", "inference.*", "eval.*", "data.eval_path"),
     *("parallel.*", "device", "deterministic", "tokens_per_microbatch"),
     *("keep_weights", "keep_rollouts", "*timeout_s", "*retries", "max_failed_share", "env.tries", "env.check"),

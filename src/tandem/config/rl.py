@@ -14,6 +14,7 @@ from tandem.config.base import FILES, Config
 from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.ray import RayConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
 from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
@@ -45,6 +46,7 @@ class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions,
     weights through the machine's memory. colocated: one process. None: shared on one GPU, split otherwise."""
 
     gpus: GpuConfig = GpuConfig()
+    ray: RayConfig = RayConfig()
 
     max_restarts: int = Field(default=3, ge=0)
     """How often each process that fails is started again, once the run has made a step. Server: the run goes on.

@@ -72,20 +72,18 @@ def check_and_run(config: RLConfig) -> None:
 
 def write_plan(config: RLConfig) -> None:
     """What `--dry-run` leaves, and what it prints."""
-    from tandem.launch.deployment import choose_deployment, deploy
     from tandem.launch.describe import describe_run
-    from tandem.launch.gpus import find_gpu_plan
-    from tandem.launch.plan import make_plan
+    from tandem.launch.run_plan import plan_run
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
 
     folder = RunDir(config.output_dir).dry_run
-    gpus = find_gpu_plan(config)
-    plans = deploy(make_plan(config, folder, gpus=gpus), choose_deployment(config, gpus), folder)
+    plan = plan_run(config, folder)
     with refuse_unwritable(config.output_dir):
-        write_run_config(folder, configs_of(config, plans) | {"plan": {plan.name: plan.describe() for plan in plans}})
-    print("\n".join(describe_run(config, plans, gpus)))
+        described = {process.name: process.describe() for process in plan.processes}
+        write_run_config(folder, configs_of(config, plan.processes) | {"plan": described})
+    print("\n".join(describe_run(config, plan.processes, plan.gpus)))
     print(f"dry run: all checks passed; configuration and process plan are in {folder}")
 
 
@@ -95,11 +93,11 @@ def run(config: RLConfig, start_step: int) -> None:
 
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
-    from tandem.launch.deployment import MEANINGS, choose_deployment, deploy
-    from tandem.launch.plan import make_plan
+    from tandem.launch.deployment import MEANINGS
     from tandem.launch.progress import make_view
+    from tandem.launch.ray_plan import write_servers
     from tandem.launch.restarts import Restarts
-    from tandem.launch.slurm.nodes import gpus_of_node, lay_over_nodes
+    from tandem.launch.run_plan import plan_run
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
@@ -108,13 +106,10 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.utils.run_lock import refuse_unwritable
 
     run_dir = RunDir(config.output_dir)
-    gpus = gpus_of_node(config)
-    deployment = choose_deployment(config, gpus)
-    plans = deploy(make_plan(config, run_dir.config, gpus=gpus), deployment, run_dir.config)
-    plans = lay_over_nodes(plans, config)
-    if gpus is not None or deployment != "split":
-        print(f"deployment {deployment}: {MEANINGS[deployment]}")
-    listening = preflight.take_ports(config)
+    plan = plan_run(config, run_dir.config)
+    if plan.gpus is not None or plan.deployment != "split":
+        print(f"deployment {plan.deployment}: {MEANINGS[plan.deployment]}")
+    listening = preflight.take_ports(plan.config)
     if config.clean:
         run_dir.clean()
     if config.resume:
@@ -122,15 +117,16 @@ def run(config: RLConfig, start_step: int) -> None:
         print(f"resuming after step {start_step}" + (f"; removed {', '.join(removed)}" if removed else ""))
     with refuse_unwritable(run_dir.root):
         run_dir.create()
-        write_run_config(run_dir.config, configs_of(config, plans))
+        write_run_config(run_dir.config, configs_of(config, plan.processes))
+        write_servers(config, plan.places)
 
     console = Console()
-    view = make_view(console, config.show, plans, run_dir.metrics, start_step, config.max_steps)
+    view = make_view(console, config.show, plan.processes, run_dir.metrics, start_step, config.max_steps)
     started = time.monotonic()
     try:
         restarts = Restarts(run_dir, config.max_restarts, config.restart_delay_s)
         save_s = config.checkpoint.on_signal_timeout_s
-        Supervisor(plans, listening, save_s, restarts, StopRequest(run_dir).is_there).run(view.tick)
+        Supervisor(plan.processes, listening, save_s, restarts, StopRequest(run_dir).is_there).run(view.tick)
     except RunFailed as error:
         view.close()
         print(f"rl: {error}\nrl: {how_to_go_on(run_dir, own_command('rl'))}", file=sys.stderr)

@@ -47,13 +47,13 @@ def stop_run(root: Path) -> str:
         return f"nothing runs in {root}; {_ended(run_dir)}"
     if holder.command != "rl":
         raise UserError(f"--stop {root}: it is run by {holder.describe()}; `rl --stop` is for runs of `rl`")
-    run_dir.stop_request.touch()
     stored = read_json(run_dir.config / "rl.json").get("checkpoint", {})
     save_s = CheckpointConfig.model_validate(stored).on_signal_timeout_s
     deadline = Deadline(f"the run in {root} to end", save_s + ENDING_S, f"it is {holder.describe()}")
     while (left := read_holder(run_dir.root / LOCK)) is not None and left.token == holder.token:
         if holder.is_on_this_machine() and not holder.is_alive():
             break
+        run_dir.stop_request.touch()  # again and again: one that is just starting removes those that it finds
         deadline.check()
         time.sleep(LOOK_S / 5)
     return f"stopped {root}; {_ended(run_dir)}"

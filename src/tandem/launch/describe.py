@@ -14,9 +14,9 @@ def describe_run(config: RLConfig, plans: list[ProcessPlan], gpus: GpuPlan | Non
     rows = [(plan.name, _what(plan), _gpus_of(plan)) for plan in plans]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {gpu}".rstrip() for name, what, gpu in rows]
+    cpus = "on this machine's CPUs:" if config.ray.address is None else f"on the Ray cluster at {config.ray.address}:"
     deployment = choose_deployment(config, gpus)
-    is_told = gpus is not None or deployment != "split"
-    lines.insert(0, f"deployment {deployment}:" if is_told else "on this machine's CPUs:")
+    lines.insert(0, cpus if gpus is None and deployment == "split" else f"deployment {deployment}:")
     if gpus is None:
         return lines
     if not gpus.memory_bytes:
@@ -29,14 +29,17 @@ def describe_run(config: RLConfig, plans: list[ProcessPlan], gpus: GpuPlan | Non
 
 
 def _what(plan: ProcessPlan) -> str:
-    """An address, or how many there are."""
-    if "server" in plan.config:
-        server = plan.config["server"]
-        return f"http://{server['host']}:{server['port']}"
-    if "client" in plan.config:
-        return f"asks {plan.config['client']['base_url']}"
-    ranks = plan.config["parallel"]["ranks"]
-    return f"{ranks} ranks" if ranks > 1 else "1 rank"
+    """Where it listens, whom it asks, how many ranks it has."""
+    told = []
+    for config in (*plan.beside.values(), plan.config):  # colocated, the trainer has the server beside it
+        if "server" in config:
+            told.append(f"http://{config['server']['host']}:{config['server']['port']}")
+        elif "client" in config:
+            told.append(f"asks {config['client']['base_url']}")
+        else:
+            ranks = config["parallel"]["ranks"]
+            told.append(f"{ranks} ranks" if ranks > 1 else "1 rank")
+    return ", ".join(told)
 
 
 def _gpus_of(plan: ProcessPlan) -> str:

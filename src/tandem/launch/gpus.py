@@ -49,7 +49,9 @@ def server_names(count: int) -> list[str]:
 
 def find_gpu_plan(config: RLConfig) -> GpuPlan | None:
     """The plan for this machine; None where everything runs on CPUs. A dry run believes CUDA_VISIBLE_DEVICES on a
-    machine without GPUs: a plan can be looked at anywhere."""
+    machine without GPUs: a plan can be looked at anywhere. Ray gives its actors their GPUs itself."""
+    if config.ray.address is not None:
+        return None
     memory = gpu_memory_bytes()
     named = named_gpus(os.environ)
     if named is None:
@@ -75,6 +77,11 @@ def plan_gpus(config: RLConfig, world: Sequence[str], memory_bytes: Sequence[int
         if None not in (config.gpus.trainer, config.gpus.inference) and config.gpus.trainer != config.gpus.inference:
             raise UserError(
                 f"deployment = {deployment!r} has trainer and inference on the same GPUs: give gpus.trainer alone"
+            )
+        if _count(together) > 1:
+            raise UserError(
+                f"deployment = {deployment!r} is for one GPU, and {_count(together)} are asked for (gpus.trainer, "
+                "trainer.parallel.ranks); set deployment = 'split'"
             )
         places = dict.fromkeys(wants, _allocate({"trainer": together}, world)["trainer"])
     servers = places.get("inference", ())

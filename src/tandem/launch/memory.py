@@ -89,9 +89,10 @@ def trainer_memory(config: RLConfig, spec: ModelSpec, ranks: int, gpu_bytes: int
     trainer, orchestrator = config.trainer, config.orchestrator
     rank = trainer.lora.rank if trainer.lora is not None else 0
     dtype = config.model.dtype
+    frozen = (trainer.loss.kl.coef > 0) + (trainer.loss.teacher.coef > 0)  # a teacher is taken to be as large
 
     def use(tokens: int) -> MemoryUse:
-        return training_memory(spec, dtype, trainer.parallel, ranks, tokens, gpu_bytes, rank)
+        return training_memory(spec, dtype, trainer.parallel, ranks, tokens, gpu_bytes, lora_rank=rank, frozen=frozen)
 
     tokens = trainer.tokens_per_microbatch
     if not tokens:

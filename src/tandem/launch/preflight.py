@@ -14,8 +14,9 @@ from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments, try_environments
 from tandem.inference.vllm.serve import check_vllm
+from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
-from tandem.launch.slurm.nodes import gpus_of_node, servers_of_job
+from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.tasks import encode_prompts
@@ -42,13 +43,15 @@ def check(config: RLConfig) -> int:
         if changes and not config.dry_run:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model_dir(config.model.name, config.model.impl)
-    gpus_of_node(config)
+    here = on_this_node(config)
+    find_gpu_plan(here)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
     asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
-    _check_server(config)
+    if here is config:  # servers that the job has just started need not be there yet
+        _check_server(config)
     _check_deployment(config)
-    _check_devices(config)
+    _check_devices(here)
     loss = config.trainer.loss
     if loss.is_own:
         load_function(loss.type, loss.options, "trainer.loss")
@@ -68,9 +71,16 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
 def _check_deployment(config: RLConfig) -> None:
     if config.deployment == "shared" and not sys.platform.startswith("linux"):
         raise UserError("deployment = 'shared' works on Linux only; set it to 'colocated' or 'split'")
+    if config.deployment in ("shared", "colocated") and config.ray.address is not None:
+        raise UserError(
+            f"deployment = {config.deployment!r} is for one machine, and ray.address = {config.ray.address!r} spreads "
+            "the run over a cluster; leave one of them out"
+        )
 
 
 def _check_devices(config: RLConfig) -> None:
+    if config.ray.address is not None:
+        return
     devices = {"trainer.device": config.trainer.device}
     if config.inference is not None and config.inference.engine == "native":
         devices["inference.device"] = config.inference.device
@@ -137,11 +147,11 @@ def _reachable(url: str) -> str:
 def take_ports(config: RLConfig) -> dict[str, socket.socket]:
     """Listen for the servers that would be started, by the names of their processes: whoever starts another run on
     their ports a moment later is refused."""
-    if servers_of_job(config):
-        return {}
     taken: dict[str, socket.socket] = {}
+    if config.ray.address is not None:  # on another node
+        return taken
     try:
-        for name, server in server_configs(config, gpus_of_node(config)).items():
+        for name, server in server_configs(config, find_gpu_plan(config)).items():
             host, port = server["server"]["host"], server["server"]["port"]
             taken[name] = listen_or_refuse(host, port, "inference.server.port")
     except UserError:

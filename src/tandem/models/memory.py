@@ -57,9 +57,18 @@ def num_adapter_parameters(spec: ModelSpec, rank: int) -> int:
 
 
 def training_memory(
-    spec: ModelSpec, dtype: Dtype, parallel: ParallelConfig, ranks: int, tokens: int, gpu_bytes: int, lora_rank: int = 0
+    spec: ModelSpec,
+    dtype: Dtype,
+    parallel: ParallelConfig,
+    ranks: int,
+    tokens: int,
+    gpu_bytes: int,
+    *,
+    lora_rank: int = 0,
+    frozen: int = 0,
 ) -> MemoryUse:
-    """Of one of `ranks`, with `tokens` in a micro-batch. `gpu_bytes` decides in what chunks logits are computed."""
+    """Of one of `ranks`, with `tokens` in a micro-batch. `gpu_bytes` decides in what chunks logits are computed.
+    `frozen`: models of the same shape besides, for reference or teacher log-probs."""
     whole, itemsize = num_parameters(spec), ITEMSIZE[dtype]
     trained = num_adapter_parameters(spec, lora_rank) if lora_rank else whole
     owned = 1 if parallel.strategy == "ddp" else ranks
@@ -74,7 +83,7 @@ def training_memory(
     rows, kept = plan_chunks(tokens, spec.vocab_size * itemsize, gpu_bytes)
     chunks = min(kept + 1, -(-tokens // rows))
     return MemoryUse(
-        weights=masters + gathered,
+        weights=masters + gathered + frozen * (0 if offloaded else itemsize * whole // owned),
         gradients=0 if offloaded else 4 * trained // owned,
         optimizer=0 if offloaded or parallel.optimizer_offload else 8 * trained // owned,
         activations=tokens * activation_bytes(spec, itemsize, parallel.gradient_checkpointing)

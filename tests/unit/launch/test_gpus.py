@@ -35,7 +35,7 @@ def planned(config: RLConfig, world: list[str]) -> tuple[tuple[tuple[int, ...], 
         ({"inference": VLLM | {"vllm": {"flags": {"tensor-parallel-size": 2}}}}, ((0, 1),), (2,)),
         ({"inference": VLLM | {"vllm": {"flags": {"-tp": "1", "-dp": "3"}}}}, ((0, 1, 2),), (3,)),
         ({"deployment": "shared"}, ((0,),), (0,)),
-        ({"deployment": "colocated", "gpus": {"trainer": [2, 1]}}, ((2,), (1,)), (2, 1)),
+        ({"deployment": "colocated", "gpus": {"trainer": [2]}}, ((2,),), (2,)),
         ({"inference": {"device": "cpu"}}, (), (0,)),
         ({"inference": None, "gpus": {"trainer": 4}}, (), (0, 1, 2, 3)),
         ({"inference": {"engine": "sglang"}}, (), (0,)),
@@ -97,6 +97,7 @@ def test_a_plan_that_does_not_fit_is_told(
         ({"gpus": {"inference": 1}, "inference": None}, "`rl` starts no server that could use them"),
         ({"gpus": {"inference": 3}, "inference": VLLM | {"vllm": {"flags": {"-tp": 2}}}}, "ask for 2 GPUs a copy"),
         ({"gpus": {"inference": 1, "trainer": 2}, "deployment": "shared"}, "give gpus.trainer alone"),
+        ({"gpus": {"trainer": 2}, "deployment": "colocated"}, "is for one GPU, and 2 are asked for"),
     ],
 )
 def test_what_contradicts_another_option(make_config: MakeConfig, options: dict[str, Any], message: str) -> None:

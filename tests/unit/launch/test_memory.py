@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.config.rl import RLConfig
+from tandem.launch.deployment import colocate
 from tandem.launch.describe import describe_run
 from tandem.launch.gpus import plan_gpus
 from tandem.launch.memory import estimate_memory, table
@@ -88,3 +89,9 @@ def test_a_dry_run_says_who_runs_where(make_config: MakeConfig, tiny_model: Path
     assert " ".join(lines[7].split()) == "GPU process weights gradients optimizer activations KV cache total"
     assert len(lines) == 11
     assert describe_run(config, make_plan(config, Path("c")), None)[0] == "on this machine's CPUs:"
+
+
+def test_colocated_the_trainer_listens(make_config: MakeConfig) -> None:
+    config = make_config(deployment="colocated")
+    lines = describe_run(config, colocate(make_plan(config, Path("c")), Path("c")), None)
+    assert lines[1].split(maxsplit=1) == ["trainer", "http://127.0.0.1:8000, 1 rank"]

@@ -44,6 +44,18 @@ def test_a_follower_may_begin_at_the_end(tmp_path: Path) -> None:
     assert list(follower.lines()) == ["new"]
 
 
+def test_a_follower_of_a_file_that_was_cut_goes_on_from_its_end(tmp_path: Path) -> None:
+    """As metrics.jsonl is when a run goes back to a checkpoint."""
+    path = tmp_path / "log"
+    path.write_text("one\ntwo\nthree\n")
+    follower = Follower(path)
+    assert len(list(follower.lines())) == 3
+    path.write_text("one\n")
+    assert list(follower.lines()) == []
+    path.write_text("one\nagain\n")
+    assert list(follower.lines()) == ["again"]
+
+
 def test_a_follower_survives_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"\xff\xfe ok\n")
     assert list(Follower(tmp_path / "log").lines()) == ["\ufffd\ufffd ok"]

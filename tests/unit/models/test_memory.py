@@ -83,6 +83,14 @@ def test_an_adapter_has_gradients_and_moments_of_its_own_only() -> None:
     assert (use.gradients, use.optimizer) == (4 * adapter, 8 * adapter)
 
 
+def test_a_frozen_model_is_held_in_the_precision_it_computes_in() -> None:
+    alone, beside = (
+        training_memory(LARGE, "bfloat16", ParallelConfig(), 4, 8192, H200_BYTES, frozen=count) for count in (0, 1)
+    )
+    assert beside.weights - alone.weights == 2 * num_parameters(LARGE) // 4
+    assert beside.gradients == alone.gradients
+
+
 def test_a_server_by_hand() -> None:
     """2 (keys, values) × 28 layers × 8 heads × 128 × 2 bytes: 112 KiB a token."""
     assert kv_bytes(SMALL, 2) == 112 * 1024

@@ -85,6 +85,14 @@ def test_online_it_is_fetched_first(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert fetched == [NAME]
 
 
+def test_a_mistake_in_a_path_is_not_looked_for_elsewhere(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("it was looked for"))
+    Path("models").mkdir()
+    config = parse(InferenceConfig, "inference", "", ["--model.name", "models/revers_text"])
+    assert config.model.name == Path("models/revers_text")
+
+
 def test_what_cannot_be_fetched_is_refused_in_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def snapshot_download(name: str, allow_patterns: list[str]) -> None:
         raise OSError("no route\nto host")

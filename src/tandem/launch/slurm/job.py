@@ -37,7 +37,8 @@ class Job:
     save_timeout_s: float = 25.0
     first: Sequence[str] = ()  # flags of the first start
     always_goes_on: bool = False  # the run directory belongs to the job: what is in there is continued at any start
-    serving: int = 0
+    serving: int = 0  # nodes with inference servers
+    servers_per_node: int = 1
     inference: Path | None = None  # the configuration of the servers
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: str = ""  # more of the command line, as the shell reads it
@@ -71,6 +72,7 @@ def render(job: Job) -> str:
         "environment": [(name, shlex.quote(value)) for name, value in job.environment.items()],
         "nodes": job.slurm.nodes,
         "serving": job.serving,
+        "servers_per_node": job.servers_per_node,
         "inference": quoted(job.inference),
         "run": quoted(job.run),
         "first": shlex.join(job.first),

@@ -1,7 +1,7 @@
 """A run of `rl` inside a SLURM job of several nodes.
 
     first nodes    `rl` itself, the orchestrator, and the trainer's ranks: torchrun, started by srun on each of them
-    last nodes     one inference server each, started by the job script
+    last nodes     inference servers, started by the job script
 
 The script says who is where: TANDEM_SERVERS, TANDEM_TRAINER_NODES and TANDEM_RENDEZVOUS.
 """
@@ -12,50 +12,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.config.rl import RLConfig
-from tandem.launch.gpus import GpuPlan, find_gpu_plan
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
 from tandem.launch.slurm.job import in_job, shutdown_timeout
-from tandem.utils.processes import SUPERVISOR_PID, usable_cores
+from tandem.utils.processes import SUPERVISOR_PID
 
 
-def servers_of_job(config: RLConfig) -> str:
-    """The addresses of the servers that the job script has started, separated by commas; empty: it has started none."""
-    return os.environ.get("TANDEM_SERVERS", "") if config.slurm is not None and in_job() else ""
-
-
-def gpus_of_node(config: RLConfig) -> GpuPlan | None:
-    """The GPU plan of this machine; servers of a job have nodes of their own."""
-    return find_gpu_plan(config.model_copy(update={"inference": None}) if servers_of_job(config) else config)
+def on_this_node(config: RLConfig) -> RLConfig:
+    """What `rl` itself starts: no servers where the job script has started some, which are asked instead."""
+    servers = os.environ.get("TANDEM_SERVERS") if config.slurm is not None and in_job() else None
+    if not servers:
+        return config
+    client = config.orchestrator.client
+    has_key = client.api_key is not None or client.api_key_var is not None
+    asked = client.model_copy(update={"base_url": servers} | ({} if has_key else {"api_key_var": API_KEY_VAR}))
+    return config.model_copy(
+        update={"inference": None, "orchestrator": config.orchestrator.model_copy(update={"client": asked})}
+    )
 
 
 def lay_over_nodes(plans: Sequence[ProcessPlan], config: RLConfig) -> list[ProcessPlan]:
-    """What `rl` starts in its job; elsewhere, and on one node, the plan as it is."""
-    if config.slurm is None or config.slurm.nodes == 1 or not in_job():
-        return list(plans)
-    servers, trainer_nodes = servers_of_job(config), os.environ["TANDEM_TRAINER_NODES"].split(",")
-    laid = []
-    for plan in plans:
-        if plan.name == "inference" and servers:
-            continue  # the job script has started them
-        if plan.name == "orchestrator" and servers:
-            plan = _asking(plan, servers)
-        if plan.name == "trainer":
-            if servers and config.trainer.threads is None:  # no server shares its cores
-                threads = max(1, usable_cores() // config.trainer.parallel.ranks)
-                plan = replace(plan, config=plan.config | {"threads": threads})
-            plan = _over(plan, trainer_nodes, config) if len(trainer_nodes) > 1 else plan
-        laid.append(plan)
-    return laid
+    """In a job with several trainer nodes, the trainer on all of them; elsewhere the plan as it is."""
+    nodes = os.environ.get("TANDEM_TRAINER_NODES", "").split(",") if config.slurm is not None and in_job() else []
+    save_timeout_s = config.checkpoint.on_signal_timeout_s
+    return [_over(plan, nodes, save_timeout_s) if plan.name == "trainer" and len(nodes) > 1 else plan for plan in plans]
 
 
-def _asking(plan: ProcessPlan, servers: str) -> ProcessPlan:
-    client = plan.config["client"] | {"base_url": servers}
-    if client["api_key_var"] is None:
-        client["api_key_var"] = API_KEY_VAR
-    return replace(plan, config=plan.config | {"client": client})
-
-
-def _over(plan: ProcessPlan, nodes: Sequence[str], config: RLConfig) -> ProcessPlan:
+def _over(plan: ProcessPlan, nodes: Sequence[str], save_timeout_s: float) -> ProcessPlan:
     """torchrun on each of the nodes. Its ranks are no children of `rl`: srun ends them when `rl` ends it."""
     *_, module, sign, config_file = plan.command
     count = len(nodes)
@@ -65,7 +47,7 @@ def _over(plan: ProcessPlan, nodes: Sequence[str], config: RLConfig) -> ProcessP
         *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}"),
         *(f"--nproc-per-node={plan.config['parallel']['ranks']}", "--rdzv-backend=c10d"),
         *(f"--rdzv-id={os.environ['SLURM_JOB_ID']}", f"--rdzv-endpoint={os.environ['TANDEM_RENDEZVOUS']}"),
-        f"--shutdown-timeout={shutdown_timeout(config.checkpoint.on_signal_timeout_s)}",
+        f"--shutdown-timeout={shutdown_timeout(save_timeout_s)}",
         *("-m", module, sign, config_file),
     ]
     return replace(plan, command=command)

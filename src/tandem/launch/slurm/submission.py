@@ -1,5 +1,6 @@
 """`rl @ rl.toml --slurm.nodes 2`: the command becomes a job script and is submitted, in place of being run."""
 
+import os
 from pathlib import Path
 
 from tandem.config.evaluate import EvaluateConfig
@@ -21,7 +22,8 @@ NOT_STORED = ("clean", "resume", "dry_run")
 
 
 def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
-    return slurm is not None and not in_job()
+    """Not inside a job of our own, nor in the ranks of a torchrun that somebody has started."""
+    return slurm is not None and not in_job() and "RANK" not in os.environ
 
 
 def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
@@ -76,6 +78,8 @@ def submit_evaluation(config: EvaluateConfig) -> None:
 def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
     """`rl` on its first node, and servers on others; keys travel in the environment of the job."""
     slurm = job.slurm
+    if slurm.nodes > 1:
+        _refuse_one_machine(config, slurm)
     plans = {plan.name: plan for plan in make_plan(config, job.folder)}
     variables = plans["orchestrator"].environment
     secrets = {name: variables[name] for name in (API_KEY_VAR, SGLANG_KEY_VAR) if name in variables}
@@ -87,6 +91,9 @@ def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
             )
         return job, secrets
     arguments = "" if "port" in config.inference.server.model_fields_set else "--inference.server.port $serving_port"
+    ranks = config.trainer.parallel
+    if slurm.nodes > 1 and slurm.gpus_per_node > 1 and "ranks" not in ranks.model_fields_set:
+        arguments += f" --trainer.parallel.ranks {slurm.gpus_per_node}"
     if slurm.serving_nodes == 0:
         return job.changed(arguments=arguments), secrets
     server = plans["inference"].config
@@ -95,8 +102,25 @@ def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
         job.folder / "inference.json",
         server | {"server": server["server"] | {"api_key_var": variable}, "threads": config.inference.threads},
     )
-    serving = {"serving": slurm.serving_nodes, "inference": job.folder / "inference.json"}
+    # vLLM serves from all GPUs of a node by itself (--inference.vllm.flags.data-parallel-size), ours from one.
+    per_node = 1 if config.inference.engine == "vllm" else max(1, slurm.gpus_per_node)
+    serving = {
+        "serving": slurm.serving_nodes,
+        "servers_per_node": per_node,
+        "inference": job.folder / "inference.json",
+    }
     return job.changed(arguments=arguments, **serving), secrets
+
+
+def _refuse_one_machine(config: RLConfig, slurm: SlurmConfig) -> None:
+    """What says how trainer and servers share the GPUs of one machine, where each has nodes of its own."""
+    if config.deployment not in (None, "split"):
+        raise UserError(f"deployment = {config.deployment!r} is for one node, and slurm.nodes = {slurm.nodes}; give 1")
+    if config.gpus.inference is not None and slurm.serving_nodes > 0:
+        raise UserError(
+            f"gpus.inference = {config.gpus.inference!r}: servers have all GPUs of their nodes; leave it out, or set "
+            "slurm.inference_nodes"
+        )
 
 
 def _hand_over(job: Job, tree: Tree, dry_run: bool, secrets: dict[str, str]) -> None:

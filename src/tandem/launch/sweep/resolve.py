@@ -23,6 +23,7 @@ from tandem.launch.sweep.expand import Variant
 from tandem.launch.sweep.rules import Options, Refused, apply_rules, value_at
 from tandem.models.files import check_model_dir, check_positions
 from tandem.utils.errors import UserError
+from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
 
 CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
 ARGUMENTS = ("rl_script_args", "model_config_args", "rl_config_args")
@@ -121,7 +122,7 @@ class Resolver:
         if algorithm.is_online and slurm.nodes > 1:  # `rl` lays itself over the nodes of its job
             tree["slurm"] = {"nodes": slurm.nodes, "inference_nodes": slurm.serving_nodes}
         config = self._check(CONFIGS[algorithm.command], tree, options)
-        self._check_files(variant, tree)
+        self._check_files(config, tree)
         return SubExperiment(
             *(variant, name, algorithm.command, folder, tree, config, slurm, environment, options.notes),
             evaluation=self._evaluation(folder, tree, algorithm),
@@ -260,9 +261,12 @@ class Resolver:
             key = (named or about or [""])[0]
             raise self._refuse(key, explain_validation_error(cls, error)) from error
 
-    def _check_files(self, variant: Variant, tree: Tree) -> None:
-        model = Path(tree["model"]["name"])
+    def _check_files(self, config: Config, tree: Tree) -> None:
+        model: Path = getattr(config, "model").name  # noqa: B009  # all three commands have it
         try:
+            if is_hub_name(model) and not is_offline():
+                fetch_model(model)
+                model = find_model(model)
             check_model_dir(model, tree["model"].get("impl", "native"))
             if "seq_len" in tree:
                 check_positions(model, tree["seq_len"])
@@ -281,6 +285,10 @@ class Resolver:
         given = {key: entry.alternatives[0] for key, entry in self.document.sections.get("evaluation", {}).items()}
         if not given:
             return None
+        if tree.get("loss", {}).get("type") == "reward":
+            raise self.document.refuse(
+                "evaluation", None, "algorithm = 'reward' trains no model that answers; leave it out"
+            )
         merged = algorithm.is_online and tree.get("trainer", {}).get("lora")
         model = folder / "run" / ("merged" if merged else "weights") / "latest"
         evaluation: Tree = {"model": str(model), "output_dir": str(folder / "evaluation")}

@@ -41,8 +41,8 @@ class Options:
 
     def compute(self, path: str, value: Any, why: str) -> None:
         """A value that was left out."""
-        path = placed(path, self.online)
-        if path not in self.values:
+        if self.get(path) is None:
+            path = placed(path, self.online)
             self.values[path], self.sources[path] = value, why
             self.notes.append(f"{path} = {value}: {why}")
 

@@ -13,7 +13,7 @@ from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.plan import make_plan
 from tandem.launch.slurm.job import JOB, SITE_TEMPLATES, Job, in_job, render
-from tandem.launch.slurm.nodes import lay_over_nodes, servers_of_job
+from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
@@ -139,12 +139,15 @@ def test_roles_are_laid_over_the_nodes_of_a_job(make_config, tmp_path: Path, mon
     config = make_config(slurm={"nodes": 3})
     plans = make_plan(config, tmp_path, num_cores=4)
     assert is_to_be_submitted(config.slurm) and lay_over_nodes(plans, config) == plans  # no job
+    assert on_this_node(config) is config
     for name, value in {"SLURM_JOB_ID": "5", JOB: "5", "TANDEM_TRAINER_NODES": "a,b"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TANDEM_SERVERS", "http://10.0.0.3:11005")
     monkeypatch.setenv("TANDEM_RENDEZVOUS", "10.0.0.1:10005")
-    assert in_job() and not is_to_be_submitted(config.slurm) and servers_of_job(config)
-    orchestrator, trainer = lay_over_nodes(plans, config)
+    assert in_job() and not is_to_be_submitted(config.slurm)
+    here = on_this_node(config)
+    orchestrator, trainer = lay_over_nodes(make_plan(here, tmp_path, num_cores=4), here)
+    assert trainer.config["threads"] == 4, "no server shares its cores"
     assert orchestrator.config["client"]["base_url"] == "http://10.0.0.3:11005"
     assert orchestrator.config["client"]["api_key_var"] == "TANDEM_API_KEY"
     assert trainer.command[:2] == ["srun", "--nodes=2"] and "--nodelist=a,b" in trainer.command
@@ -162,3 +165,32 @@ def test_a_dry_run_writes_the_job_and_submits_nothing(
     assert stored["epochs"] == 2 and stored["parallel"] == {"ranks": 4} and "dry_run" not in stored
     assert "#SBATCH --gpus-per-node=4\n" in (tmp_path / "run" / "slurm" / "job.sh").read_text()
     assert load_config(SFTConfig, ["@", str(tmp_path / "run" / "slurm" / "sft.json")]).slurm == config.slurm
+
+
+def test_every_gpu_of_a_serving_node_has_a_server(tmp_path: Path) -> None:
+    """The script is run with programs that write down what they are asked."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for name, text in {
+        "scontrol": 'case "$2" in hostnames) echo a; echo b;; *) echo "NodeAddr=10.0.0.$(tr ab 12 <<< "$3")";; esac',
+        "srun": 'while [ "$1" != bash ]; do shift; done; for n in 0 1; do SLURM_LOCALID=$n "$@"; done; exec sleep 100',
+        "python": f'echo "$CUDA_VISIBLE_DEVICES $TANDEM_SERVERS $@" >> {tmp_path}/asked',
+    }.items():
+        (bin_dir / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_dir / name).chmod(0o755)
+    serving = {"serving": 1, "servers_per_node": 2, "inference": tmp_path / "inference.json"}
+    job = make_job(
+        tmp_path, "rl", {"nodes": 2}, **serving, after=[f"while ! grep -q 'port 12007' {tmp_path}/asked; do :; done"]
+    )
+    script = tmp_path / "job.sh"
+    script.write_text("\n".join(line for line in render(job).splitlines() if not line.startswith("source ")))
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "4,6"}
+    environment["PATH"] = f"{bin_dir}:/usr/bin:/bin"
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    asked = [line for line in (tmp_path / "asked").read_text().splitlines() if "entrypoints.inference" in line]
+    servers = "http://10.0.0.2:11007,http://10.0.0.2:12007"
+    given = f"{servers} -m tandem.entrypoints.inference @ {tmp_path}/inference.json --server.host 0.0.0.0 --server.port"
+    assert sorted(asked) == [f"4 {given} 11007", f"6 {given} 12007"]

@@ -43,24 +43,39 @@ mode=()
 {% endif %}
 # SLURM's warning before the time limit: save a checkpoint, then be queued again. SIGTERM: save a checkpoint and end.
 requeue=no
+stop=no
 main=
-trap 'requeue=yes; kill -TERM $main 2> /dev/null' USR1
-trap 'kill -TERM $main 2> /dev/null' TERM INT
+trap 'requeue=yes; stop=yes; kill -TERM $main 2> /dev/null' USR1
+trap 'stop=yes; kill -TERM $main 2> /dev/null' TERM INT
 {% if serving -%}
-# One inference server on each of the last {{ serving }} nodes; orchestrator and trainer are on the first.
+# Inference servers on the last {{ serving }} of the nodes, {{ servers_per_node }} on each; orchestrator and trainer are on the first.
 export TANDEM_API_KEY=${TANDEM_API_KEY:-$(head -c 24 /dev/urandom | base64 | tr '+/' '-_')}
 servers=("${nodes[@]:{{ nodes - serving }}}")
 export TANDEM_SERVERS=
-for node in "${servers[@]}"; do TANDEM_SERVERS+=${TANDEM_SERVERS:+,}http://$(address "$node"):$serving_port; done
-srun --nodes={{ serving }} --ntasks={{ serving }} --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${servers[*]}")" \
-  --overlap --output={{ folder }}/inference-%N.log --open-mode=append \
-  python -m tandem.entrypoints.inference @ {{ inference }} \
-  --server.host 0.0.0.0 --server.port $serving_port &
+for node in "${servers[@]}"; do
+  for number in {% for number in range(servers_per_node) %}{{ number }} {% endfor %}; do
+    TANDEM_SERVERS+=${TANDEM_SERVERS:+,}http://$(address "$node"):$((serving_port + 1000 * number))
+  done
+done
+serve() {
+  {% if servers_per_node > 1 -%}
+  IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-}"     # each server has one of them
+  export CUDA_VISIBLE_DEVICES=${gpus[$SLURM_LOCALID]:-}
+  {% endif -%}
+  exec python -m tandem.entrypoints.inference @ {{ inference }} \
+    --server.host 0.0.0.0 --server.port $((serving_port + 1000 * SLURM_LOCALID))
+}
+export serving_port
+export -f serve
+srun --nodes={{ serving }} --ntasks={{ serving * servers_per_node }} --ntasks-per-node={{ servers_per_node }} \
+  --nodelist="$(IFS=,; echo "${servers[*]}")" \
+  --overlap --output={{ folder }}/inference-%N-%t.log --open-mode=append bash -c serve &
 inference=$!
 trap 'kill -TERM $inference 2> /dev/null; wait' EXIT
 {% endif -%}
 {{ command }}{% if run %} "${mode[@]}"{% endif %} &
 main=$!
+if [ $stop = yes ]; then kill -TERM $main; fi             # it came while the command was being started
 wait $main
 code=$?
 while kill -0 $main 2> /dev/null; do wait $main; code=$?; done     # a signal interrupts `wait`

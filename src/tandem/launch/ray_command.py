@@ -1,0 +1,231 @@
+"""One process of `rl` on the nodes of a Ray cluster: the supervisor starts this in its place.
+
+    rl ─► supervisor ─► this process ─Ray─► Host on a node ─► the command
+                            ▲  what the command prints, how it ended
+                            ▼  signals
+
+A command is run once, or once per rank. If a node dies, a server is started on another one and its address in the
+servers file is changed; ranks end together, and the supervisor has them go on from their checkpoint.
+
+    python -m tandem.launch.ray_command '{"address": …}' MODULE ARGUMENTS…
+"""
+
+import fcntl
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tandem.launch.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
+from tandem.launch.ray_host import Closed, Handle
+from tandem.utils.errors import UserError
+from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
+
+logger = logging.getLogger(__name__)
+WORK_FN = "tandem.launch.ray_command:work"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+PASSED_ON = ("TANDEM_", "HF_", "OMP_", "WANDB_", "NCCL_", "GLOO_", "PYTHONUNBUFFERED")
+NODE_GONE_S = 120.0  # Ray takes half a minute to notice that a node is gone
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a command runs. `nodes` has a host for each process; `port` is that of a server, whose address stands in
+    `servers_file`."""
+
+    address: str
+    nodes: list[str]
+    num_gpus: float | None
+    key_variables: list[str]
+    port: int | None = None
+    servers_file: str | None = None
+
+    @property
+    def is_server(self) -> bool:
+        return self.port is not None
+
+    def command(self, module: str, arguments: list[str]) -> list[str]:
+        return [sys.executable, "-m", "tandem.launch.ray_command", json.dumps(asdict(self)), module, *arguments]
+
+
+def main() -> None:
+    run_entrypoint("ray", lambda: run(Placement(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3:]))
+
+
+def run(placement: Placement, module: str, arguments: list[str]) -> None:
+    """Exits as the command does."""
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        asked.put(number)
+
+    connect(placement.address)
+    for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
+        signal.signal(number, on_signal)
+    hosts = placement.nodes
+    while True:
+        with started(placement, hosts) as workers:
+            try:
+                raise SystemExit(run_on(workers, placement, module, arguments, asked))
+            except WorkerDied as error:
+                print(f"ray: {error}", file=sys.stderr, flush=True)
+                if not placement.is_server:
+                    raise SystemExit(1) from None
+                hosts = [worker.node.address for worker in workers]
+
+
+@contextmanager
+def started(placement: Placement, hosts: list[str]) -> Iterator[list[RemoteWorker]]:
+    """Workers on the hosts; in place of a host that is gone, on another node."""
+    ray = connect(placement.address)
+    deadline = time.monotonic() + NODE_GONE_S
+    while True:
+        cluster = Cluster(node_configs(live_hosts(ray, hosts), placement.num_gpus), placement.address)
+        try:
+            workers = cluster.start(WORK_FN)
+            break
+        except WorkerDied as error:
+            if time.monotonic() > deadline:
+                raise UserError(str(error)) from error
+            time.sleep(1.0)
+    try:
+        yield workers
+    finally:
+        cluster.stop()
+
+
+def live_hosts(ray: Any, hosts: list[str]) -> list[str]:
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    names = {name for node in alive for name in (node["NodeManagerAddress"], node["NodeManagerHostname"])}
+    others = [host for host in hosts if host in names] or [node["NodeManagerAddress"] for node in alive]
+    return [host if host in names else others[number % len(others)] for number, host in enumerate(hosts)]
+
+
+def node_configs(hosts: list[str], num_gpus: float | None) -> list[NodeConfig]:
+    return [NodeConfig(host, num_workers=hosts.count(host), num_gpus=num_gpus) for host in dict.fromkeys(hosts)]
+
+
+def run_on(
+    workers: list[RemoteWorker],
+    placement: Placement,
+    module: str,
+    arguments: list[str],
+    asked: "queue.SimpleQueue[int]",
+) -> int:
+    """Until all have ended, or one has failed: the exit code."""
+    names = [name for name in os.environ if name.startswith(PASSED_ON) or name in placement.key_variables]
+    message = {
+        "module": module,
+        "arguments": arguments,
+        "environment": {name: os.environ[name] for name in names if name != SUPERVISOR_PID},
+        "directory": str(Path.cwd()),
+        "has_ranks": not placement.is_server,
+    }
+    if placement.is_server:
+        message["arguments"] = [*arguments, "--server.host", workers[0].node.address]
+        announce(placement, workers[0].node.address)
+    for worker in workers:
+        worker.send(message)
+    outcomes: queue.SimpleQueue[tuple[RemoteWorker, Any]] = queue.SimpleQueue()
+    for worker in workers:
+        threading.Thread(target=follow, args=(worker, outcomes), daemon=True).start()
+    num_running = len(workers)
+    while num_running:
+        while not asked.empty():
+            number = asked.get()
+            for worker in workers:
+                worker.send({"signal": number})
+        try:
+            worker, outcome = outcomes.get(timeout=POLL_S)
+        except queue.Empty:
+            continue
+        if isinstance(outcome, WorkerDied):
+            raise outcome
+        if outcome != 0:
+            print(f"ray: {worker.name} ended with exit code {outcome}", file=sys.stderr, flush=True)
+            return outcome if outcome > 0 else 128 - outcome
+        num_running -= 1
+    return 0
+
+
+def follow(worker: RemoteWorker, outcomes: "queue.SimpleQueue[tuple[RemoteWorker, Any]]") -> None:
+    """Print what the command prints, and tell how it ended."""
+    prefix = f"[{worker.name}] " if worker.world_size > 1 else ""
+    while True:
+        try:
+            message = worker.recv()
+        except WorkerDied as error:
+            outcomes.put((worker, error))
+            return
+        if "exit_code" in message:
+            outcomes.put((worker, message["exit_code"]))
+            return
+        print(f"{prefix}{message['line']}", flush=True)
+
+
+def announce(placement: Placement, address: str) -> None:
+    """The address of this server in the servers file, in place of the one before; others change the file as well."""
+    assert placement.servers_file is not None
+    path = Path(placement.servers_file)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if not line.endswith(f":{placement.port}")]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in [*kept, f"http://{address}:{placement.port}"]))
+        temporary.replace(path)
+
+
+# From here on: on the node.
+
+
+def work(handle: Handle, rank: int, world_size: int) -> None:
+    """Run one command: its lines, then its exit code, go back; signals come in between."""
+    message = handle.recv()
+    environment = {
+        name: value for name, value in os.environ.items() if message["has_ranks"] or name not in RANK_VARIABLES
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", message["module"], *message["arguments"]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=message["directory"],
+        env=environment | message["environment"] | {SUPERVISOR_PID: str(os.getpid())},
+        start_new_session=True,
+    )
+
+    def report() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            handle.send({"line": line.rstrip("\n")})
+        handle.send({"exit_code": process.wait()})
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        while True:
+            number = handle.recv()["signal"]
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+    except Closed:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+if __name__ == "__main__":
+    main()
