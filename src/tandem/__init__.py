@@ -1,3 +1,75 @@
-"""Tandem: reinforcement-learning post-training for language models."""
+"""Tandem: reinforcement-learning post-training for language models.
+
+What a notebook or a script imports from here is docs/python.md. Each name is imported when it is first used, so that
+`import tandem`, and `--help` of every command, need neither torch nor Ray.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.api.backend import PyTorchTrainingBackend, TrainingFailed
+    from tandem.api.cluster_backend import ClusterTrainingBackend
+    from tandem.api.data_buffer import DataBuffer, Prompt
+    from tandem.api.engines import NativeEngine, SGLangEngine, VLLMEngine
+    from tandem.api.pool import NoSamplersLeft
+    from tandem.api.rewards import MathReward, Reward
+    from tandem.api.rollouts import RemoteRolloutManager, RolloutManager
+    from tandem.api.run import RunFailed, rl
+    from tandem.api.training import RLTrainingConfig, mean_reward, run_rl_training
+    from tandem.launch.cluster import Cluster, NodeConfig, WorkerDied
+    from tandem.utils.errors import UserError
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "tandem.api.backend": ("PyTorchTrainingBackend", "TrainingFailed"),
+    "tandem.api.cluster_backend": ("ClusterTrainingBackend",),
+    "tandem.api.data_buffer": ("DataBuffer", "Prompt"),
+    "tandem.api.engines": ("NativeEngine", "SGLangEngine", "VLLMEngine"),
+    "tandem.api.pool": ("NoSamplersLeft",),
+    "tandem.api.rewards": ("MathReward", "Reward"),
+    "tandem.api.rollouts": ("RemoteRolloutManager", "RolloutManager"),
+    "tandem.api.run": ("RunFailed", "rl"),
+    "tandem.api.training": ("RLTrainingConfig", "mean_reward", "run_rl_training"),
+    "tandem.launch.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
+    "tandem.utils.errors": ("UserError",),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Cluster",
+    "ClusterTrainingBackend",
+    "DataBuffer",
+    "MathReward",
+    "NativeEngine",
+    "NoSamplersLeft",
+    "NodeConfig",
+    "Prompt",
+    "PyTorchTrainingBackend",
+    "RLTrainingConfig",
+    "RemoteRolloutManager",
+    "Reward",
+    "RolloutManager",
+    "RunFailed",
+    "SGLangEngine",
+    "TrainingFailed",
+    "UserError",
+    "VLLMEngine",
+    "WorkerDied",
+    "__version__",
+    "mean_reward",
+    "rl",
+    "run_rl_training",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

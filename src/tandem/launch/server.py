@@ -1,9 +1,10 @@
-"""One inference server, for as long as a block of code needs it."""
+"""Inference servers on this machine, each for as long as a block of code, or a Python object, needs it."""
 
 import asyncio
+import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,40 +13,71 @@ from tandem.launch.supervisor import last_lines
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
 from tandem.utils.http import OK, HttpClient, Unreachable
-from tandem.utils.ports import nearest_free_port
+from tandem.utils.ports import handed_over, listen
+from tandem.utils.processes import SUPERVISOR_PID
 
 POLL_S = 0.1
 GRACE_S = 10.0
-FIRST_PORT = 8100
+
+
+class ServerProcess:
+    """A server with this configuration, on a free port of the loopback interface; its file and log go to `folder`. It
+    ends with this process at the latest. `environment` comes on top of our own."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        name: str = "the inference server",
+    ) -> None:
+        self.name = name
+        folder.mkdir(parents=True, exist_ok=True)
+        path, self.log = folder / "inference.json", folder / "inference.log"
+        # The server inherits the socket: no other process can take its port meanwhile.
+        with listen("127.0.0.1", 0) as listening, self.log.open("wb") as log:
+            port = listening.getsockname()[1]
+            write_json(path, config | {"server": config.get("server", {}) | {"host": "127.0.0.1", "port": port}})
+            own = {SUPERVISOR_PID: str(os.getpid())} | handed_over(listening)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tandem.entrypoints.inference", "@", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment or {}) | own,
+                pass_fds=[listening.fileno()],
+            )
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def wait_until_well(self, http: HttpClient) -> None:
+        """UserError with its last lines where it does not start."""
+        while not await _is_well(http):
+            self.check("did not start")
+            await asyncio.sleep(POLL_S)
+
+    def check(self, what: str) -> None:
+        if self.process.poll() is not None:
+            raise UserError(f"{self.name} {what} ({self.log}):\n{last_lines(self.log)}")
+
+    async def stop(self) -> None:
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self.process.wait, GRACE_S)
+        self.process.kill()
+        self.process.wait()
 
 
 @asynccontextmanager
 async def serving(config: dict[str, Any], folder: Path) -> AsyncIterator[HttpClient]:
-    """A server with this configuration, on a free port of the loopback interface; its file and log go to `folder`.
-    UserError with its last lines where it does not start."""
-    port = nearest_free_port("127.0.0.1", FIRST_PORT)
-    if port is None:
-        raise UserError(f"no port near {FIRST_PORT} is free on 127.0.0.1; end what listens there")
-    folder.mkdir(parents=True, exist_ok=True)
-    path, log = folder / "inference.json", folder / "inference.log"
-    write_json(path, config | {"server": config.get("server", {}) | {"host": "127.0.0.1", "port": port}})
-    with log.open("wb") as file:
-        command = [sys.executable, "-m", "tandem.entrypoints.inference", "@", str(path)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-    http = HttpClient(f"http://127.0.0.1:{port}", timeout_s=600)
+    """A server for as long as the block runs. UserError with its last lines where it does not start."""
+    server = ServerProcess(config, folder, name="the server for the evaluation")
+    http = HttpClient(server.url, timeout_s=600)
     try:
-        while not await _is_well(http):
-            if process.poll() is not None:
-                raise UserError(f"the server for the evaluation did not start ({log}):\n{last_lines(log)}")
-            await asyncio.sleep(POLL_S)
+        await server.wait_until_well(http)
         yield http
     finally:
         await http.close()
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(process.wait, GRACE_S)
-        process.kill()
-        process.wait()
+        await server.stop()
 
 
 async def _is_well(http: HttpClient) -> bool:

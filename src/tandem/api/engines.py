@@ -1,0 +1,298 @@
+"""Inference engines as Python objects: each is an inference server on a GPU of its own, and a client of it.
+
+The server is the one that `inference` starts. It is a process of its own, so an engine neither shares the interpreter
+with training nor brings it down.
+"""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from tandem.api.gpus import gpu_environment
+from tandem.api.pool import Job, SamplerGone
+from tandem.config.client import ClientConfig
+from tandem.config.explain import explain_validation_error
+from tandem.config.inference import InferenceConfig
+from tandem.data.tokenizer import Tokenizer
+from tandem.launch.server import ServerProcess
+from tandem.orchestrator.client import InferenceClient, InstanceChanged, ServerLost
+from tandem.transport.weights.manifest import is_adapter
+from tandem.types.identity import new_run_name
+from tandem.types.rollout import Completion, Message, SamplingRequest
+from tandem.utils.errors import UserError
+from tandem.utils.http import HttpClient
+from tandem.utils.ports import listen
+from tandem.utils.processes import SUPERVISOR_PID
+
+SLOTS = 64  # prompts under way in one engine
+OUTAGE_S = 60.0
+
+
+class InferenceEngine:
+    """What all engines have; use one of the classes below.
+
+    `gpu_id` or `gpu_ids`: the GPUs it runs on, counted among the visible ones; neither: all, or the CPU. `base_url`: a
+    running server (`inference …`), on another node for instance, instead of one of its own; `api_key` is its key.
+    `options` are those of the `[inference]` section: `seq_len=512`, `model={"dtype": "bfloat16"}`.
+
+    Use it as `async with engine:`, or call `start` and `close`; `run_rl_training` does both.
+    """
+
+    engine = "native"
+
+    def __init__(
+        self,
+        model_name: str | Path,
+        gpu_id: int | None = None,
+        *,
+        gpu_ids: Sequence[int] | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        **options: Any,
+    ) -> None:
+        if gpu_id is not None:
+            if gpu_ids is not None:
+                raise UserError(f"gpu_id = {gpu_id} and gpu_ids = {list(gpu_ids)} are both given; give one of them")
+            gpu_ids = [gpu_id]
+        self.gpu_ids = gpu_ids
+        self._environment = gpu_environment(gpu_ids, "gpu_ids")
+        model = {"name": str(model_name), **options.pop("model", {})}
+        try:
+            self.config = InferenceConfig.model_validate(
+                {"engine": self.engine, "model": model, **self._with_gpu(options)}
+            )
+            self._client_config = ClientConfig.model_validate(
+                {"base_url": base_url or "http://127.0.0.1", "api_key": api_key, "outage_timeout_s": OUTAGE_S}
+            )
+        except ValidationError as error:
+            raise UserError(f"{type(self).__name__}: {explain_validation_error(InferenceConfig, error)}") from error
+        self.model_dir = self.config.model.name
+        self.base_url = base_url
+        self.slots = SLOTS
+        self._server: ServerProcess | None = None
+        self._client: InferenceClient | None = None
+        self._folder: Path | None = None
+        self._own_folder: Path | None = None  # deleted with the engine
+        self._served: tuple[Path, int] = (self.model_dir, 0)
+
+    @property
+    def name(self) -> str:
+        where = "" if self.gpu_ids is None else f" on GPU {', '.join(map(str, self.gpu_ids))}"
+        return f"{type(self).__name__}{where}" if self.base_url is None else f"the server at {self.base_url}"
+
+    @property
+    def is_started(self) -> bool:
+        return self._client is not None
+
+    async def start(self, folder: Path | None = None, weight_roots: Sequence[Path] = ()) -> None:
+        """Returns when the engine serves its model. Its log goes to `folder`; weights may be loaded from below
+        `weight_roots`, besides where the model is."""
+        if folder is None:
+            folder = self._own_folder = Path(tempfile.mkdtemp(prefix="tandem-engine-"))
+        self._folder = folder
+        self._roots = [str(root.resolve()) for root in weight_roots]
+        await self._open()
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.stop()
+        self._client = self._server = None
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompts: Sequence[str | list[Message]],
+        n: int = 1,
+        *,
+        max_tokens: int = 128,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> list[list[str]]:
+        """`n` completions of each prompt as text: a text is what the user says, a list is a whole conversation."""
+        tokenizer = Tokenizer(self.model_dir)
+        loop = asyncio.get_running_loop()
+        jobs = []
+        for number, prompt in enumerate(prompts):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = tokenizer.encode_chat(messages, add_generation_prompt=True)
+            jobs.append(Job(ids, SamplingRequest(n, max_tokens, temperature, seed + number), loop.create_future()))
+        return [[tokenizer.decode(one.token_ids) for one in found] for found in await self.sample(jobs)]
+
+    async def update_weights(self, path: str | Path, version: int) -> None:
+        """Serve the model, or the LoRA adapter, in this directory. Running requests go on under the new weights."""
+        await self.load(Path(path), version)
+
+    async def sample(self, jobs: Sequence[Job]) -> list[list[Completion]]:
+        """Completions with tokens, log-probs and versions; see `generate` for text."""
+        return await asyncio.gather(*(self._ask(job) for job in jobs))
+
+    async def load(self, path: Path, version: int) -> None:
+        await self._guarded(self._load(path, version))
+        self._served = (path, version)
+
+    async def revive(self) -> bool:
+        """Start its server again."""
+        await self.close()
+        try:
+            await self._open()
+        except UserError as error:
+            raise SamplerGone(f"{self.name}: {error}") from error
+        return True
+
+    def _with_gpu(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Without a GPU it would compute on the CPU, where one was asked for."""
+        return options if self.gpu_ids is None else {"device": "cuda"} | options
+
+    async def _open(self) -> None:
+        assert self._folder is not None
+        url = self.base_url
+        if url is None:
+            config = await self._server_config()
+            config["server"]["weight_roots"] += self._roots
+            self._server = ServerProcess(config, self._folder, self._environment)
+            url = self._server.url
+            http = HttpClient(url, timeout_s=600)
+            try:
+                await self._server.wait_until_well(http)
+            finally:
+                await http.close()
+        self._client = InferenceClient(self._client_config, new_run_name(self._folder), url)
+        self._client.on_trouble = self._check
+        await self._client.wait_until_ready()
+        await self._guarded(self._load(self.model_dir, 0))
+
+    async def _server_config(self) -> dict[str, Any]:
+        return self.config.model_dump(mode="json", exclude_unset=True) | {"server": {"weight_roots": []}}
+
+    async def _ask(self, job: Job) -> list[Completion]:
+        while True:
+            try:
+                return await self._guarded(self._running.generate(job.prompt_ids, job.sampling))
+            except InstanceChanged:  # started again by others: it has forgotten its weights
+                await self.load(*self._served)
+
+    async def _load(self, path: Path, version: int) -> None:
+        client = self._running
+        if client.instance is None:
+            await client.meet()
+        if is_adapter(path):
+            await client.load_adapter(path, version)
+        else:
+            await client.update_weights(path, version)
+        client.adopt()
+
+    async def _guarded(self, work: Any) -> Any:
+        try:
+            return await work
+        except ServerLost as error:
+            raise SamplerGone(f"{self.name}: {error}") from error
+
+    @property
+    def _running(self) -> InferenceClient:
+        if self._client is None:
+            raise SamplerGone(f"{self.name} is not started; use it as `async with engine:`")
+        return self._client
+
+    def _check(self) -> None:
+        if self._server is not None:
+            try:
+                self._server.check("ended")
+            except UserError as error:
+                raise SamplerGone(f"{self.name}: {error}") from error
+
+
+class NativeEngine(InferenceEngine):
+    """Our own engine in PyTorch: CPU and GPU, nothing else to install."""
+
+
+class VLLMEngine(InferenceEngine):
+    """vLLM's server. `flags` are vLLM's own: `VLLMEngine(model, gpu_ids=[0, 1], flags={"tensor-parallel-size": 2})`;
+    `python` is that of the environment that vLLM is installed in, if it is another one."""
+
+    engine = "vllm"
+
+    def __init__(
+        self,
+        model_name: str | Path,
+        gpu_id: int | None = None,
+        *,
+        flags: Mapping[str, Any] | None = None,
+        python: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        vllm = {"flags": dict(flags or {}), "python": None if python is None else str(python)}
+        super().__init__(model_name, gpu_id, vllm=vllm, **options)
+
+    def _with_gpu(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options  # vLLM computes on what it was built for
+
+
+class SGLangEngine(InferenceEngine):
+    """SGLang behind our API: a running SGLang server at `sglang_url`, or one that is started on the GPU."""
+
+    engine = "sglang"
+
+    def __init__(
+        self, model_name: str | Path, gpu_id: int | None = None, *, sglang_url: str | None = None, **options: Any
+    ) -> None:
+        if sglang_url is None and options.get("base_url") is None and find_spec("sglang") is None:
+            raise UserError(
+                "SGLangEngine: sglang is not installed here; install it, or start `python -m sglang.launch_server` "
+                "elsewhere and give sglang_url='http://…:30000'"
+            )
+        sglang = {} if sglang_url is None else {"sglang": {"base_url": sglang_url}}
+        super().__init__(model_name, gpu_id, **sglang, **options)
+        self.sglang_url = sglang_url
+        self._sglang: subprocess.Popen[bytes] | None = None
+
+    async def close(self) -> None:
+        await super().close()
+        if self._sglang is not None:
+            self._sglang.terminate()
+            await asyncio.to_thread(self._sglang.wait)
+            self._sglang = None
+
+    def _with_gpu(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options
+
+    async def _server_config(self) -> dict[str, Any]:
+        config = await super()._server_config()
+        if self.sglang_url is None:
+            config["sglang"] = {"base_url": self._start_sglang()}
+        return config
+
+    def _start_sglang(self) -> str:
+        """Our server waits for it, `sglang.startup_timeout_s` at most."""
+        assert self._folder is not None
+        with listen("127.0.0.1", 0) as listening:
+            port = listening.getsockname()[1]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model_dir)]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "sglang.log").open("wb") as log:
+            self._sglang = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self._environment | {SUPERVISOR_PID: str(os.getpid())},
+            )
+        return f"http://127.0.0.1:{port}"

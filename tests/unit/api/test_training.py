@@ -1,0 +1,147 @@
+"""The loop: in which order it generates, trains and syncs, over fake parts."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem import DataBuffer, RemoteRolloutManager, RLTrainingConfig, RolloutManager, UserError, WorkerDied
+from tandem import run_rl_training as run
+from tandem.api.training import Metrics, mean_reward
+from tandem.types.rollout import TrainBatch
+from tandem.utils.metrics import read_metrics
+from tandem.utils.run_dir import RunDir
+
+
+class FakeBackend:
+    """Learns nothing, and remembers what it was given."""
+
+    def __init__(self, model_dir: Path, folder: Path) -> None:
+        self.model_dir = model_dir
+        self.run_dir = RunDir(folder)
+        self.batches: list[TrainBatch] = []
+        self.is_closed = False
+
+    async def start(self, config: RLTrainingConfig) -> int:
+        self.run_dir.create()
+        return 0
+
+    async def train(self, batch: TrainBatch) -> Metrics:
+        self.batches.append(batch)
+        return {"loss": 0.5}
+
+    def weights(self, version: int) -> Path:
+        return self.run_dir.weights / str(version)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeWorker:
+    """Answers the messages of an inference worker, in the caller's thread; dies at its `dies_at`-th prompts."""
+
+    def __init__(self, name: str, dies_at: int | None = None, comes_back: bool = False) -> None:
+        self.name = name
+        self.dies_at = dies_at
+        self.comes_back = comes_back
+        self.version: int | None = None
+        self.versions: list[int] = []
+        self.num_prompts = 0
+        self._lock = threading.Lock()
+
+    def call(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._lock.acquire(blocking=False), "one message at a time"
+        try:
+            return self._answer(message)
+        finally:
+            self._lock.release()
+
+    def restart(self) -> bool:
+        self.dies_at, self.version = None, None
+        return self.comes_back
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        match message:
+            case {"cmd": "init_engine", "model_name": _}:
+                self.version = 0
+                return {"status": "ready"}
+            case {"cmd": "update_weights", "version": version}:
+                self.version = version
+                self.versions.append(version)
+                return {"status": "loaded"}
+            case {"cmd": "generate", "prompts": prompts}:
+                assert self.version is not None, "it has no model"
+                self.num_prompts += len(prompts)
+                if self.dies_at is not None and self.num_prompts >= self.dies_at:
+                    raise WorkerDied(f"{self.name} died")
+                return {"completions": [self._complete(one) for one in prompts]}
+        raise AssertionError(message)
+
+    def _complete(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+        one = {"token_ids": [50, 51], "logprobs": [-1.0, -2.0], "versions": [self.version] * 2, "finish_reason": "stop"}
+        return [one for _ in range(prompt["sampling"]["n"])]
+
+
+def train(
+    tiny_model: Path, folder: Path, workers: list[FakeWorker], **options: Any
+) -> tuple[FakeBackend, list[Metrics]]:
+    backend = FakeBackend(tiny_model, folder)
+    given: dict[str, Any] = {"num_steps": 4, "prompts_per_step": 7, "group_size": 2, "max_tokens": 4, **options}
+    config = RLTrainingConfig(**given)
+    rewards = iter(range(10_000))
+    manager = RemoteRolloutManager(workers, DataBuffer(["a", "b", "c"]), reward=lambda text, answer: next(rewards) % 2)
+    return backend, asyncio.run(run(backend, manager, config=config))
+
+
+def test_batches_are_whole_and_weights_follow_each_sync(tiny_model: Path, tmp_path: Path) -> None:
+    workers = [FakeWorker(f"worker {number}") for number in range(3)]
+    backend, metrics = train(tiny_model, tmp_path, workers, sync_every=2)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4] and metrics[0]["loss"] == 0.5
+    assert [line["staleness/max"] for line in metrics] == [0, 1, 0, 1]
+    assert all(worker.versions == [2, 4] for worker in workers)
+    assert [batch.packed.num_sequences for batch in backend.batches] == [14] * 4
+    assert sum(worker.num_prompts for worker in workers) == 28 and backend.is_closed
+    assert [line["step"] for line in read_metrics(backend.run_dir)] == [1, 2, 3, 4]
+    assert mean_reward(metrics, last=4) == 0.5
+
+
+def test_overlapped_batches_are_one_version_older(tiny_model: Path, tmp_path: Path) -> None:
+    _, metrics = train(tiny_model, tmp_path, [FakeWorker("worker")], overlap=True)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    assert all(line["staleness/max"] <= 1 for line in metrics)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_dead_workers_share_is_redone(tiny_model: Path, tmp_path: Path, comes_back: bool) -> None:
+    mortal, other = FakeWorker("mortal", dies_at=3, comes_back=comes_back), FakeWorker("other")
+    backend, metrics = train(tiny_model, tmp_path, [mortal, other])
+    assert len(metrics) == 4 and [batch.packed.num_sequences for batch in backend.batches] == [14] * 4
+    assert (mortal.version == 4) is comes_back and other.versions == [1, 2, 3, 4]
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_reason(tiny_model: Path, tmp_path: Path) -> None:
+    def reward(completion: str, answer: str) -> float:
+        raise KeyError("no such column")
+
+    backend = FakeBackend(tiny_model, tmp_path)
+    manager = RemoteRolloutManager([FakeWorker("worker")], DataBuffer(["a"]), reward)
+    with pytest.raises(UserError, match="no such column"):
+        asyncio.run(run(backend, manager, config=RLTrainingConfig(num_steps=1, max_tokens=4)))
+    assert backend.is_closed
+
+
+def test_what_is_missing_is_said(tiny_model: Path, tmp_path: Path) -> None:
+    backend, config = FakeBackend(tiny_model, tmp_path), RLTrainingConfig(num_steps=1, max_tokens=4, seq_len=8)
+    worker, data = FakeWorker("worker"), DataBuffer(["a long prompt"])
+    for manager, workers, message in (
+        (None, [worker], "there is no data"),
+        (RolloutManager((), data, "exact_match"), [], "nothing to generate with"),
+        (RolloutManager((), data, "exact_match"), [worker], "RemoteRolloutManager"),
+        (RemoteRolloutManager((), data, "exact_match"), [worker], "seq_len = 8 is too short"),
+    ):
+        with pytest.raises(UserError, match=message):
+            asyncio.run(run(backend, manager, config=config, inference_workers=workers))
+    with pytest.raises(UserError, match="no step"):
+        mean_reward([])
