@@ -24,9 +24,9 @@ TINY_RL = ["--steps", "3", "--prompts", "2", "--samples", "2", "--prompt-tokens"
 # The script of each section, and its options for a tiny model.
 SECTIONS: dict[str, tuple[str, list[str]]] = {
     "rollouts": ("gpu_rollouts.py", ["--shapes", "tiny", "--sides", "tandem", "http"]),
+    "rl": ("gpu_rl.py", ["--shape", "tiny", "--staleness", "0", *TINY_RL]),
     "training": ("gpu_training.py", ["--shapes", "tiny", "--peers"]),
     "offline": ("gpu_offline.py", ["--shape", "tiny", "--steps", "4", "--length", "64"]),
-    "rl": ("gpu_rl.py", ["--shape", "tiny", "--staleness", "0", *TINY_RL]),
 }
 Line = tuple[str, float, float | None, float | None]
 """What was measured, ours, the best peer's, the floor (of rl: in seconds, so less is better)."""

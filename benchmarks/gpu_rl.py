@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="Qwen3-0.6B")
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)

@@ -14,6 +14,7 @@ from tandem.inference.native.core import EngineCore, EngineParts
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import SamplingRows, sample, uniforms
 from tandem.inference.native.scheduler import Scheduler
+from tandem.inference.native.shared_prompts import ROWS_AT_ONCE, find_shared
 from tandem.inference.native.state import Request, SlotState
 from tandem.models import ops
 from tandem.models.hf import new_decoder
@@ -22,9 +23,11 @@ from tandem.models.spec import ModelSpec
 
 pytest.importorskip("triton", reason="pip install triton")
 
+from tandem.inference.native.cuda import attention as cuda_attention
 from tandem.inference.native.cuda import draw as drawing
 from tandem.inference.native.cuda import layers
-from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles
+from tandem.inference.native.cuda import runner as cuda_runner
+from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles, SharedRows
 from tandem.inference.native.cuda.runner import CudaRunner
 
 ON_GPU = torch.cuda.is_available()
@@ -76,8 +79,16 @@ class Paged:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("splits", [1, 4])
-def test_decode_attention(shape: tuple[int, int, int, int, int | None], dtype: torch.dtype, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "many_programs"), [(1, 1), (4, 1024)])
+def test_decode_attention(
+    shape: tuple[int, int, int, int, int | None],
+    dtype: torch.dtype,
+    splits: int,
+    many_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the tiles of many programs, and of few."""
+    monkeypatch.setattr(cuda_attention, "MANY_PROGRAMS", many_programs)
     lengths = [1, 2, 63, 64, 65, 130] + ([700, 1031] if ON_GPU else [])
     paged = Paged(lengths, shape, dtype)
     q = torch.randn(len(lengths), paged.heads, paged.head_dim, device=DEVICE).to(dtype)
@@ -85,6 +96,31 @@ def test_decode_attention(shape: tuple[int, int, int, int, int | None], dtype: t
     out = rows.attend(q, paged.keys, paged.values, paged.window, splits)
     for row, length in enumerate(lengths):
         assert relative_error(out[row], paged.attend(row, length - 1, q[row])) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES if ON_GPU else [SHAPES[1]], ids=str)
+@pytest.mark.parametrize("splits", [1, 4] if ON_GPU else [4])
+def test_decode_attention_over_shared_prompts(
+    shape: tuple[int, int, int, int, int | None], dtype: torch.dtype, splits: int
+) -> None:
+    """Rows that share much, a little, and nothing; more than are read at once. Padding follows."""
+    shared_tokens = [80] * 3 + [0] + [240 if ON_GPU else 80] * (ROWS_AT_ONCE + 1)
+    lengths = [tokens + 1 + 7 * row for row, tokens in enumerate(shared_tokens)]
+    paged = Paged(lengths, shape, dtype)
+    for begin, end in ((0, 3), (4, len(lengths))):
+        blocks = shared_tokens[begin] // paged.block_size
+        paged.table[begin:end, :blocks] = paged.table[begin, :blocks]
+    found = find_shared(paged.table.cpu().numpy())
+    assert found is not None and found.count.tolist() == [3, ROWS_AT_ONCE, 1]
+    shared = SharedRows(
+        int32(found.num_blocks * paged.block_size), int32([*found.first, 0, 0]), int32([*found.count, 0, 0])
+    )
+    q = torch.randn(len(lengths), paged.heads, paged.head_dim, device=DEVICE).to(dtype)
+    rows = DecodeRows(paged.table.int().flatten(), int32([paged.columns]), int32(lengths) - 1, shared)
+    out = rows.attend(q, paged.keys, paged.values, paged.window, splits)
+    for row, length in enumerate(lengths):
+        assert relative_error(out[row], paged.attend(row, length - 1, q[row])) < TOLERANCE[dtype], row
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -257,8 +293,11 @@ def generate(core: EngineCore, requests: list[GenerationRequest]) -> list[Genera
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM"])
-def test_an_engine_of_kernels_draws_what_the_plain_one_draws(architecture: str) -> None:
-    """Head norms and biases; chunked prompts, groups, and steps launched ahead."""
+def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head norms and biases; chunked prompts, groups that share theirs, and steps launched ahead."""
+    monkeypatch.setattr(cuda_runner, "WORTH_SHARING_BYTES", 1)
     spec = ModelSpec.from_config(CONFIG | {"architectures": [architecture]})
     rng = np.random.default_rng(0)
     requests = [

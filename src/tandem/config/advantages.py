@@ -7,10 +7,13 @@ from pydantic import Field
 from tandem.config.base import Config
 from tandem.config.names import OrImportPath
 
-AdvantageType = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "reward", "none"]
+AdvantageType = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "per_turn", "reward", "none"
+]
+PER_TURN = "per_turn"
 
 # These compare a reward with the others of its group, so a group of one always has advantage zero.
-GROUP_RELATIVE: tuple[AdvantageType, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+GROUP_RELATIVE: tuple[AdvantageType, ...] = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl", PER_TURN)
 
 
 class AdvantageConfig(Config):
@@ -20,9 +23,10 @@ class AdvantageConfig(Config):
     """grpo: reward minus the group's mean, divided by the group's standard deviation. dr_grpo: the same, not divided.
     rloo: reward minus the mean of the others in the group. reinforce_pp: reward minus the batch's mean, divided by the
     batch's standard deviation. reinforce_pp_baseline: the group's mean, the batch's deviation. maxrl: reward minus
-    the group's mean, divided by that mean (for rewards of 0 and 1). reward: the reward itself (for ppo).
-    none: zero (for a teacher model alone). Or a function of your own, "package.module:function" or
-    "./file.py:function": docs/algorithms.md."""
+    the group's mean, divided by that mean (for rewards of 0 and 1). per_turn: like grpo, for each turn of a
+    conversation by itself, from what it and later turns earned. reward: the reward itself (for ppo). none: zero (for a
+    teacher model alone). Or a function of your own, "package.module:function" or "./file.py:function":
+    docs/algorithms.md."""
 
     @property
     def is_group_relative(self) -> bool:

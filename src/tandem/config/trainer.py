@@ -29,6 +29,10 @@ class TrainerConfig(LogOptions, ComputeOptions, SeedOptions, TrainingOptions, Sy
     keep_weights: int = Field(default=4, ge=2)
     """Number of published versions to keep on disk."""
 
+    share_weights: bool = False
+    """Hand new weights to the server through this machine's memory, and write their files beside the next step. `rl`
+    sets it with deployment = "shared"."""
+
     rollout_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for a batch from the orchestrator."""
 

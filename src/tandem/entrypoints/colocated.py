@@ -55,10 +55,10 @@ def run(config: ColocatedConfig) -> None:
         from tandem.inference.native.engine import NativeEngine
         from tandem.inference.native.weights import MemorySource
         from tandem.trainer.rl.train import train_rl
-        from tandem.transport.weights.memory import MemoryWeights
+        from tandem.transport.weights.memory import OwnMemory
 
         run_dir = RunDir(trainer.output_dir)
-        memory = MemoryWeights(getattr(torch, config.inference.model.dtype))
+        memory = OwnMemory(getattr(torch, config.inference.model.dtype))
         assert isinstance(engine, NativeEngine)
         engine.source = MemorySource(memory, run_dir.weights.resolve(), engine.source)
         threading.Thread(target=serve, args=(server, engine, listening), name="server", daemon=True).start()

@@ -140,10 +140,12 @@ def run(config: RLConfig, start_step: int) -> None:
 
 
 def deployed(config: RLConfig, plans: "list[ProcessPlan]", config_folder: Path) -> "list[ProcessPlan]":
-    """Trainer and server in one process, where the configuration says so."""
-    from tandem.launch.colocated import colocate
+    """Trainer and server in one process, or with memory that they share, where the configuration says so."""
+    from tandem.launch.deployment import colocate, share
 
-    return colocate(plans, config_folder) if config.deployment == "colocated" else plans
+    if config.deployment == "colocated":
+        return colocate(plans, config_folder)
+    return share(plans) if config.deployment == "shared" else plans
 
 
 def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:

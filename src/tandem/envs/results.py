@@ -1,7 +1,7 @@
 """What an episode comes to: rewards by name, metrics, and why it ended. What is none of these is an error."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -18,6 +18,12 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     ended: str = "done"
     """Why, in a word: answer, max_turns, won. Counted in metrics.jsonl."""
+    turn_rewards: Sequence[float] = field(default_factory=list)
+    """What each turn of the model earned, in order, besides `rewards`; for advantage.type = "per_turn"."""
+
+    @property
+    def total(self) -> float:
+        return total(self.rewards) + sum(self.turn_rewards)
 
 
 def checked_score(value: Any) -> float | dict[str, float]:
@@ -46,7 +52,11 @@ def checked_result(value: Any) -> Result:
         return Result(checked_score(value))
     if not isinstance(value.ended, str) or not 0 < len(value.ended) <= MAX_WORD:
         raise BadReward(f"ended = {value.ended!r:.80} is not a word")
-    return Result(checked_score(value.rewards), checked_metrics(value.metrics), value.ended)
+    try:
+        turn_rewards = [checked_reward(reward) for reward in value.turn_rewards]
+    except (BadReward, TypeError) as error:
+        raise BadReward(f"turn_rewards: {error}") from error
+    return Result(checked_score(value.rewards), checked_metrics(value.metrics), value.ended, turn_rewards)
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:

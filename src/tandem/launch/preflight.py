@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sys
 import urllib.request
 from urllib.parse import urlsplit
 
@@ -68,8 +69,8 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
 
 
 def _check_deployment(config: RLConfig) -> None:
-    if config.deployment == "shared":
-        raise UserError("deployment = 'shared' is not there yet; set it to 'colocated' or 'split'")
+    if config.deployment == "shared" and not sys.platform.startswith("linux"):
+        raise UserError("deployment = 'shared' works on Linux only; set it to 'colocated' or 'split'")
 
 
 def _check_devices(config: RLConfig) -> None:

@@ -7,6 +7,7 @@ and to itself, so that a prompt with many completions is computed once.
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,7 +126,7 @@ class ExactAttention:
     """The same in exact mode (`exact.py`). On a GPU, the kernels above give the gradient."""
 
     def __init__(self, packed: PackedAttention, lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
-        self.packed = packed
+        self.packed: Any = packed
         device = packed.lengths.device
         self.contexts = Contexts(*(to_device(part, device) for part in _contexts(lengths, parents, packed.padding)))
         self.layout = _layout(packed.lengths, packed.parents) if device.type == "cpu" else None

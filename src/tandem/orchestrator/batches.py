@@ -10,10 +10,16 @@ from tandem.types.rollout import Group, Rollout, TrainBatch, TrainingSequence, T
 
 # Of each rollout of each group.
 Numbers = Sequence[Sequence[float]]
+# Of a rollout, or of each of its turns.
+Advantage = float | Sequence[float]
 
 
 def make_batch(
-    groups: Sequence[Group], rewards: Numbers, advantages: Numbers, step: int, temperature: float
+    groups: Sequence[Group],
+    rewards: Numbers,
+    advantages: Sequence[Sequence[Advantage]],
+    step: int,
+    temperature: float,
 ) -> TrainBatch:
     samples = [
         sample
@@ -25,24 +31,27 @@ def make_batch(
     return TrainBatch(step, temperature, pack(samples))
 
 
-def make_samples(rollout: Rollout, reward: float, advantage: float) -> list[TrainingSequence]:
-    """The sequences of a rollout share its advantage. Only sampled tokens carry loss: not the prompt, nor what users
-    and tools said. A critic learns from the reward."""
-    return [make_sample(turns, reward, advantage) for turns in rollout.sequences]
+def make_samples(rollout: Rollout, reward: float, advantage: Advantage) -> list[TrainingSequence]:
+    """The sequences of a rollout share its advantage, unless each turn has its own. Only sampled tokens carry loss: not
+    the prompt, nor what users and tools said. A critic learns from the reward."""
+    by_turn = iter(advantage if isinstance(advantage, Sequence) else [advantage] * len(rollout.turns))
+    return [make_sample(turns, reward, [next(by_turn) for _ in turns]) for turns in rollout.sequences]
 
 
-def make_sample(turns: Sequence[Turn], reward: float, advantage: float) -> TrainingSequence:
+def make_sample(turns: Sequence[Turn], reward: float, advantages: Sequence[float]) -> TrainingSequence:
     token_ids: list[int] = []
     loss_mask: list[int] = []
     logprobs: list[float] = []
-    for turn in turns:
+    advantage_of: list[float] = []
+    for turn, advantage in zip(turns, advantages, strict=True):
         num_context, completion = len(turn.context_ids), turn.completion
         token_ids += turn.context_ids + completion.token_ids
         loss_mask += [0] * num_context + [1] * len(completion.token_ids)
         logprobs += [0.0] * num_context + completion.logprobs
+        advantage_of += [0.0] * num_context + [advantage] * len(completion.token_ids)
     streams = {
         "rewards": [reward * learned for learned in loss_mask],
-        "advantages": [advantage * learned for learned in loss_mask],
+        "advantages": advantage_of,
         "logprobs": logprobs,
     }
     return TrainingSequence(token_ids, loss_mask, streams)

@@ -19,7 +19,7 @@ from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.protocol import Environment, Stage
-from tandem.envs.results import Result, total
+from tandem.envs.results import Result
 from tandem.orchestrator.failures import RolloutFailure
 from tandem.orchestrator.protocols import Generator
 from tandem.orchestrator.tasks import request_seed
@@ -33,6 +33,7 @@ class Thread:
 
     dialogue: Dialogue
     turns: list[Turn] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of the turns, in the order they were asked for
 
 
 class ChatFormat:
@@ -78,6 +79,7 @@ class Conversation:
         completion = await self._generate(dialogue, max_tokens, request_seed(self.sampling.seed, "turn", number))
         message = self._message(completion, dialogue.calls, number)
         thread.turns.append(Turn(dialogue.new_ids, completion, begins_sequence=not thread.turns))
+        thread.numbers.append(number)
         dialogue.add_reply(message, completion.token_ids)
         self.text = message["content"]
         return {"message": message, "finish_reason": completion.finish_reason}
@@ -91,8 +93,9 @@ class Conversation:
             first.context_ids,
             first.completion,
             self.text,
-            total(result.rewards),
+            result.total,
             later=later,
+            earned_before=earned_before(result.turn_rewards, [n for thread in threads for n in thread.numbers]),
             rewards=result.rewards if isinstance(result.rewards, dict) else {},
             metrics=result.metrics,
             ended=result.ended,
@@ -136,6 +139,16 @@ class Conversation:
         if not tool_calls or None in tool_calls:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
+
+
+def earned_before(turn_rewards: Sequence[float], numbers: Sequence[int]) -> list[float]:
+    """What had been earned when each turn began; `numbers` are theirs in time. Nothing where turns earn nothing."""
+    if not turn_rewards:
+        return []
+    if len(turn_rewards) != len(numbers):
+        raise ValueError(f"turn_rewards has {len(turn_rewards)} numbers; the model had {len(numbers)} turns")
+    in_time = sorted(numbers)
+    return [sum(turn_rewards[: in_time.index(number)]) for number in numbers]
 
 
 class Episodes:

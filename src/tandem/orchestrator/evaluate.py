@@ -68,7 +68,7 @@ async def _episode(
     player = EndpointPlayer(endpoint, seed)
     result = await environment.play(task, player)
     conversation = player.messages[len(task.messages) :]
-    return _line(task, total(result.rewards), conversation=conversation, ended=result.ended)
+    return _line(task, result.total, conversation=conversation, ended=result.ended)
 
 
 def _line(task: HeldTask, reward: float, **rest: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from functools import partial
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.protocol import Environment
-from tandem.orchestrator.advantages import make_advantage_function
+from tandem.orchestrator.advantages import make_batch_advantages
 from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.client import ServerLost
@@ -85,7 +85,7 @@ class Orchestrator:
         self.curriculum = Curriculum(
             config.curriculum, config.solved_reward, config.seed, self.start.easy, self.start.hard
         )
-        self.advantages = make_advantage_function(config.advantage)
+        self.advantages = make_batch_advantages(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
         self.policy = Policy(
             list(servers),
@@ -228,7 +228,7 @@ class Orchestrator:
     def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config
         rewards = [self.shaping.rewards(group) for group in groups]
-        advantages = self.advantages(rewards)
+        advantages = self.advantages(groups, rewards)
         batch = make_batch(groups, rewards, advantages, step, config.sampling.temperature)
         self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)

@@ -6,10 +6,11 @@ from typing import Any
 
 import orjson
 
+from tandem.orchestrator.batches import Advantage
 from tandem.types.rollout import Group, Rollout
 
 
-def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[list[float]] | None) -> None:
+def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]] | None) -> None:
     """One line a rollout. Written aside and renamed, so that a reader never sees half of it."""
     lines = []
     for number, group in enumerate(groups):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.shared import CheckpointConfig
-from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
+from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest, withdraw
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines, write_atomic
 from tandem.utils.metrics import parse_metrics_line
@@ -117,6 +117,7 @@ def is_finished(run_dir: RunDir, processes: Sequence[str], max_steps: int) -> bo
 def rewind(run_dir: RunDir, step: int) -> list[str]:
     """Delete what was written after `step`, so that a resumed run cannot meet it. Returns the names."""
     removed = []
+    withdraw(run_dir.weights)
     for folder in (run_dir.rollouts, run_dir.weights, run_dir.checkpoints):
         for path in sorted(folder.iterdir()) if folder.exists() else []:
             found = step_of(path)

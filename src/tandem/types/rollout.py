@@ -97,6 +97,7 @@ class Rollout:
     reward: float  # in all
     later: Sequence[Turn] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of `reward`, if they have names
+    earned_before: Sequence[float] = ()  # each turn, by the turns before it, of `reward`; empty: nothing
     metrics: Mapping[str, float] = field(default_factory=dict)
     ended: str = ""  # why a conversation ended, in a word
     messages: Sequence[Message] = ()  # of a conversation, after those of the task
@@ -115,6 +116,11 @@ class Rollout:
                 sequences.append([])
             sequences[-1].append(turn)
         return sequences
+
+    @property
+    def earned(self) -> Sequence[float]:
+        """What had been earned before each turn."""
+        return self.earned_before or [0.0] * len(self.turns)
 
     @property
     def num_sampled(self) -> int:

@@ -81,6 +81,9 @@ RESULTS = {
     "bad metric": Result(1.0, {"share": float("inf")}),
     "no metric": Result(1.0, {"share": None}),  # pyright: ignore[reportArgumentType]
     "bad end": Result(1.0, {}, ""),
+    "by turn": Result(1.0, {}, "done", [0.25]),
+    "bad turn": Result(1.0, {}, "done", [1.0, float("nan")]),
+    "no turns": Result(1.0, {}, "done", 1.0),  # pyright: ignore[reportArgumentType]
     "explodes": Explosive(),
 }
 

@@ -80,8 +80,8 @@ def test_an_episode_is_a_conversation_with_the_model() -> None:
 
 def test_what_is_no_result_costs_its_episode_and_says_where() -> None:
     behaviours = ["raises", "nan", "none", "text", "nan by name", "empty", "bad metric", "no metric", "bad end"]
-    outcomes = play(config("good", *behaviours, "bad messages", "explodes"))
-    assert isinstance(outcomes[0], Result)
+    outcomes = play(config("by turn", *behaviours, "bad turn", "no turns", "bad messages", "explodes"))
+    assert outcomes[0] == Result(1.0, {}, "done", [0.25])
     failures = [outcome for outcome in outcomes[1:] if isinstance(outcome, Failure)]
     assert [failure.reason.partition(";")[0] for failure in failures] == [
         "LookupError: nothing there",
@@ -93,6 +93,8 @@ def test_what_is_no_result_costs_its_episode_and_says_where() -> None:
         "metrics.share = inf is not a finite number",
         "metrics.share = None is not a finite number",
         "ended = '' is not a word",
+        "turn_rewards: the reward is nan",
+        "turn_rewards: 'float' object is not iterable",
         "ChatRefused: message 0 needs 'role' as text",
         "ArithmeticError: boom",
     ]

@@ -16,8 +16,10 @@ from tandem.orchestrator.advantages.functions import (
     dr_grpo_advantages,
     grpo_advantages,
     maxrl_advantages,
+    per_turn_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
+    returns_by_turn,
     reward_advantages,
     rloo_advantages,
     zero_advantages,
@@ -127,6 +129,24 @@ def test_reinforce_pp_has_mean_zero_and_at_most_variance_one(groups: list[list[f
     values = [value for group in reinforce_pp_advantages(groups) for value in group]
     assert abs(sum(values)) < 1e-6
     assert sum(value**2 for value in values) / len(values) <= 1 + 1e-9
+
+
+def test_turns_are_compared_with_those_of_the_same_number() -> None:
+    """Returns 3, 1 at the first turn: mean 2, std 1. 0, 4 at the second: mean 2, std 2. One has a third."""
+    [group] = per_turn_advantages([[[3.0, 0.0, 9.0], [1.0, 4.0]]])
+    assert group[0] == pytest.approx([1, -1, 0], abs=1e-5)
+    assert group[1] == pytest.approx([-1, 1], abs=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS)
+def test_credit_by_turn_is_grpo_for_single_turns(groups: list[list[float]]) -> None:
+    single = per_turn_advantages([[[reward] for reward in group] for group in groups])
+    assert [[advantage for [advantage] in group] for group in single] == grpo_advantages(groups)
+
+
+def test_a_turn_returns_what_was_earned_from_it_on() -> None:
+    assert returns_by_turn(1.7, [0.0, 0.2, 0.7]) == pytest.approx([1.7, 1.5, 1.0])
 
 
 def test_the_config_chooses_the_function() -> None:

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from tests.unit.data.templates import THINKING_WITH_TOOLS
 
+from tandem.config.advantages import AdvantageConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.process import HeldTask
 from tandem.envs.protocol import Player
 from tandem.envs.results import Result
+from tandem.orchestrator.advantages import make_batch_advantages
 from tandem.orchestrator.batches import batch_metrics, make_batch, make_samples
-from tandem.orchestrator.conversations import ChatFormat, Conversation, Episodes
+from tandem.orchestrator.conversations import ChatFormat, Conversation, Episodes, earned_before
 from tandem.orchestrator.failures import Attempt, TaskFailed
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.tasks import request_seed
@@ -24,6 +26,7 @@ SAMPLING = SamplingRequest(n=1, max_tokens=40, temperature=1.0, seed=5)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 QUESTION: Message = {"role": "user", "content": "q"}
+TASK = HeldTask(3, [QUESTION], "", is_interactive=True)
 
 
 class Says:
@@ -154,7 +157,7 @@ def test_a_conversation_that_is_too_long_or_refused(tokenizer: Tokenizer, tiny_m
 class Stage:
     """An environment whose episode is one turn; it fails where the model says so."""
 
-    train_tasks = eval_tasks = (HeldTask(3, [QUESTION], "", is_interactive=True),)
+    train_tasks = eval_tasks = (TASK,)
 
     async def score(self, task: Task, completion: str) -> float:
         raise AssertionError("it is played, not scored")
@@ -200,3 +203,54 @@ def test_an_episode_that_fails_is_played_again_and_counted(tokenizer: Tokenizer)
     assert (failed.completion, failed.failure.reason) == ("fail", "LookupError: as told")
     group, _ = make_group(tokenizer, "fail", "fail", "fail", tries=1)
     assert group is None
+
+
+class TwoTurns:
+    """A stage: the first turn earns 1 if it is "yes", the whole episode 2 if the last one is."""
+
+    async def play(self, task: Task, player: Player) -> Result:
+        first = (await player.chat([QUESTION], None, None))["message"]
+        messages = [QUESTION, first, {"role": "user", "content": "sure?"}]
+        second = (await player.chat(messages, None, None))["message"]
+        return Result(2.0 * (second["content"] == "yes"), turn_rewards=[float(first["content"] == "yes"), 0.0])
+
+
+def test_each_turn_of_two_is_credited_with_what_it_earned(tokenizer: Tokenizer) -> None:
+    """Returns of the first turn: 1, 2, 3; of the second: 0, 2, 2."""
+
+    async def play(*texts: str) -> Rollout:
+        conversation, _ = open_conversation(tokenizer, *texts)
+        return conversation.rollout(await TwoTurns().play(TASK, conversation), 1)
+
+    async def run() -> list[Rollout]:
+        return [await play("yes", "no"), await play("no", "yes"), await play("yes", "yes")]
+
+    group = Group(TASK, 0, asyncio.run(run()))
+    assert group.rewards == [1.0, 2.0, 3.0]
+    assert [rollout.earned for rollout in group.rollouts] == [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
+    advantages = make_batch_advantages(AdvantageConfig(type="per_turn"))([group], [group.rewards])
+    unit, most = 1.5**0.5, 2**0.5
+    expected = [[-unit, -most], [0, 1 / most], [unit, 1 / most]]
+    for own, by_hand in zip(advantages[0], expected, strict=True):
+        assert own == pytest.approx(by_hand, abs=1e-5)
+
+    for rollout, own in zip(group.rollouts, advantages[0], strict=True):
+        assert isinstance(own, list)
+        [sample] = make_samples(rollout, rollout.reward, own)
+        learned = [a for a, mask in zip(sample.streams["advantages"], sample.loss_mask, strict=True) if mask]
+        first, second = (len(turn.completion.token_ids) for turn in rollout.turns)
+        assert learned == [own[0]] * first + [own[1]] * second
+        assert not any(a for a, mask in zip(sample.streams["advantages"], sample.loss_mask, strict=True) if not mask)
+
+
+def test_rewards_of_turns_that_were_not_taken_are_an_error(tokenizer: Tokenizer) -> None:
+    conversation, _ = open_conversation(tokenizer, "yes")
+    asyncio.run(conversation.chat([QUESTION], None, None))
+    with pytest.raises(ValueError, match="turn_rewards has 2 numbers; the model had 1 turns"):
+        conversation.rollout(Result(1.0, turn_rewards=[1.0, 0.0]), 1)
+
+
+def test_credit_goes_by_time_where_two_conversations_take_turns() -> None:
+    """Turns 0 and 2 belong to one training sequence, 1 and 3 to another."""
+    assert earned_before([1.0, 2.0, 4.0, 8.0], [0, 2, 1, 3]) == [0.0, 3.0, 1.0, 7.0]
+    assert earned_before([], [0, 1]) == []

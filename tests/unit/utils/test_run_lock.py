@@ -159,22 +159,26 @@ def test_ranks_but_the_first_hold_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_lock_of_another_machine_is_held_while_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "STALE_S", 30.0)
     path = elsewhere(tmp_path)
-    content = path.read_bytes()
+    holder = read_holder(path)
+    assert holder is not None
     ended = threading.Event()
 
     def beat() -> None:
-        for number in range(2, 10**6):
-            if ended.wait(0.05):
-                return
-            path.write_bytes(content[:-25] + f'{number:020d}"}}\n'.encode())
+        with path.open("r+b") as file:  # in place, as holders do
+            for number in range(2, 10**6):
+                if ended.wait(0.05):
+                    return
+                os.pwrite(file.fileno(), run_lock._content(holder, number), 0)
 
     beating = threading.Thread(target=beat)
     beating.start()
     told = r"pid 4711 on node-7, since .*; look at it with: ssh node-7 ps -fp 4711"
-    with pytest.raises(UserError, match=told), hold_run(tmp_path, "rl"):
-        pass
-    ended.set()
-    beating.join()
+    try:
+        with pytest.raises(UserError, match=told), hold_run(tmp_path, "rl"):
+            pass
+    finally:
+        ended.set()
+        beating.join()
 
 
 def test_a_lock_of_another_machine_that_never_changes_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

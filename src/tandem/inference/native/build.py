@@ -75,7 +75,9 @@ def build_engine(
         from tandem.inference.native.cuda.runner import CudaRunner
 
         use_graphs = config.cuda_graphs and not config.deterministic
-        launcher = CudaRunner(decoder, adapters, cache, state, device, use_graphs=use_graphs)
+        launcher = CudaRunner(
+            decoder, adapters, cache, state, device, use_graphs=use_graphs, share_prompts=not config.deterministic
+        )
         launcher.prepare()
     parts = EngineParts(
         decoder,

@@ -3,6 +3,7 @@
 A source is where an engine takes them from: files, or the memory of the process it runs in.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,13 @@ from tandem.models.hf import check_tensors, named_tensors, read_tensors
 from tandem.models.lora import AdapterWeights, make_adapter, read_adapter
 from tandem.models.runtime import in_own_thread
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.memory import HeldVersion, MemoryWeights
+from tandem.transport.weights.manifest import MANIFEST, find_announced
+from tandem.transport.weights.memory import HeldVersion, OwnMemory, read_shared
 from tandem.utils.run_dir import step_name
+from tandem.utils.waiting import Deadline, wait_for
+
+logger = logging.getLogger(__name__)
+FILES_TIMEOUT_S = 600.0
 
 
 class WeightSource(Protocol):
@@ -35,7 +41,20 @@ class WeightSource(Protocol):
 
 
 class FileSource:
+    """Files, unless a trainer on this machine has announced the version to be in memory that both can read."""
+
     def read(self, path: Path, version: int, decoder: Decoder) -> Mapping[str, Tensor]:
+        announced = find_announced(path.parent) if path.name == step_name(version) else None
+        if announced is None or announced[0] != version or announced[1] is None:
+            return read_checked_weights(path, version, decoder)
+        try:
+            tensors = read_shared(announced[1], version)
+            check_tensors(named_tensors(decoder), tensors)
+            return tensors
+        except (ValueError, TypeError, AttributeError, OSError) as error:
+            logger.warning("version %d cannot be read from memory (%s); waiting for its files", version, error)
+        deadline = Deadline(f"the files of version {version}", FILES_TIMEOUT_S, "see the log of the trainer")
+        wait_for(lambda: (path / MANIFEST).exists() or None, deadline)
         return read_checked_weights(path, version, decoder)
 
     def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
@@ -46,7 +65,7 @@ class FileSource:
 class MemorySource:
     """What the trainer in this process published last, below `folder`; files for all other weights."""
 
-    memory: MemoryWeights
+    memory: OwnMemory
     folder: Path
     files: WeightSource
 

@@ -4,20 +4,24 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tandem.config.advantages import AdvantageConfig
+from tandem.config.advantages import PER_TURN, AdvantageConfig
 from tandem.envs.failures import failure_of
 from tandem.orchestrator.advantages.functions import (
     Advantages,
     Groups,
+    TurnAdvantages,
     dr_grpo_advantages,
     grpo_advantages,
     maxrl_advantages,
+    per_turn_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
+    returns_by_turn,
     reward_advantages,
     rloo_advantages,
     zero_advantages,
 )
+from tandem.types.rollout import Group
 from tandem.utils.errors import UserError
 from tandem.utils.registry import find_registered
 
@@ -36,7 +40,29 @@ FUNCTIONS: dict[str, AdvantageFunction] = {
 }
 
 
+# The batch and the rewards of its groups to the advantages of each rollout, or of each turn of it.
+BatchAdvantages = Callable[[Sequence[Group], Groups], Advantages | TurnAdvantages]
+
+
+def make_batch_advantages(config: AdvantageConfig) -> BatchAdvantages:
+    if config.type == PER_TURN:
+        return advantages_by_turn
+    function = make_advantage_function(config)
+    return lambda groups, rewards: function(rewards)
+
+
+def advantages_by_turn(groups: Sequence[Group], rewards: Groups) -> TurnAdvantages:
+    """`rewards` may have been shaped since the environment gave them; that part belongs to the last turn."""
+    return per_turn_advantages(
+        [
+            [returns_by_turn(reward, one.earned) for one, reward in zip(group.rollouts, own, strict=True)]
+            for group, own in zip(groups, rewards, strict=True)
+        ]
+    )
+
+
 def make_advantage_function(config: AdvantageConfig) -> AdvantageFunction:
+    """Of rewards alone."""
     function = find_registered(FUNCTIONS, config.type, "advantage.type")
     return function if config.type in FUNCTIONS else partial(checked_advantages, function, config.type)
 
@@ -60,4 +86,5 @@ def checked_advantages(
 
 def try_advantages(config: AdvantageConfig, group_size: int) -> None:
     """Before anything starts: does the function take a group of different rewards, and one of equal ones?"""
-    make_advantage_function(config)([[i / group_size for i in range(group_size)], [0.0] * group_size])
+    if config.type != PER_TURN:
+        make_advantage_function(config)([[i / group_size for i in range(group_size)], [0.0] * group_size])

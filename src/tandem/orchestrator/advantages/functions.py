@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 Groups = Sequence[Sequence[float]]
 Advantages = list[list[float]]
+TurnGroups = Sequence[Sequence[Sequence[float]]]  # of each turn of each rollout of each group
+TurnAdvantages = list[list[list[float]]]
 
 # Keeps rounding differences from being scaled up to the size of real ones.
 EPSILON = 1e-6
@@ -61,6 +63,27 @@ def reward_advantages(groups: Groups) -> Advantages:
 def zero_advantages(groups: Groups) -> Advantages:
     """0: the policy does not learn from rewards."""
     return [[0.0] * len(group) for group in groups]
+
+
+def returns_by_turn(reward: float, earned: Sequence[float]) -> list[float]:
+    """What each turn and those after it earned: the reward without what the turns before it had earned."""
+    return [reward - before for before in earned]
+
+
+def per_turn_advantages(groups: TurnGroups) -> TurnAdvantages:
+    """(g − mean) / (std + ε) over the rollouts of the group that have such a turn, g the return from that turn on. 0
+    where a rollout is the only one that got that far."""
+    return [_compare_turns(group) for group in groups]
+
+
+def _compare_turns(rollouts: Sequence[Sequence[float]]) -> list[list[float]]:
+    advantages: list[list[float]] = [[] for _ in rollouts]
+    for turn in range(max(len(returns) for returns in rollouts)):
+        there = [number for number, returns in enumerate(rollouts) if turn < len(returns)]
+        [compared] = grpo_advantages([[rollouts[number][turn] for number in there]])
+        for number, advantage in zip(there, compared, strict=True):
+            advantages[number].append(advantage)
+    return advantages
 
 
 def centred(rewards: Sequence[float]) -> list[float]:

@@ -4,6 +4,8 @@ import logging
 import time
 from contextlib import closing
 
+import torch
+
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
@@ -17,20 +19,22 @@ from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.memory import MemoryFirst, MemoryWeights
+from tandem.transport.weights.memory import Memory, MemoryFirst, SharedMemory
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 
-def train_rl(config: TrainerConfig, memory: MemoryWeights | None = None) -> None:
+def train_rl(config: TrainerConfig, memory: Memory | None = None) -> None:
     """`memory`: where an engine in this process takes its weights from."""
+    if memory is None and config.share_weights:
+        memory = SharedMemory(getattr(torch, config.model.dtype))
     with joined_ranks(config) as ranks:
         _train(config, ranks, memory)
 
 
-def _train(config: TrainerConfig, ranks: Ranks, memory: MemoryWeights | None) -> None:
+def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
     exactly = config.deterministic and not config.parallel.compile

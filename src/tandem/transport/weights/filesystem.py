@@ -52,7 +52,8 @@ class WeightsPublisher:
     the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json.
 
     With `flush_beside` a version can be loaded before it is on the disk, for those who can write it again: where the
-    machine loses its power meanwhile, it does not match its manifest. `close` waits until it is there."""
+    machine loses its power meanwhile, it does not match its manifest. Old versions are then removed beside the next
+    step as well. `close` waits until all of that is done."""
 
     def __init__(
         self,
@@ -86,9 +87,10 @@ class WeightsPublisher:
         self._wait_for_disk()
         publish_directory(staging, final, flush=self._flusher is None)
         self._point_latest_to(final)
-        if self._flusher is not None:
-            self._flushing = self._flusher.submit(flush, final)
-        remove_old_steps(self.folder, keep_from=version - self.keep + 1)
+        if self._flusher is None:
+            self._remove_old(version)
+        else:
+            self._flushing = self._flusher.submit(self._flush_and_remove_old, final, version)
         return final
 
     def close(self) -> None:
@@ -108,6 +110,14 @@ class WeightsPublisher:
             for _ in tensors:  # other ranks go along with whoever takes them
                 pass
             self._point_latest_to(final)
+
+    def _flush_and_remove_old(self, final: Path, version: int) -> None:
+        """Removing a version takes the file system about as long as writing one."""
+        flush(final)
+        self._remove_old(version)
+
+    def _remove_old(self, version: int) -> None:
+        remove_old_steps(self.folder, keep_from=version - self.keep + 1)
 
     def _wait_for_disk(self) -> None:
         flushing, self._flushing = self._flushing, None
@@ -179,7 +189,8 @@ def _write_part(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+    pairs: Iterable[Any] = tensors.items() if isinstance(tensors, Mapping) else tensors
+    for name, tensor in pairs:
         yield name, tensor.detach().to(dtype)
 
 

@@ -5,6 +5,7 @@ have one, and batches (transport/rollouts), where it is the marker.
 """
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tandem.utils.run_dir import step_name, step_of
 
 MANIFEST = "manifest.json"
 ADAPTER_CONFIG = "adapter_config.json"
+ANNOUNCED = "announced.json"
 
 
 class DamagedWeights(ValueError):
@@ -24,7 +26,38 @@ def newest_version(folder: Path) -> int | None:
     if not folder.exists():
         return None
     steps = sorted((step for path in folder.iterdir() if (step := step_of(path)) is not None), reverse=True)
-    return next((step for step in steps if (folder / step_name(step) / MANIFEST).exists()), None)
+    written = next((step for step in steps if (folder / step_name(step) / MANIFEST).exists()), None)
+    announced = find_announced(folder)
+    return written if announced is None else max(announced[0], -1 if written is None else written)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory that processes of one machine share."""
+
+    path: str
+    tensors: dict[str, list[Any]]  # by name: data type, shape, where the first byte lies
+
+
+def announce(folder: Path, version: int, place: Place | None) -> None:
+    """A version is in memory (memory.py), at a place that other processes can read, or for one process only; its files
+    come later."""
+    write_json(folder / ANNOUNCED, {"version": version, "place": None if place is None else asdict(place)})
+
+
+def withdraw(folder: Path) -> None:
+    """There are files of every version."""
+    (folder / ANNOUNCED).unlink(missing_ok=True)
+
+
+def find_announced(folder: Path) -> tuple[int, Place | None] | None:
+    """The version that is in memory, and where. None: none is."""
+    try:
+        entry = json.loads((folder / ANNOUNCED).read_bytes())
+        place = entry["place"]
+        return int(entry["version"]), None if place is None else Place(str(place["path"]), dict(place["tensors"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def is_adapter(folder: Path) -> bool:

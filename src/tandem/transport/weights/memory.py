@@ -1,18 +1,34 @@
-"""Weights through the memory of one process that both trains and serves (`deployment = "colocated"`).
+"""Weights through memory: that of one process which trains and serves (`deployment = "colocated"`), or memory that two
+processes of a machine share (`"shared"`).
 
-The trainer publishes to it as to files, and it hands them on to the files: those stay the truth, and what a resumed run
-or another server reads. The engine asks it for a version before it reads any file.
+    trainer ──► memory ──► announced.json ──► orchestrator ──► engine, which reads the memory
+                  └─────► files, written beside the next step
+
+Files stay the truth: they are what a resumed run and other servers read. Of a LoRA adapter, which is small, they are
+written before anybody hears of it.
 """
 
+import math
+import mmap
+import os
+import re
 import threading
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.transport.weights.filesystem import Tensors, WeightsPublisher, cast_each
+from tandem.transport.weights.manifest import Place, announce, withdraw
+
+KEPT = 2  # versions in shared memory: one may be read while the next one is published
+DESCRIPTOR = re.compile(r"/proc/\d+/fd/\d+")
+HEADER_BYTES = 8  # the version: a descriptor that is closed may become another one's
 
 
 @dataclass(frozen=True)
@@ -20,12 +36,18 @@ class HeldVersion:
     version: int
     tensors: Mapping[str, Tensor]  # under their names in files
     adapter_config: Mapping[str, Any] | None  # None: a whole model
+    place: Place | None = None  # where other processes find it
+
+
+class Memory(Protocol):
+    def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
+        """Keep a copy, since the trainer goes on with its own, until the next one comes."""
+        ...
 
 
 @dataclass
-class MemoryWeights:
-    """Holds the version that was published last, in the precision that is served: a copy, since the trainer goes on
-    with its own."""
+class OwnMemory:
+    """Of this process: the version that was published last, in the precision that is served."""
 
     dtype: torch.dtype
     _held: HeldVersion | None = None
@@ -46,21 +68,81 @@ class MemoryWeights:
         return held
 
 
-@dataclass(frozen=True)
-class MemoryFirst:
-    """Publishes to memory, then to files."""
+class SharedMemory:
+    """Memory without a name in any folder, which other processes of the same user reach by this one's descriptors. It
+    ends with the last process that uses it, however that ends. Linux only."""
 
-    memory: MemoryWeights
-    files: WeightsPublisher
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._descriptors: deque[int] = deque()
 
-    def publish(self, tensors: Tensors, version: int) -> None:
-        self.files.publish(self._hold(tensors, version), version)
-
-    def republish(self, tensors: Tensors, version: int) -> None:
-        self.files.republish(self._hold(tensors, version), version)
+    def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
+        if adapter_config is not None:
+            return HeldVersion(version, dict(tensors), adapter_config)
+        descriptor = os.memfd_create(f"tandem weights {version}")
+        layout: dict[str, list[Any]] = {}
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(version.to_bytes(HEADER_BYTES, "little"))
+            for name, tensor in cast_each(tensors, self.dtype):
+                layout[name] = [str(self.dtype).removeprefix("torch."), list(tensor.shape), file.tell()]
+                file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self._descriptors.append(descriptor)
+        while len(self._descriptors) > KEPT:
+            os.close(self._descriptors.popleft())
+        place = Place(f"/proc/{os.getpid()}/fd/{descriptor}", layout)
+        return HeldVersion(version, read_shared(place, version), None, place)
 
     def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+def read_shared(place: Place, version: int) -> dict[str, Tensor]:
+    """The tensors that another process holds there; nothing is copied. Raises OSError or ValueError where they are no
+    longer."""
+    if not DESCRIPTOR.fullmatch(place.path):
+        raise ValueError(f"{place.path!r} is no place in memory")
+    with Path(place.path).open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    found = int.from_bytes(memory[:HEADER_BYTES], "little")
+    if found != version:
+        raise ValueError(f"{place.path} holds version {found} by now, not {version}")
+    tensors = {}
+    for name, (dtype, shape, offset) in place.tensors.items():
+        count = math.prod(shape)
+        tensors[name] = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=count, offset=offset).view(shape)
+    return tensors
+
+
+class MemoryFirst:
+    """Publishes to memory, then to files: beside the next step, where the memory is all that is waited for."""
+
+    def __init__(self, memory: Memory, files: WeightsPublisher) -> None:
+        self.memory = memory
+        self.files = files
+        self._writer = ThreadPoolExecutor(1, "write weights")
+        self._writing: Future[Path] | None = None
+
+    def publish(self, tensors: Tensors, version: int) -> None:
+        self._wait_for_files()
+        held = self.memory.hold(tensors, version, self.files.adapter_config)
+        if held.adapter_config is not None:
+            self.files.publish(held.tensors, version)
+            return
+        announce(self.files.folder, version, held.place)
+        self._writing = self._writer.submit(self.files.publish, held.tensors, version)
+
+    def republish(self, tensors: Tensors, version: int) -> None:
+        self.files.republish(self.memory.hold(tensors, version, self.files.adapter_config).tensors, version)
+
+    def close(self) -> None:
+        """Raises what kept the last version from the disk."""
+        self._writer.shutdown()
+        self._wait_for_files()
+        withdraw(self.files.folder)
         self.files.close()
 
-    def _hold(self, tensors: Tensors, version: int) -> Mapping[str, Tensor]:
-        return self.memory.hold(tensors, version, self.files.adapter_config).tensors
+    def _wait_for_files(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()

@@ -108,6 +108,24 @@ def test_a_version_can_be_loaded_before_it_is_on_the_disk(
     assert flushed == ["step_000001", "step_000002"]
 
 
+def test_old_versions_are_removed_beside_the_next_step(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove, removed = threading.Event(), []
+
+    def slow_removal(folder: Path, keep_from: int) -> None:
+        may_remove.wait()
+        removed.append(keep_from)
+
+    monkeypatch.setattr(filesystem, "remove_old_steps", slow_removal)
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=2, flush_beside=True)
+    publish(publisher, 3)
+    assert removed == []
+    may_remove.set()
+    publisher.close()
+    assert removed == [2]
+
+
 def test_a_disk_that_fails_is_not_passed_over(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> None:
         raise OSError("the disk is gone")

@@ -1,5 +1,6 @@
 """Weights through memory: what is held, what goes on to the files, and what an engine then reads."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ from tandem.models.hf import load_decoder, stream_tensors
 from tandem.models.lora import read_adapter
 from tandem.models.trainable import adapter_config, adapter_tensors, load_trainable
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.memory import MemoryFirst, MemoryWeights
+from tandem.transport.weights.manifest import announce, find_announced, newest_version
+from tandem.transport.weights.memory import MemoryFirst, OwnMemory, SharedMemory
 from tandem.utils.run_dir import step_name
 
 CPU = torch.device("cpu")
 
 
 def test_a_version_is_held_as_it_was_published_and_lies_in_the_files_too(tiny_model: Path, tmp_path: Path) -> None:
-    memory = MemoryWeights(torch.bfloat16)
+    memory = OwnMemory(torch.bfloat16)
     publisher = MemoryFirst(memory, WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=2))
     decoder = load_decoder(tiny_model, torch.float32, CPU).requires_grad_(False)
     publisher.publish(stream_tensors(decoder), version=1)
+    assert newest_version(tmp_path) == 1, "known before there are files"
+    publisher.close()
+    assert newest_version(tmp_path) == 1 and find_announced(tmp_path) is None
     decoder.norm.weight.fill_(7.0)  # the trainer goes on
     held = memory.find(1)
     assert held is not None and memory.find(0) is None and memory.find(2) is None
@@ -36,7 +41,7 @@ def test_a_version_is_held_as_it_was_published_and_lies_in_the_files_too(tiny_mo
 
 
 def test_an_engine_takes_the_held_version_and_files_for_all_others(tiny_model: Path, tmp_path: Path) -> None:
-    memory = MemoryWeights(torch.float32)
+    memory = OwnMemory(torch.float32)
     decoder = load_decoder(tiny_model, torch.float32, CPU)
     source = MemorySource(memory, tmp_path, FileSource())
     held = memory.hold(stream_tensors(decoder), 3, None)
@@ -53,7 +58,7 @@ def test_an_adapter_from_memory_is_the_one_in_the_files(tiny_model: Path, tmp_pa
     lora = LoRAConfig(rank=2, alpha=3)
     trained = load_trainable(ModelConfig(name=tiny_model), CPU, lora, seed=1)
     described: dict[str, Any] = adapter_config(trained, lora, tiny_model)
-    memory = MemoryWeights(torch.bfloat16)
+    memory = OwnMemory(torch.bfloat16)
     files = WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=1, adapter_config=described)
     MemoryFirst(memory, files).publish(adapter_tensors(trained).items(), version=5)
     decoder, folder = load_decoder(tiny_model, torch.bfloat16, CPU), tmp_path / step_name(5)
@@ -65,3 +70,28 @@ def test_an_adapter_from_memory_is_the_one_in_the_files(tiny_model: Path, tmp_pa
     memory.hold({"nonsense": torch.ones(2, 2)}, 6, described)
     with pytest.raises(AdapterRefused, match="nonsense"):
         MemorySource(memory, tmp_path, FileSource()).read_adapter(tmp_path / step_name(6), 6, decoder)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_an_engine_reads_what_another_process_shares_before_there_are_files(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = SharedMemory(torch.bfloat16)
+    decoder = load_decoder(tiny_model, torch.bfloat16, CPU)
+    held = [memory.hold(stream_tensors(decoder), version, None) for version in (1, 2, 3)]
+    folder = tmp_path / step_name(3)
+    announce(tmp_path, 3, held[2].place)
+    found = FileSource().read(folder, 3, decoder)
+    expected = dict(stream_tensors(decoder))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert not caplog.records
+
+    # The descriptor of version 1 was closed, and is another's by now or nobody's: the files are read instead.
+    WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=3).publish(expected, version=1)
+    announce(tmp_path, 1, held[0].place)
+    again = FileSource().read(tmp_path / step_name(1), 1, decoder)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
+    assert "cannot be read from memory" in caplog.text
+    memory.close()
+    assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"]), "whoever reads it keeps it"

@@ -1,6 +1,7 @@
 """Attention over the paged KV cache by Triton kernels that read its blocks where they lie.
 
     decode    one program for a row, a KV head and a part of the context; the query heads of a KV head share every load
+    prefix    the same for several rows that begin with the same blocks, over these; decode goes on from there
     merge     puts the parts of a context together, where it was split
     prefill   one program for a tile of a prompt's tokens and a query head
 
@@ -18,35 +19,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.inference.native.shared_prompts import ROWS_AT_ONCE
+
 TILE = 64  # tokens of the context a program reads at once
-DECODE_WARPS, DECODE_STAGES = 2, 3  # what was measured best (docs/log.md)
+MANY_PROGRAMS = 1024  # which read less at once each
 QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
 MAX_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
+MAX_PREFIX_PARTS = 8  # which every row of a chunk reads
+LOWEST = tl.constexpr(-1e30)  # below every score, and a number: the difference of two infinities is none
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _decode(
-    q, keys, values, table, columns, positions, out, part_max, part_sum, part_out,
-    block_stride, token_stride, head_stride, scale, splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, IS_SPLIT: tl.constexpr,
+@triton.jit
+def _attend_to(
+    queries, keys, values, blocks, begin, end, head, top, total, result, block_stride, token_stride, head_stride, scale,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    length = tl.load(positions + row) + 1
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    share = tl.cdiv(tl.cdiv(length - first, TILE), splits) * TILE
-    begin = first + split * share
-    end = tl.minimum(begin + share, length)
-    d, g = tl.arange(0, PADDED), tl.arange(0, ROWS)
-    is_head, is_dim = g < GROUP, d < HEAD_DIM
-    heads = row.to(tl.int64) * HEADS + head * GROUP + g
-    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
-    blocks = table + row.to(tl.int64) * tl.load(columns)
-    top, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    result = tl.zeros([ROWS, PADDED], tl.float32)
+    """Add the context from `begin` to `end` to what was attended to before: the greatest score, the sum of exponentials
+    and the sum of values."""
+    d = tl.arange(0, PADDED)
+    is_dim = d < HEAD_DIM
     for start in range(begin, end, TILE):
         t = start + tl.arange(0, TILE)
         inside = t < end
@@ -62,14 +55,90 @@ def _decode(
         v = tl.load(values + where[:, None] + d[None, :], mask=v_mask, other=0.0)
         result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total, top = total * shrink + tl.sum(p, axis=1), new_top
+    return top, total, result
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _prefix(
+    q, keys, values, table, columns, shared, chunk_first, chunk_count, part_max, part_sum, part_out,
+    block_stride, token_stride, head_stride, scale, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    chunk, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    count = tl.load(chunk_count + chunk)
+    if count == 0:
+        return
+    row = tl.load(chunk_first + chunk)
+    length = tl.load(shared + row)
+    share = tl.cdiv(tl.cdiv(length, TILE), splits) * TILE
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    d, g = tl.arange(0, PADDED), tl.arange(0, ROWS)
+    mask = (g < count * GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    heads = (row + g // GROUP).to(tl.int64) * HEADS + head * GROUP + g % GROUP
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+    blocks = table + row.to(tl.int64) * tl.load(columns)
+    top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
+    top, total, result = _attend_to(
+        queries, keys, values, blocks, begin, end, head, top, total, tl.zeros([ROWS, PADDED], tl.float32),
+        block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE,
+    )  # fmt: skip
+    at = heads * splits + split
+    tl.store(part_max + at, top, mask=g < count * GROUP)
+    tl.store(part_sum + at, total, mask=g < count * GROUP)
+    tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _decode(
+    q, keys, values, table, columns, positions, shared, prefix_max, prefix_sum, prefix_out,
+    out, part_max, part_sum, part_out, block_stride, token_stride, head_stride, scale, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, IS_SPLIT: tl.constexpr, PREFIX_PARTS: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    length = tl.load(positions + row) + 1
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    d, g = tl.arange(0, PADDED), tl.arange(0, ROWS)
+    is_head, is_dim = g < GROUP, d < HEAD_DIM
+    mask = is_head[:, None] & is_dim[None, :]
+    heads = row.to(tl.int64) * HEADS + head * GROUP + g
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+    top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, PADDED], tl.float32)
+    if PREFIX_PARTS > 0:
+        first = tl.load(shared + row)
+        is_begun = g < tl.where((split == 0) & (first > 0), GROUP, 0)
+        for part in tl.static_range(PREFIX_PARTS):
+            at = heads * PREFIX_PARTS + part
+            part_top = tl.load(prefix_max + at, mask=is_begun, other=LOWEST)
+            new_top = tl.maximum(top, part_top)
+            shrink, weight = tl.exp(top - new_top), tl.exp(part_top - new_top)
+            more = tl.load(
+                prefix_out + at[:, None] * HEAD_DIM + d[None, :], mask=is_begun[:, None] & is_dim[None, :], other=0.0
+            )
+            result = result * shrink[:, None] + more * weight[:, None]
+            total = total * shrink + tl.load(prefix_sum + at, mask=is_begun, other=0.0) * weight
+            top = new_top
+    share = tl.cdiv(tl.cdiv(length - first, TILE), splits) * TILE
+    begin = first + split * share
+    end = tl.minimum(begin + share, length)
+    blocks = table + row.to(tl.int64) * tl.load(columns)
+    top, total, result = _attend_to(
+        queries, keys, values, blocks, begin, end, head, top, total, result,
+        block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE,
+    )  # fmt: skip
     if IS_SPLIT:
         at = heads * splits + split
         tl.store(part_max + at, top, mask=is_head)
         tl.store(part_sum + at, total, mask=is_head)
-        tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=is_head[:, None] & is_dim[None, :])
+        tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
     else:
         result = (result / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=is_head[:, None] & is_dim[None, :])
+        tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
 
 
 @triton.jit
@@ -100,7 +169,7 @@ def _prefill(
     blocks = table + tl.load(tile_rows + tile).to(tl.int64) * columns
     end = position + count
     first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
-    top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
+    top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, PADDED], tl.float32)
     kv_head = head // (HEADS // KV_HEADS)
     for start in range(first, end, TILE):
@@ -124,35 +193,79 @@ def _prefill(
 
 
 @dataclass(frozen=True)
+class SharedRows:
+    """Chunks of rows that begin with the same blocks (native/shared_prompts.py)."""
+
+    tokens: Tensor  # (rows,) int32: what each row has in common with its chunk
+    first: Tensor  # (chunks,) int32
+    count: Tensor  # (chunks,) int32; 0: no chunk
+
+
+@dataclass(frozen=True)
 class DecodeRows:
     """Rows with one token each."""
 
     table: Tensor  # (rows * columns,) int32: the blocks of each row
     columns: Tensor  # (1,) int32: on the device, since a CUDA graph must not know it
     positions: Tensor  # (rows,) int32
+    shared: SharedRows | None = None
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None, splits: int | None = None) -> Tensor:
         """q (rows, heads, head_dim) over `keys` and `values` (blocks, block size, KV heads, head_dim) -> like q."""
         num_rows, num_heads, head_dim = q.shape
-        _, block_size, num_kv_heads, _ = keys.shape
+        num_kv_heads = keys.shape[2]
         splits = splits or num_splits(num_rows * num_kv_heads, q.device)
         out = torch.empty_like(q)
-        parts = [q.new_empty(0, dtype=torch.float32)] * 3
-        if splits > 1:
-            shape = (num_rows, num_heads, splits)
-            parts = [q.new_empty(size, dtype=torch.float32) for size in (shape, shape, (*shape, head_dim))]
-        padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
+        shared = None if window else self.shared
+        prefix_parts = 0
+        shared_tokens, prefix = self.positions, [q.new_empty(0, dtype=torch.float32)] * 3
+        if shared is not None:
+            prefix_parts = min(MAX_PREFIX_PARTS, num_splits(max(1, num_rows // ROWS_AT_ONCE) * num_kv_heads, q.device))
+            shared_tokens, prefix = shared.tokens, self._attend_to_shared(shared, q, keys, values, prefix_parts)
+        parts = _new_parts(q, splits) if splits > 1 else [q.new_empty(0, dtype=torch.float32)] * 3
+        shape = _shape_of(q, keys)
+        tile, warps, stages = decode_tile(shape["PADDED"], num_rows * num_kv_heads * splits)
         _decode[(num_rows, num_kv_heads, splits)](
-            q, keys, values, self.table, self.columns, self.positions, out, *parts,
+            q, keys, values, self.table, self.columns, self.positions, shared_tokens, *prefix, out, *parts,
             *keys.stride()[:3], head_dim**-0.5, splits,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
-            ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=TILE,
-            WINDOW=window or 0, IS_SPLIT=splits > 1,
-            num_warps=DECODE_WARPS if padded <= 128 else 4, num_stages=DECODE_STAGES,
+            **shape, ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=tile,
+            WINDOW=window or 0, IS_SPLIT=splits > 1, PREFIX_PARTS=prefix_parts,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if splits > 1:
-            _merge[(num_rows * num_heads,)](*parts, out, HEAD_DIM=head_dim, PADDED=padded, SPLITS=splits, num_warps=2)
+            _merge[(num_rows * num_heads,)](
+                *parts, out, HEAD_DIM=head_dim, PADDED=shape["PADDED"], SPLITS=splits, num_warps=2
+            )
         return out
+
+    def _attend_to_shared(
+        self, shared: SharedRows, q: Tensor, keys: Tensor, values: Tensor, splits: int
+    ) -> list[Tensor]:
+        """Parts of the result, of every row that is in a chunk."""
+        _, num_heads, head_dim = q.shape
+        num_kv_heads = keys.shape[2]
+        parts, shape = _new_parts(q, splits), _shape_of(q, keys)
+        rows = max(SMALLEST_DOT, triton.next_power_of_2(ROWS_AT_ONCE * num_heads // num_kv_heads))
+        _prefix[(len(shared.first), num_kv_heads, splits)](
+            q, keys, values, self.table, self.columns, shared.tokens, shared.first, shared.count, *parts,
+            *keys.stride()[:3], head_dim**-0.5, splits, **shape, ROWS=rows, TILE=TILE,
+            num_warps=2 if rows <= 16 and shape["PADDED"] <= 128 else 4, num_stages=3,
+        )  # fmt: skip
+        return parts
+
+
+def _new_parts(q: Tensor, splits: int) -> list[Tensor]:
+    """For the greatest score, the sum of exponentials and the sum of values of each part of a context."""
+    shape = (*q.shape[:2], splits)
+    return [q.new_empty(size, dtype=torch.float32) for size in (shape, shape, (*shape, q.shape[2]))]
+
+
+def _shape_of(q: Tensor, keys: Tensor) -> dict[str, int]:
+    """What the kernels of decoding are compiled for."""
+    _, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = keys.shape
+    padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
+    return {"HEADS": num_heads, "KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "PADDED": padded, "BLOCK": block_size}
 
 
 @dataclass(frozen=True)
@@ -179,6 +292,13 @@ class PrefillTiles:
             ROWS=QUERY_TILE, TILE=TILE, WINDOW=window or 0, num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
+
+
+def decode_tile(padded: int, num_programs: int) -> tuple[int, int, int]:
+    """Tokens that a program reads at once, warps and stages: what was measured best (docs/log.md)."""
+    if padded > 128:
+        return TILE, 4, 3
+    return (TILE // 2, 1, 4) if padded == 128 and num_programs >= MANY_PROGRAMS else (TILE, 2, 3)
 
 
 def num_splits(num_programs: int, device: torch.device) -> int:

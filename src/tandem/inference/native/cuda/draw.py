@@ -19,6 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+# A search goes over a row many times by itself and waits for memory each time it asks: it asks for more at once.
+SEARCH_BLOCK, SEARCH_WARPS = 8192, 16
+LEAST_KEY = tl.constexpr(-(2**31))  # of `_key`
 LOWEST = tl.constexpr(-1e30)  # below every logit, and a number: the difference of two infinities is none
 
 
@@ -32,7 +35,7 @@ def _load(row, i, vocab):
 def _key(x, SHIFT: tl.constexpr):
     """Integers in the order of the numbers; without the bits that bfloat16 does not have."""
     bits = x.to(tl.int32, bitcast=True)
-    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000) >> SHIFT
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -61,7 +64,7 @@ def _above(row, vocab, divisor, greatest, key, SHIFT: tl.constexpr, BLOCK: tl.co
     for start in range(0, vocab, BLOCK):
         i = start + lane
         x = _load(row, i, vocab)
-        counts = (_key(x, SHIFT) >= key) & (i < vocab)
+        counts = (_key(x, SHIFT) >= key.to(tl.int32)) & (i < vocab)
         count += counts.to(tl.int32)
         mass += tl.where(counts, tl.exp((x - greatest) / divisor), 0.0)
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
@@ -73,9 +76,9 @@ def _least_kept(
 ):  # fmt: skip
     """The greatest key that keeps enough; what lies above it, in number and mass; how many tokens have it, and the mass
     of one of these."""
-    key = tl.full([], 0, tl.int64)
+    key = tl.full([], LEAST_KEY, tl.int64) >> SHIFT
     for bit in range(32 - SHIFT):
-        trial = key | (tl.full([], 1, tl.int64) << (31 - SHIFT - bit))
+        trial = key + (tl.full([], 1, tl.int64) << (31 - SHIFT - bit))
         count, mass = _above(row, vocab, divisor, greatest, trial, SHIFT, BLOCK)
         if (count >= enough_count) & (mass >= enough_mass):
             key = trial
@@ -89,10 +92,10 @@ def _least_kept(
 def _kept(x, i, vocab, divisor, greatest, key, num_ties, ties_before, min_p, SHIFT: tl.constexpr):
     """exp(logit - greatest) where a token is kept, else 0; of the tokens at the key itself the first `num_ties`."""
     keys = _key(x, SHIFT)
-    is_tie = (keys == key) & (i < vocab)
+    is_tie = (keys == key.to(tl.int32)) & (i < vocab)
     rank = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
     e = tl.exp((x - greatest) / divisor)
-    kept = ((keys > key) | (is_tie & (rank < num_ties))) & (i < vocab) & (e >= min_p)
+    kept = ((keys > key.to(tl.int32)) | (is_tie & (rank < num_ties))) & (i < vocab) & (e >= min_p)
     return tl.where(kept, e, 0.0), ties_before + tl.sum(is_tie.to(tl.int32), axis=0)
 
 
@@ -107,18 +110,19 @@ def _find(e, i, before, target, none):
 
 @triton.jit
 def _draw_truncated(
-    row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+    row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
-    key, num_ties, kept_mass = tl.full([], -1, tl.int64), vocab, total
+    key, num_ties, kept_mass = tl.full([], LEAST_KEY, tl.int64), vocab, total
     if top_k > 0:
         enough = tl.minimum(top_k, vocab)
-        key, count, mass, _, tie_mass = _least_kept(row, vocab, divisor, greatest, enough, 0.0, SHIFT, BLOCK)
+        key, count, mass, _, tie_mass = _least_kept(row, vocab, divisor, greatest, enough, 0.0, SHIFT, SEARCH)
         num_ties = enough - count
         kept_mass = mass + num_ties * tie_mass
     if top_p < 1:
         enough_mass = tl.maximum(top_p * kept_mass, 1e-30)
-        p_key, _, mass, ties, tie_mass = _least_kept(row, vocab, divisor, greatest, 1, enough_mass, SHIFT, BLOCK)
+        p_key, _, mass, ties, tie_mass = _least_kept(row, vocab, divisor, greatest, 1, enough_mass, SHIFT, SEARCH)
         p_ties = tl.minimum(tl.maximum(tl.ceil((enough_mass - mass) / tie_mass).to(tl.int32), 1), ties)
         if p_key == key:
             num_ties = tl.minimum(num_ties, p_ties)
@@ -147,7 +151,7 @@ def _draw_truncated(
 def _draw(
     logits, sources, slots, temperatures, top_ps, min_ps, uniforms, top_ks, raw, tops, top_at, sums, raw_sums,
     last, tokens, logprobs, lses, row_stride, vocab, parts,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = logits + tl.load(sources + program).to(tl.int64) * row_stride
@@ -164,7 +168,9 @@ def _draw(
     total = tl.sum(masses, axis=0)
     if temperature != 0:
         if (top_k > 0) | (top_p < 1) | (min_p > 0):
-            token = _draw_truncated(row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p, SHIFT, BLOCK)
+            token = _draw_truncated(
+                row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p, SHIFT, BLOCK, SEARCH
+            )
         else:
             # Below the mass even after rounding: what is drawn then has probability above zero.
             target = tl.minimum(uniform * total, total * (1 - 1.2e-7))
@@ -236,7 +242,8 @@ def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> Drawn
         logits, sources, rows.slots, rows.temperature, rows.top_p, rows.min_p, rows.uniform, rows.top_k, rows.raw,
         tops, top_at, sums, raw_sums, last, drawn.tokens, drawn.logprobs, drawn.lse,
         logits.stride(0), vocab, parts,
-        SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block, PARTS=triton.next_power_of_2(parts),
-        num_warps=8,
+        SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block,
+        SEARCH=min(SEARCH_BLOCK, triton.next_power_of_2(vocab)), PARTS=triton.next_power_of_2(parts),
+        num_warps=SEARCH_WARPS,
     )  # fmt: skip
     return drawn

@@ -1,7 +1,7 @@
 """What a step is told: arrays of the host, packed into one piece and copied to the GPU at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -9,12 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles
+from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles, SharedRows
 from tandem.inference.native.cuda.draw import DrawRows
 from tandem.inference.native.sampler import SamplingRows, uniforms
+from tandem.inference.native.shared_prompts import SharedPrompts
 from tandem.inference.native.state import Rows, SlotState
 
 Array = NDArray[Any]
+NUM_DRAW_ARRAYS = len(fields(DrawRows))
 ALIGNED_WORDS = 4  # 16 bytes: Triton compiles once more for other addresses
 
 
@@ -28,7 +30,14 @@ class DecodeInputs:
     attention: DecodeRows
 
 
-def decode_arrays(state: SlotState, rows: Rows, sampling: SamplingRows, num_rows: int, spare_block: int) -> list[Array]:
+def decode_arrays(
+    state: SlotState,
+    rows: Rows,
+    sampling: SamplingRows,
+    num_rows: int,
+    spare_block: int,
+    shared: SharedPrompts | None = None,
+) -> list[Array]:
     """For `DecodeInputs`, with padding up to `num_rows`; the table, whose size varies, comes last."""
     positions = state.computed[rows]
     columns = int(positions.max()) // state.block_size + 1
@@ -37,18 +46,23 @@ def decode_arrays(state: SlotState, rows: Rows, sampling: SamplingRows, num_rows
     table = np.full((num_rows, columns), spare_block, np.int32)
     table[: len(rows)] = state.block_table[rows, :columns]
 
-    def padded(values: Array, fill: int = 0) -> Array:
+    def padded(values: Array, fill: int = 0, size: int = num_rows) -> Array:
         dtype = np.float32 if values.dtype == np.float32 else np.int32
-        whole = np.full(num_rows, fill, dtype)
+        whole = np.full(size, fill, dtype)
         whole[: len(values)] = values
         return whole
 
+    chunks: list[Array] = []
+    if shared is not None:
+        chunks = [padded(values, size=num_rows // 2) for values in (shared.first, shared.count)]
+        chunks.append(padded(shared.num_blocks * state.block_size))
     return [
         np.array([columns], np.int32),
         padded(token_ids),
         padded(cells, spare_block * state.block_size),
         padded(positions),
         *(padded(values, fill) for values, fill in draw_arrays(state, rows, sampling)),
+        *chunks,
         table,
     ]
 
@@ -69,8 +83,10 @@ def draw_arrays(state: SlotState, rows: Rows, sampling: SamplingRows) -> list[tu
 
 def decode_inputs(parts: Sequence[Tensor]) -> DecodeInputs:
     """Of what `decode_arrays` made, on the device."""
-    columns, token_ids, cells, positions, *draw, table = parts
-    return DecodeInputs(token_ids, cells, DrawRows(*draw), DecodeRows(table, columns, positions))
+    columns, token_ids, cells, positions, *others, table = parts
+    draw, chunks = others[:NUM_DRAW_ARRAYS], others[NUM_DRAW_ARRAYS:]
+    shared = SharedRows(first=chunks[0], count=chunks[1], tokens=chunks[2]) if chunks else None
+    return DecodeInputs(token_ids, cells, DrawRows(*draw), DecodeRows(table, columns, positions, shared))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 The token a row drew stays on the GPU, by slot, where its next step finds it. A graph replays fixed shapes on fixed
 buffers, so rows are rounded up to a bucket; padding rows write to the scratch block. Weights change in
-place, so graphs stay true when they do.
+place, so graphs stay true when they do. Where rows share prompts, another graph reads these once for several rows.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,15 @@ from tandem.inference.native.cuda.inputs import (
 )
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.sampler import NO_TOP, Drawn, SamplingRows, sampling_rows
+from tandem.inference.native.shared_prompts import SharedPrompts, find_shared
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
 from tandem.models.lora import AdapterBank
+
+# Of a layer's keys and values. The kernel that reads shared prompts costs as much as reading a quarter of that.
+WORTH_SHARING_BYTES = 2**25
+FEWEST_SHARING_ROWS = 16  # of a graph: fewer read too little
+NOTHING_SHARED = SharedPrompts(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,21 @@ class CudaRunner:
         device: torch.device,
         *,
         use_graphs: bool,
+        share_prompts: bool = True,
     ) -> None:
-        """The last block of `cache` must be one that no sequence is ever given."""
+        """The last block of `cache` must be one that no sequence is ever given. `share_prompts`: what a row computes
+        may depend, in its rounding, on the rows beside it."""
         self.decoder, self.adapters, self.cache, self.state, self.device = decoder, adapters, cache, state, device
         self.fused = FusedDecoder(decoder, cache, state.tokens.shape[1])
         self.spare_block = cache.shape[1] - 1
         # By slot, and one more for padding rows.
         self.last = torch.zeros(state.num_slots + 1, dtype=torch.int32, device=device)
         self.sources = torch.arange(buckets(state.num_slots)[-1], dtype=torch.int32, device=device)
-        self.use_graphs = use_graphs
+        self.use_graphs, self.share_prompts = use_graphs, share_prompts
+        self.block_bytes = 2 * cache.keys[0, 0].numel() * cache.keys.element_size()  # in a layer
         num_logits = len(self.sources) if use_graphs else 0
         self.logits = cache.keys.new_empty(num_logits, decoder.spec.vocab_size)  # of a graph's rows
-        self.graphs: dict[int, DecodeGraph] = {}
+        self.graphs: dict[tuple[int, bool], DecodeGraph] = {}  # by the number of rows, and whether prompts are shared
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -83,8 +92,10 @@ class CudaRunner:
         self._launch_decode(slot, use_graph=False)
         memory: Any = None
         for size in reversed(buckets(self.state.num_slots)) if self.use_graphs else ():
-            self.graphs[size] = self._capture(slot, size, memory)
-            memory = memory or self.graphs[size].graph.pool()
+            for is_shared in (True, False) if self.share_prompts and size >= FEWEST_SHARING_ROWS else (False,):
+                captured = self._capture(slot, size, NOTHING_SHARED if is_shared else None, memory)
+                self.graphs[size, is_shared] = captured
+                memory = memory or captured.graph.pool()
         self.state.block_table[slot] = 0
         torch.cuda.synchronize(self.device)
 
@@ -141,14 +152,24 @@ class CudaRunner:
 
     def _launch_decode(self, rows: Rows, *, use_graph: bool) -> Launched:
         size = next(size for size in buckets(self.state.num_slots) if size >= len(rows)) if use_graph else len(rows)
-        arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), size, self.spare_block)
+        shared = self._shared(rows) if not use_graph or (size, True) in self.graphs else None
+        arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), size, self.spare_block, shared)
         if not use_graph:
             logits, drawn = self._decode(decode_inputs(upload(arrays, self.device)), None)
             return Launched(logits, drawn)
-        graph = self.graphs[size]
+        graph = self.graphs[size, shared is not None]
         upload(arrays, self.device, graph.words)
         graph.graph.replay()
         return Launched(self.logits[: len(rows)], DrawnOnDevice(graph.drawn.words, len(rows)))
+
+    def _shared(self, rows: Rows) -> SharedPrompts | None:
+        """The prompts that these rows share, where that is worth a kernel."""
+        if not self.share_prompts:
+            return None
+        columns = int(self.state.computed[rows].max()) // self.state.block_size + 1
+        found = find_shared(self.state.block_table[rows, :columns])
+        is_worth_it = found is not None and found.num_saved * self.block_bytes >= WORTH_SHARING_BYTES
+        return found if is_worth_it else None
 
     def _decode(self, inputs: DecodeInputs, logits: Tensor | None) -> tuple[Tensor, DrawnOnDevice]:
         """A whole decoding step; logits are written to `logits` where that is given."""
@@ -160,8 +181,8 @@ class CudaRunner:
             torch.mm(hidden, self.decoder.output_weight.T, out=logits)
         return logits, draw(logits, self.sources, inputs.draw, self.last)
 
-    def _capture(self, slot: Rows, num_rows: int, memory: Any) -> DecodeGraph:
-        arrays = decode_arrays(self.state, slot, sampling_rows(self.state, slot), num_rows, self.spare_block)
+    def _capture(self, slot: Rows, num_rows: int, shared: SharedPrompts | None, memory: Any) -> DecodeGraph:
+        arrays = decode_arrays(self.state, slot, sampling_rows(self.state, slot), num_rows, self.spare_block, shared)
         num_words = offsets([array.size for array in arrays])[-1] + num_rows * self.state.block_table.shape[1]
         words = torch.zeros(num_words, dtype=torch.int32, device=self.device)
         inputs = decode_inputs(upload(arrays, self.device, words))

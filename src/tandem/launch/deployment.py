@@ -1,10 +1,18 @@
-"""The processes of a run whose trainer and server are one (`deployment = "colocated"`)."""
+"""What `deployment` makes of the processes of a run."""
 
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from tandem.launch.plan import ProcessPlan
+
+
+def share(plans: list[ProcessPlan]) -> list[ProcessPlan]:
+    """The trainer hands its weights to the server through memory."""
+    return [
+        replace(plan, config=plan.config | {"share_weights": True}) if plan.name == "trainer" else plan
+        for plan in plans
+    ]
 
 
 def colocate(plans: list[ProcessPlan], config_folder: Path) -> list[ProcessPlan]:

@@ -1,0 +1,45 @@
+"""`deployment`: weights go through memory, or one process trains and serves, and nothing else about a run changes."""
+
+import shutil
+from pathlib import Path
+
+from tandem.transport.weights.manifest import verify_manifest
+from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.run_dir import RunDir, step_name
+
+ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestrator.prompts-per-step", "4"]
+SHORT = ["--trainer.scheduler.type", "constant", "--checkpoint.every", "1", "--orchestrator.eval.num-prompts", "4"]
+
+
+def test_every_deployment_ends_in_the_same_bits_resumed_in_another_too(
+    starter, tiny_model: Path, tmp_path: Path, free_port: int
+) -> None:
+    def run(name: str, steps: int, *more: str) -> RunDir:
+        done = starter.run(
+            "rl",
+            *("@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model), "--max-steps", str(steps)),
+            *("--output-dir", str(tmp_path / name), "--inference.server.port", str(free_port)),
+            *(*ON_POLICY, *SHORT, *more),
+        )
+        assert done.returncode == 0, done.stdout
+        return RunDir(tmp_path / name)
+
+    def weights(run_dir: RunDir) -> bytes:
+        return (run_dir.weights / step_name(3) / "model.safetensors").read_bytes()
+
+    split = run("split", 3)
+    shared = run("other", 3, "--deployment", "shared")
+    assert weights(shared) == weights(split)
+    assert "cannot be read from memory" not in shared.log("inference").read_text()
+    verify_manifest(shared.weights / "latest", 3)
+    shared.log("inference").unlink()
+
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / step_name(3))  # as if it had been killed before
+    colocated = run("other", 3, "--deployment", "colocated", "--resume")
+    assert weights(colocated) == weights(split)
+    assert colocated.samples(3).read_text() == split.samples(3).read_text()
+    names = ("logprob_difference", "max/logprob_difference")
+    lines = [line for line in read_json_lines(colocated.metrics) if names[0] in line]
+    assert [[line[name] for name in names] for line in lines] == [[0.0, 0.0]] * 3
+    assert not colocated.log("inference").exists(), "there is no process of that name"
+    assert read_json(colocated.config / "inference.json")["server"]["port"] == free_port
