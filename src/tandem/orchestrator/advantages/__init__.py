@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, AdvantageFunction] = {
     "reinforce_pp": reinforce_pp_advantages,
     "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
     "maxrl": maxrl_advantages,
+    PER_TURN: grpo_advantages,  # of single turns; those of conversations are compared by `advantages_by_turn`
     "reward": reward_advantages,
     "none": zero_advantages,
 }
@@ -86,5 +87,4 @@ def checked_advantages(
 
 def try_advantages(config: AdvantageConfig, group_size: int) -> None:
     """Before anything starts: does the function take a group of different rewards, and one of equal ones?"""
-    if config.type != PER_TURN:
-        make_advantage_function(config)([[i / group_size for i in range(group_size)], [0.0] * group_size])
+    make_advantage_function(config)([[i / group_size for i in range(group_size)], [0.0] * group_size])
