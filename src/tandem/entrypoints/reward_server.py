@@ -47,11 +47,11 @@ def serve(config: RewardServerConfig) -> None:
 def goal_app(config: RewardServerConfig, api_key: str | None) -> "FastAPI":
     from starlette.middleware import Middleware
 
-    from tandem.inference.api.limits import LimitBody
-    from tandem.inference.auth import RequireApiKey
     from tandem.inference.browsers import RefuseForeignPages, RequireJson, names_of
     from tandem.inference.closing import AnswerWhenClosing
     from tandem.rewards.server import create_app
+    from tandem.utils.serving.auth import RequireApiKey
+    from tandem.utils.serving.limits import LimitBody
 
     server = config.server
     names = names_of(server.host, server.allowed_hosts) if api_key is None else None
@@ -98,6 +98,7 @@ def reward_model_app(config: RewardServerConfig, api_key: str | None) -> "FastAP
         max_body_bytes=server.max_body_mb << 20,
         receive_timeout_s=server.receive_timeout_s,
         host_names=names_of(server.host, server.allowed_hosts) if api_key is None else None,
+        options=config,
     )
 
 

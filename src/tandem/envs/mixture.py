@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.envs.process import EnvironmentProcess, open_environment
-from tandem.envs.protocol import Player, Score
+from tandem.envs.protocol import Environment, Player, Score
 from tandem.envs.results import Result
 from tandem.envs.trial import try_environment
 from tandem.types.rollout import Task
@@ -24,6 +24,16 @@ class Mixture:
 
     async def play(self, task: Task, player: Player) -> Result:
         return await self.environments[task.environment].play(task, player)
+
+
+def costs_of(environment: Environment) -> dict[str, float]:
+    """What rewards have cost so far, as metrics."""
+    if isinstance(environment, Mixture):
+        environments = environment.environments.items()
+        return {f"{name}/{key}": value for name, one in environments for key, value in costs_of(one).items()}
+    if not isinstance(environment, EnvironmentProcess):
+        return {}
+    return {f"reward/{name}": value for name, value in environment.costs.items()}
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class Worker:
     def __init__(self, config: EnvConfig) -> None:
         self.config = config
         self.is_lost = False
+        self.costs: dict[str, float] = {}  # of its rewards, so far
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
         self._background: list[asyncio.Task[None]] = []
@@ -191,6 +193,7 @@ class Worker:
                 call.asked.add(turn)
                 turn.add_done_callback(call.asked.discard)
             return
+        self.costs = answer.get("costs", self.costs)
         call = self._calls.pop(answer["call"])
         if not call.answer.done():
             if "failure" in answer:
@@ -277,6 +280,14 @@ class EnvironmentProcess:
         self._fingerprint = ready["fingerprint"]
         self._worker = worker
         self._replacing: asyncio.Task[None] | None = None
+        self._past_costs: Counter[str] = Counter()  # of processes that ended
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """What rewards have cost since the start, by name."""
+        costs = self._past_costs.copy()
+        costs.update(self._worker.costs)
+        return dict(costs)
 
     async def score(self, task: Task, completion: str) -> Score:
         request = _request(task) | {"arguments": [completion]}
@@ -316,6 +327,8 @@ class EnvironmentProcess:
     async def _replace(self) -> None:
         logger.warning("restarting the environment's process")
         await self._worker.close()
+        self._past_costs.update(self._worker.costs)
+        self._worker.costs = {}
         worker = Worker(self.config)
         try:
             ready = await worker.start(with_tasks=False)

@@ -52,7 +52,8 @@ def make_environment(config: EnvConfig) -> Any:
     if config.reward is not None:
         environment = Rewarded(environment, by_answer(find_registered(REWARDS, config.reward, "env.reward")))
     if config.rewards:
-        environment = Rewarded(environment, WeightedRewards(config.rewards, config.reward_workers).score)
+        rewards = WeightedRewards(config.rewards, config.reward_workers)
+        environment = Rewarded(environment, rewards.score, rewards.costs)
     return environment if config.system_prompt is None else SystemPrompted(environment, config.system_prompt)
 
 

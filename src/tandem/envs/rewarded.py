@@ -13,9 +13,12 @@ from tandem.types.rollout import Task
 
 
 class Rewarded:
-    """Everything but its score is that of `environment`."""
+    """Everything but its score is that of `environment`. `costs` tells what scoring has cost so far."""
 
-    def __init__(self, environment: Any, score: Callable[[Task, str], Any]) -> None:
+    def __init__(
+        self, environment: Any, score: Callable[[Task, str], Any], costs: Callable[[], dict[str, float]] = dict
+    ) -> None:
+        self.reward_costs = costs
         self.train_tasks = environment.train_tasks
         self.eval_tasks = environment.eval_tasks
         self._environment = environment

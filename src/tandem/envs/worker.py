@@ -8,7 +8,7 @@ Whatever users' code does here, hang, crash, exit, print, it does to this proces
              {"answer": 1, …}                          the model's next turn, for an episode that has asked
              {"cancel": 8}
     writes   {"ready": …} | {"refused": …}             once
-             {"started": 7}, then {"call": 7, "value": …} | {"call": 7, "failure": …, "lingers": …}
+             {"started": 7}, then {"call": 7, "value": …} | {"call": 7, "failure": …, "lingers": …}; "costs" beside it
              {"ask": 1, "call": 8, "messages": …, …}   while the episode of call 8 is played
 """
 
@@ -63,6 +63,7 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[int, asyncio.Future[Payload]] = {}
         self._numbers = itertools.count(1)
+        self._costs: dict[str, float] = {}
 
     async def serve(self, *, with_tasks: bool) -> None:
         """Set up, say so, and answer until the other side is gone."""
@@ -112,7 +113,7 @@ class Worker:
         arguments = [self._task(payload), *payload["arguments"]]
         # The start is told before any of the user's code runs, which may be the last that is heard from here.
         outcome = await calls.run(number, function, arguments, lambda: self.channel.send({"started": number}))
-        self.channel.send({"call": number} | reply(function, outcome, checked_score))
+        self._send_reply(number, reply(function, outcome, checked_score))
 
     async def _play(self, calls: Calls, payload: Payload) -> None:
         number, function = payload["call"], self.environment.rollout
@@ -120,7 +121,14 @@ class Worker:
         model = RemoteModel(partial(self._ask, number), clock)
         self.channel.send({"started": number})
         outcome = await calls.play(number, function(self._task(payload), model), clock)
-        self.channel.send({"call": number} | reply(function, outcome, lambda value: asdict(checked_result(value))))
+        self._send_reply(number, reply(function, outcome, lambda value: asdict(checked_result(value))))
+
+    def _send_reply(self, number: int, answer: Payload) -> None:
+        """With what rewards have cost so far, where that has changed."""
+        costs = getattr(self.environment, "reward_costs", dict)()  # of envs/rewarded.py
+        if costs != self._costs:
+            self._costs, answer = costs, answer | {"costs": costs}
+        self.channel.send({"call": number} | answer)
 
     async def _ask(self, call: int, request: Payload) -> Payload:
         number = next(self._numbers)

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.inference.auth import OPEN_PATHS
-from tandem.inference.responses import error_answer
+from tandem.utils.serving.auth import OPEN_PATHS
+from tandem.utils.serving.responses import error_answer
 
 LOOPBACK_NAMES = ("localhost", "ip6-localhost", "localhost.localdomain")
 

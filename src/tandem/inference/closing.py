@@ -7,7 +7,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.inference.responses import error_answer, error_event
+from tandem.utils.serving.responses import error_answer, error_event
 
 REASON = "the server is shutting down"
 CODE = "shutting_down"

@@ -1,7 +1,7 @@
 """uvicorn as all our servers run it: requests that never come to their end are closed, and so are those that are
 still there when the server has to leave.
 
-uvicorn waits for ever for the rest of a request's headers; bodies are for `api/limits.py`.
+uvicorn waits for ever for the rest of a request's headers; bodies are for `utils/serving/limits.py`.
 """
 
 import asyncio

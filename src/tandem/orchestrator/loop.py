@@ -21,6 +21,7 @@ from functools import partial
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.mixture import costs_of
 from tandem.envs.protocol import Environment
 from tandem.orchestrator.advantages import make_batch_advantages
 from tandem.orchestrator.batches import batch_metrics, make_batch
@@ -70,6 +71,7 @@ class Orchestrator:
         self.run_log = RunLog(self.run_dir, "orchestrator")
         self.servers = servers
         self.run_name = run_name
+        self.environment = environment
         self.prompts = prompts
         self.forwarder = forwarder
         self._evaluating = False
@@ -251,7 +253,7 @@ class Orchestrator:
         }
         if (limit := self.policy.limit) is not None:
             state["servers/concurrency"] = limit
-        self.run_log.metrics(step, metrics | measured | state)
+        self.run_log.metrics(step, metrics | measured | state | costs_of(self.environment))
         logger.info(
             "step %d: reward %.3f, staleness %d, %.0f tokens/s",
             step,

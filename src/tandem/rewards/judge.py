@@ -81,6 +81,12 @@ class Judge:
             )
 
     @property
+    def costs(self) -> dict[str, float]:
+        """For metrics."""
+        tokens = self.usage.prompt_tokens + self.usage.completion_tokens
+        return {"calls": self.usage.calls, "tokens": tokens, "cost": self.cost}
+
+    @property
     def cost(self) -> float:
         config, usage = self.config, self.usage
         return (usage.prompt_tokens * config.input_price + usage.completion_tokens * config.output_price) / MILLION

@@ -8,7 +8,6 @@ $TANDEM_GOALS, if that is set, and its API key from $TANDEM_API_KEY.
 """
 
 import asyncio
-import hmac
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,14 +20,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.config.base import load_config
 from tandem.config.goals import GoalOptions
 from tandem.rewards.batcher import Batcher
-from tandem.rewards.goals import BadGoal, GoalSpace, Vector, make_goals
+from tandem.rewards.goals import BadGoal, Goal, GoalSpace, Vector, make_goals
+from tandem.utils.serving.auth import RequireApiKey
+from tandem.utils.serving.limits import LimitBody
+from tandem.utils.serving.responses import error_answer
 
 OPTIONS_VAR, KEY_VAR = "TANDEM_GOALS", "TANDEM_API_KEY"
+RECEIVE_TIMEOUT_S = 60.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -43,14 +45,15 @@ class GoalRequest(BaseModel):
 class GoalService:
     """The routes of a server that measures goals, and what they share."""
 
-    def __init__(self, options: GoalOptions) -> None:
+    def __init__(self, options: GoalOptions, goals: Sequence[Goal] | None = None) -> None:
+        """`goals`: None are those that the options name."""
         self.options = options
         self.registry = CollectorRegistry()
         self.texts = Counter("tandem_goal_texts", "Texts placed in goal space.", registry=self.registry)
         hits = Gauge("tandem_goal_cache_hits", "Texts that were known already.", registry=self.registry)
         self.failures = Counter("tandem_goal_failures", "Requests that a goal failed.", registry=self.registry)
         self.goal_s = Histogram("tandem_goal_seconds", "Of one batch.", ("goal",), registry=self.registry)
-        self.space = GoalSpace(make_goals(options.goals), options.cache_size, self._observe)
+        self.space = GoalSpace(goals or make_goals(options.goals), options.cache_size, self._observe)
         hits.set_function(lambda: self.space.num_hits)
         self._batcher: Batcher[str, Vector] | None = None
 
@@ -130,41 +133,16 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> F
     return app
 
 
-def error_answer(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message}}, status)
-
-
-class Guard:
-    """Middleware of the app that uvicorn starts: the API key, and the size that a body says it has."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None, max_bytes: int) -> None:
-        self.app = app
-        self.expected = None if api_key is None else f"Bearer {api_key}".encode()
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await refusal(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = dict(scope["headers"])
-        is_open = self.expected is None or scope["path"] == "/health"
-        if not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), self.expected or b""):
-            return error_answer(401, "a valid API key is needed: send the header 'Authorization: Bearer <key>'")
-        size = headers.get(b"content-length", b"0")
-        if b"transfer-encoding" in headers or not size.isdigit() or int(size) > self.max_bytes:
-            return error_answer(413, f"send a body of at most {self.max_bytes} bytes, with its content-length")
-        return None
-
-
 @cache
 def _app() -> FastAPI:
     arguments = ["@", path] if (path := os.environ.get(OPTIONS_VAR)) else []
     options = load_config(GoalOptions, arguments)
     max_bytes = 4 * options.max_texts * options.max_text_chars
-    return create_app(options, [Middleware(Guard, api_key=os.environ.get(KEY_VAR) or None, max_bytes=max_bytes)])
+    middleware = [
+        Middleware(RequireApiKey, api_key=os.environ.get(KEY_VAR) or None),
+        Middleware(LimitBody, max_bytes=max_bytes, timeout_s=RECEIVE_TIMEOUT_S, option="max_texts x max_text_chars"),
+    ]
+    return create_app(options, middleware)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tandem.config.rewards import OwnConfig, RewardConfig
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import BadReward, checked_reward
+from tandem.rewards.judge import Judge
 from tandem.rewards.pool import RewardFailed, RewardPool
 from tandem.rewards.registry import is_slow, make_call, require_installed
 from tandem.types.rollout import Task
@@ -34,6 +35,15 @@ class WeightedRewards:
             for one in scoring:
                 one.cancel()
         return {config.label: config.weight * reward for config, reward in zip(self.configs, rewards, strict=True)}
+
+    def costs(self) -> dict[str, float]:
+        """What those that cost something have cost so far, by name: "judge/calls", "judge/tokens", "judge/cost"."""
+        return {
+            f"{config.label}/{name}": value
+            for config, call in zip(self.configs, self._calls, strict=True)
+            if isinstance(call.function, Judge)
+            for name, value in call.function.costs.items()
+        }
 
     async def _one(self, number: int, task: Task, completion: str) -> float:
         config, call = self.configs[number], self._calls[number]

@@ -17,8 +17,10 @@ from tests.ports import free_port
 
 from tandem.config.goals import GoalConfig, GoalOptions
 from tandem.rewards.goals import BadGoal, GoalSpace, make_goals
-from tandem.rewards.server import Guard, create_app
+from tandem.rewards.server import create_app
 from tandem.utils.errors import UserError
+from tandem.utils.serving.auth import RequireApiKey
+from tandem.utils.serving.limits import LimitBody
 
 PLUGINS = str(Path(__file__).with_name("goal_plugins.py"))
 CALLS = GoalConfig(type=f"{PLUGINS}:Calls")
@@ -93,7 +95,11 @@ def test_requests_that_wait_are_measured_together() -> None:
 
 
 def test_the_key_and_the_size_of_a_body() -> None:
-    app = create_app(options(VOWELS), [Middleware(Guard, api_key="secret", max_bytes=100)])
+    guards = [
+        Middleware(RequireApiKey, api_key="secret"),
+        Middleware(LimitBody, max_bytes=100, timeout_s=60),
+    ]
+    app = create_app(options(VOWELS), guards)
     with TestClient(app) as client:
         assert client.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -102,8 +108,10 @@ def test_the_key_and_the_size_of_a_body() -> None:
         key = {"Authorization": "Bearer secret"}
         assert client.post("/goalspace", json={"texts": ["a"]}, headers=key).status_code == 200
         assert client.post("/goalspace", json={"texts": ["a" * 200]}, headers=key).status_code == 413
-        chunked = client.post("/goalspace", content=iter([b"{}"]), headers=key)
-        assert chunked.status_code == 413
+        chunks = (iter([b'{"texts"', b': ["a"]}']), 200), (iter([b"a" * 60] * 2), 413)
+        for body, status in chunks:
+            headers = key | {"Content-Type": "application/json"}
+            assert client.post("/goalspace", content=body, headers=headers).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ from aiohttp import web
 from pydantic import TypeAdapter
 from tests.unit.rewards.misbehaving_server import Behaviour, Server, says, serving
 
+from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward, JudgeConfig
+from tandem.envs.mixture import Mixture, costs_of
+from tandem.envs.process import open_environment
 from tandem.rewards.judge import Judge, fill_in
 from tandem.rewards.servers import RewardServerError
 from tandem.rewards.weighted import WeightedRewards
@@ -57,6 +60,25 @@ def test_tokens_are_counted_and_the_same_question_is_free() -> None:
     assert asked.cost == pytest.approx(0.0025)
     _, _, bodies = judge(behaviour, times=3, cache_size=0)
     assert len(bodies) == 3
+
+
+def test_what_a_judge_costs_reaches_the_metrics_of_the_run() -> None:
+    reward = {"type": "judge", "name": "grade", "model": "m", "retries": 0, "input_price": 2.0, "output_price": 10.0}
+
+    async def run() -> tuple[dict[str, float], ...]:
+        async with serving(grading("Score: 10", prompt_tokens=1000, completion_tokens=50)) as (server,):
+            table = {"id": "arithmetic", "args": {"num_train": 4, "num_eval": 4}, "system_prompt": "Be brief."}
+            config = EnvConfig.model_validate(table | {"rewards": [reward | {"base_url": server.url}]})
+            async with open_environment(config) as environment:
+                before = costs_of(environment)
+                for completion in ("1", "2", "2"):
+                    await environment.score(environment.train_tasks[0], completion)
+                return before, costs_of(environment), costs_of(Mixture({"sums": environment}))
+
+    before, after, mixed = asyncio.run(run())
+    assert before == {}
+    assert after == {"reward/grade/calls": 2, "reward/grade/tokens": 2100, "reward/grade/cost": pytest.approx(0.005)}
+    assert mixed == {f"sums/{name}": value for name, value in after.items()}
 
 
 @pytest.mark.parametrize(

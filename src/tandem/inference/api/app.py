@@ -17,15 +17,15 @@ from starlette.middleware import Middleware
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.context import ApiContext, ApiOptions
 from tandem.inference.api.errors import add_error_handlers
-from tandem.inference.api.limits import LimitBody
 from tandem.inference.api.metrics import CountRequests
 from tandem.inference.api.openapi import describe
 from tandem.inference.api.routes import control_routes, generation_routes, information_routes, package_version
-from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.engine import Engine
 from tandem.inference.identity import Identify
+from tandem.utils.serving.auth import RequireApiKey
+from tandem.utils.serving.limits import LimitBody
 
 if TYPE_CHECKING:
     from tandem.inference.grammars import Grammars

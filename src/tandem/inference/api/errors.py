@@ -9,8 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tandem.inference.engine import AdapterRefused, EngineBusy, EngineError, UnusableWeights, WeightUpdateRefused
-from tandem.inference.responses import error_answer
 from tandem.inference.structure import StructureRefused
+from tandem.utils.serving.responses import error_answer
 
 RETRY_AFTER_S = 1
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"

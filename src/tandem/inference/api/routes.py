@@ -22,7 +22,6 @@ from tandem.inference.api.streaming import ChunkWriter, start_stream
 from tandem.inference.api.structures import asked_structure, chat_structure
 from tandem.inference.api.submission import generate
 from tandem.inference.engine import AdapterRefused, GenerationRequest, UpdateMode, WeightUpdateRefused
-from tandem.inference.responses import Answer
 from tandem.types.chat import ChatCompletionRequest, TokenizeRequest
 from tandem.types.openai import (
     CompletionRequest,
@@ -32,6 +31,7 @@ from tandem.types.openai import (
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
+from tandem.utils.serving.responses import Answer
 
 
 def generation_routes(context: ApiContext) -> APIRouter:

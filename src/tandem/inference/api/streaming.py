@@ -16,9 +16,9 @@ from tandem.inference.api.errors import ClientGone, engine_status
 from tandem.inference.api.metrics import Metrics
 from tandem.inference.api.submission import Admission, Event, disconnected, stream
 from tandem.inference.engine import AdapterRefused, EngineError, GeneratedSample, GenerationRequest, GenerationResult
-from tandem.inference.responses import DONE, error_event
 from tandem.inference.structure import StructureRefused
 from tandem.types.openai import StreamOptions
+from tandem.utils.serving.responses import DONE, error_event
 
 
 class EventStream(Response):

@@ -1,7 +1,8 @@
-"""The HTTP API of the reward server: POST /score, GET /health."""
+"""A reward model behind the goal-space server: its routes, with the model as the only goal, and POST /score, which
+takes conversations too and refuses what is too long."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -11,23 +12,27 @@ from pydantic import Field
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
+from tandem.config.goals import GoalOptions
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest, add_error_handlers
-from tandem.inference.api.limits import LimitBody
 from tandem.inference.api.messages import refuse_size
 from tandem.inference.api.text import Encoders
-from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing
-from tandem.inference.responses import Answer
+from tandem.inference.reward_model.texts import ScoreAll, TextScores
 from tandem.inference.text_size import TextLimit, size_of
 from tandem.inference.vocabulary import explain_beyond, token_beyond
 from tandem.rewards.batcher import Batcher
+from tandem.rewards.goals import Goal
+from tandem.rewards.server import GoalService
 from tandem.types.openai import ApiModel
 from tandem.utils.errors import UserError
+from tandem.utils.serving.auth import RequireApiKey
+from tandem.utils.serving.limits import LimitBody
+from tandem.utils.serving.responses import Answer
 
 Tokens = Sequence[int]
-ScoreAll = Callable[[list[Tokens]], list[float]]
+NAME = "reward_model"  # of the goal
 
 
 class ScoreRequest(ApiModel):
@@ -50,12 +55,17 @@ def create_app(
     max_body_bytes: int,
     receive_timeout_s: float = 60.0,
     host_names: frozenset[str] | None = None,
+    options: GoalOptions | None = None,
 ) -> FastAPI:
+    measure = TextScores(score_all, tokenizer, vocab_size, seq_len)
+    goals = GoalService(options or GoalOptions(), [Goal(NAME, measure, measure.lowest, measure.highest)])
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.batcher = Batcher(score_all)
         worker = asyncio.create_task(app.state.batcher.run())
-        yield
+        async with goals.running():
+            yield
         worker.cancel()
 
     app = FastAPI(
@@ -70,6 +80,7 @@ def create_app(
         ],
     )
     add_error_handlers(app)
+    goals.add_routes(app)
     encoders, encode = Encoders(), TextEncoder(tokenizer, vocab_size, seq_len)
 
     @app.get("/health")

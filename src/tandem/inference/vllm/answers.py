@@ -6,8 +6,8 @@ from typing import Any
 import orjson
 from starlette.types import Message, Send
 
-from tandem.inference.responses import error_answer
 from tandem.inference.vllm.versions import Slot, TrackedRequest
+from tandem.utils.serving.responses import error_answer
 
 Edit = Callable[[dict[str, Any]], None]
 EVENT_END = b"\n\n"

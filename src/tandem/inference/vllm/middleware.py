@@ -22,15 +22,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.inference.api.errors import REFUSALS, BadRequest, answer_refusal, explain_invalid
-from tandem.inference.api.limits import LimitBody
 from tandem.inference.api.pause import pause_request
-from tandem.inference.auth import RequireApiKey
 from tandem.inference.browsers import RefuseForeignPages, not_json
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.control.updates import ControlPlane
 from tandem.inference.engine import AdapterRefused, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
-from tandem.inference.responses import Answer, error_answer
 from tandem.inference.roots import WeightRoots
 from tandem.inference.vllm.adapters import Adapters, NoSuchAdapter
 from tandem.inference.vllm.answers import AnswerEditor, add_versions, version_stream
@@ -40,6 +37,9 @@ from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
 from tandem.inference.weight_check import ServedModel
 from tandem.types.openai import LoadAdapterRequest, PauseRequest, UnloadAdapterRequest, UpdateWeightsRequest
+from tandem.utils.serving.auth import RequireApiKey
+from tandem.utils.serving.limits import LimitBody
+from tandem.utils.serving.responses import Answer, error_answer
 
 logger = logging.getLogger(__name__)
 

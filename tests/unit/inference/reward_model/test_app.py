@@ -104,6 +104,20 @@ def test_conversations_go_through_the_template_and_texts_do_not(client: TestClie
     assert client.post("/score", json={"texts": ["abc", "ab"]}).json() == {"scores": [3.0, 2.0]}
 
 
+def test_it_is_the_goal_space_server_with_the_model_as_its_goal(client: TestClient) -> None:
+    """Lengths from -5 to 5: 3 is at 0.8. Texts are cut off at 20 tokens."""
+    assert client.get("/goals").json() == {"goals": {"reward_model": {"lowest": -5.0, "highest": 5.0}}}
+    texts = ["abc", "a" * 21]
+    measured = client.post("/goalspace", json={"texts": texts, "normalize": False}).json()
+    assert measured == {"reward_model": [3.0, 20.0]}
+    assert client.post("/goalspace", json={"texts": texts}).json() == {"reward_model": [0.8, 1.0]}
+    for text, message in (("", "has nothing to score"), ("b<pad2>", "holds the token '<pad2>'")):
+        refused = client.post("/goalspace", json={"texts": [text]})
+        assert refused.status_code == 500 and message in refused.text
+    assert "tandem_goal_texts_total 4.0" in client.get("/metrics").text
+    assert client.get("/goals", headers={"Authorization": "Bearer wrong"}).status_code == 401
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

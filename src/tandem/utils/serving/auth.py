@@ -4,7 +4,7 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.inference.responses import error_answer
+from tandem.utils.serving.responses import error_answer
 
 OPEN_PATHS = ("/health",)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.inference.auth import RequireApiKey
+from tandem.utils.serving.auth import RequireApiKey
 
 KEY = "correct-horse"
 

@@ -6,20 +6,20 @@ import asyncio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.inference.responses import error_answer
+from tandem.utils.serving.responses import error_answer
 
 # Bodies that are still arriving hold at most so many times the memory of the largest one.
 MAX_ARRIVING = 16
 
 
 class LimitBody:
-    """Middleware."""
+    """Middleware. `option` is what sets the size."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float, option: str = "server.max_body_mb") -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.timeout_s = timeout_s
-        self.message = f"the body is larger than server.max_body_mb allows: {max_bytes >> 20} MiB"
+        self.message = f"the body is larger than {option} allows: {max_bytes >> 20} MiB"
         self.num_arriving = 0  # bytes of bodies whose end has not come yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
