@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tandem.api.rewards import MathReward, Reward
     from tandem.api.rollouts import RemoteRolloutManager, RolloutManager
     from tandem.api.run import RunFailed, rl
-    from tandem.api.training import RLTrainingConfig, mean_reward, run_rl_training
+    from tandem.api.training import RLTrainingConfig, run_rl_training
     from tandem.launch.cluster import Cluster, NodeConfig, WorkerDied
     from tandem.utils.errors import UserError
 
@@ -31,7 +31,7 @@ _PLACES = {
     "tandem.api.rewards": ("MathReward", "Reward"),
     "tandem.api.rollouts": ("RemoteRolloutManager", "RolloutManager"),
     "tandem.api.run": ("RunFailed", "rl"),
-    "tandem.api.training": ("RLTrainingConfig", "mean_reward", "run_rl_training"),
+    "tandem.api.training": ("RLTrainingConfig", "run_rl_training"),
     "tandem.launch.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
     "tandem.utils.errors": ("UserError",),
 }
@@ -58,7 +58,6 @@ __all__ = [
     "VLLMEngine",
     "WorkerDied",
     "__version__",
-    "mean_reward",
     "rl",
     "run_rl_training",
 ]

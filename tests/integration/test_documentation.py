@@ -22,7 +22,7 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
-from tandem.config.short_names import ORCHESTRATOR, RL, spell_out
+from tandem.config.short_names import INFERENCE, ORCHESTRATOR, RL, spell_out
 from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
 from tandem.entrypoints.sweep import read_command_line
@@ -112,7 +112,7 @@ def check_training(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_server(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, _ = take_vllm_flags(InferenceConfig, shown.arguments)
+    arguments, _ = take_vllm_flags(InferenceConfig, spell_out(shown.arguments, INFERENCE))
     config = load_config(InferenceConfig, arguments)
     assert config.engine == "sglang" or config.model.name.is_dir(), f"{shown}: no such model"
     assert not config.vllm.flags or config.engine == "vllm"

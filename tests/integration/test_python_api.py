@@ -74,13 +74,15 @@ def test_one_node_trains_on_when_an_engine_and_the_trainer_are_killed(
 
     monkeypatch.setattr(training, "_make_batch", make_batch_and_kill)
     example, run_dir = load_script("python/one_node"), RunDir(tmp_path / "run")
-    args = example.parse_arguments(["--model", str(tiny_model), "--output-dir", str(run_dir.root), "--steps", "5"])
+    args = example.parse_arguments(
+        ["--model", str(tiny_model), "--output-dir", str(run_dir.root), "--steps", "5", "--ranks", "1"]
+    )
     metrics = asyncio.run(example.main(args))
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5] and victims == {}
     restarts = [line for line in read_json_lines(run_dir.events) if line["event"] == "trainer_restarted"]
     assert len(restarts) == 1 and "the trainer ended with exit code" in restarts[0]["reason"]
     starts = [line for line in read_json_lines(run_dir.events) if line["event"] == "started"]
-    assert [line["ranks"] for line in starts] == [2, 2]
+    assert [line["ranks"] for line in starts] == [1, 1]
     assert not any("tandem.entrypoints" in command_of(pid) for pid in descendants(os.getpid()))
 
 
@@ -93,7 +95,7 @@ def command_of(pid: int) -> str:
 
 def test_grpo_in_one_file_learns(load_script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     example = load_script("python/grpo_in_one_file")
-    defaults = {"model": None, "steps": 10, "prompts": 16, "group_size": 8, "max_tokens": 16, "updates": 2, "seed": 0}
+    defaults = {"model": None, "steps": 6, "prompts": 16, "group_size": 8, "max_tokens": 16, "updates": 2, "seed": 0}
     args = argparse.Namespace(**defaults, lr=1e-3, clip=0.2, kl=0.01)
     means = example.train(args, tmp_path)
-    assert len(means) == 10 and means[-1] > 2 * means[0]
+    assert len(means) == 6 and means[-1] > 1.5 * means[0]

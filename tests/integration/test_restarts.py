@@ -15,12 +15,13 @@ from tandem.utils.files import checksum, read_json_lines
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir, step_name
 
-MAX_STEPS = 24
+MAX_STEPS = 20
+SMALL = ["--orchestrator.prompts-per-step", "4", "--orchestrator.eval.num-prompts", "4"]
 
 
 @pytest.fixture
 def arguments(rl_arguments: list[str]) -> list[str]:
-    return [*rl_arguments, "--orchestrator.prompts-per-step", "4", "--restart-delay-s", "0.1"]
+    return [*rl_arguments, *SMALL, "--restart-delay-s", "0.1"]
 
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: RunDir, step: int) -> None:
@@ -43,7 +44,7 @@ def test_whoever_is_killed_is_started_again_and_the_bits_are_the_same(
     starter: Starter, arguments: list[str], tmp_path: Path
 ) -> None:
     """As those of a run beside it, on another port, that is left alone."""
-    arguments += ["--orchestrator.max-staleness", "0", "--deterministic", "--checkpoint.every", "3"]
+    arguments += ["--orchestrator.max-staleness", "0", "--deterministic", "--checkpoint.every", "2"]
     arguments += ["--max-steps", str(MAX_STEPS)]
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
     port = ["--inference.server.port", str(free_port())]
@@ -51,7 +52,7 @@ def test_whoever_is_killed_is_started_again_and_the_bits_are_the_same(
     process = starter.start("rl", *arguments, "--output-dir", str(cut.root))
     step = 0
     for count, name in enumerate(["inference", "orchestrator", "trainer"], start=1):
-        wait_for_step(process, cut, step + 4)
+        wait_for_step(process, cut, step + 3)
         os.kill(children_of(process.pid)[name], signal.SIGKILL)
         has_restarted = lambda count=count: process.poll() is not None or len(restarts(cut)) == count  # noqa: E731
         wait_until(has_restarted, 120, f"the restart of the {name}")
@@ -66,7 +67,7 @@ def test_whoever_is_killed_is_started_again_and_the_bits_are_the_same(
         ("orchestrator", "signal SIGKILL", 1),
         ("trainer", "signal SIGKILL", 1),
     ]
-    assert "step" not in events[0] and events[2]["step"] % 3 == 0  # type: ignore[operator]
+    assert "step" not in events[0] and 0 < events[1]["step"] <= events[2]["step"]  # type: ignore[operator]
     assert trained(cut) == list(range(1, MAX_STEPS + 1))
     last = [checksum(run_dir.weights / step_name(MAX_STEPS) / "model.safetensors") for run_dir in (whole, cut)]
     assert last[0] == last[1]

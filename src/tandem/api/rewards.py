@@ -68,9 +68,13 @@ class RewardedTasks:
         self.timeout_s = timeout_s
         self._environment = environment
         self._call = None if reward is None else _call_of(reward)
+        is_async = inspect.iscoroutinefunction(environment.score) if self._call is None else self._call.is_async
+        self._is_async = is_async
 
     async def score(self, task: Task, completion: str) -> Score:
         async with asyncio.timeout(self.timeout_s):
+            if self._is_async:
+                return await self._score(task, completion)
             # In a thread: a reward that computes does not keep the next requests waiting.
             score = await asyncio.to_thread(self._score, task, completion)
             return await score if inspect.isawaitable(score) else score

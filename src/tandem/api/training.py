@@ -1,7 +1,6 @@
 """The RL loop of the Python API: generate, train, publish, sync. `tandem.rl` runs the whole system instead."""
 
 import asyncio
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -20,7 +19,6 @@ from tandem.orchestrator.advantages import make_advantage_function
 from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.samples import write_samples
 from tandem.types.rollout import Group, TrainBatch
-from tandem.utils.errors import UserError
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -145,10 +143,3 @@ def _make_batch(groups: Sequence[Group], step: int, config: RLTrainingConfig, ru
 
 def _make_manager(workers: Sequence[Worker], config: RLTrainingConfig) -> RolloutManager:
     return RemoteRolloutManager(config=config) if workers else RolloutManager(config=config)
-
-
-def mean_reward(history: Sequence[Metrics], last: int = 1) -> float:
-    """Over the last so many steps of what `run_rl_training` returned."""
-    if not history:
-        raise UserError("no step was trained; num_steps were done already")
-    return statistics.fmean(metrics["reward/mean"] for metrics in history[-last:])

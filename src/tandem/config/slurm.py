@@ -18,8 +18,8 @@ class SlurmConfig(Config):
     """Nodes of the job."""
 
     inference_nodes: int | None = Field(default=None, ge=0)
-    """Of these, nodes with an inference server each; orchestrator and trainer run on the others. None: half of them,
-    rounded up. 0: no servers of their own, all on one node. For `rl`."""
+    """For `rl`: how many of them have inference servers; orchestrator and trainer run on the others. None: half,
+    rounded up. 0: the server is on the first node, beside the trainer."""
 
     venv: Path | None = None
     """Virtual environment that the job activates. None: the one that the command runs in."""

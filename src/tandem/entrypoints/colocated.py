@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from socket import socket
 from typing import TYPE_CHECKING
 
@@ -61,16 +63,30 @@ def run(config: ColocatedConfig) -> None:
         memory = OwnMemory(getattr(torch, config.inference.model.dtype))
         assert isinstance(engine, NativeEngine)
         engine.source = MemorySource(memory, run_dir.weights.resolve(), engine.source)
-        threading.Thread(target=serve, args=(server, engine, listening), name="server", daemon=True).start()
-        train_rl(trainer, memory)
-        serve_until_finished(run_dir, trainer.max_steps)
+        with serving(server, engine, listening):
+            train_rl(trainer, memory)
+            serve_until_finished(run_dir, trainer.max_steps)
 
 
-def serve(server: "uvicorn.Server", engine: "Engine", listening: socket) -> None:
-    """Until the process ends. An engine that fails ends it: no batch would ever come."""
-    server.run(sockets=[listening])
-    print(f"inference: {printable(engine.failure or 'the server has ended')}", file=sys.stderr, flush=True)
-    os._exit(1)
+@contextmanager
+def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> Iterator[None]:
+    """In a thread. An engine that fails ends the process: no batch would ever come."""
+    is_over = threading.Event()
+
+    def serve() -> None:
+        server.run(sockets=[listening])
+        if not is_over.is_set():
+            print(f"inference: {printable(engine.failure or 'the server has ended')}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    thread = threading.Thread(target=serve, name="server", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        server.should_exit = True
+        thread.join()
 
 
 def serve_until_finished(run_dir: RunDir, max_steps: int) -> None:

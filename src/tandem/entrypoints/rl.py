@@ -93,6 +93,7 @@ def run(config: RLConfig, start_step: int) -> None:
 
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
+    from tandem.launch.deployment import MEANINGS
     from tandem.launch.progress import make_view
     from tandem.launch.ray_plan import write_servers
     from tandem.launch.restarts import Restarts
@@ -106,6 +107,8 @@ def run(config: RLConfig, start_step: int) -> None:
 
     run_dir = RunDir(config.output_dir)
     plan = plan_run(config, run_dir.config)
+    if plan.gpus is not None or plan.deployment != "split":
+        print(f"deployment {plan.deployment}: {MEANINGS[plan.deployment]}")
     listening = preflight.take_ports(plan.config)
     if config.clean:
         run_dir.clean()

@@ -4,7 +4,30 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.config.rl import Deployment, RLConfig
+from tandem.launch.gpus import GpuPlan
 from tandem.launch.plan import ProcessPlan
+
+MEANINGS: dict[Deployment, str] = {
+    "split": "trainer and server each have their own GPUs, new weights go through files",
+    "shared": "trainer and server are two processes on one machine, new weights go through its memory",
+    "colocated": "trainer and server are one process",
+}
+
+
+def choose_deployment(config: RLConfig, gpus: GpuPlan | None) -> Deployment:
+    """What was asked for; else `shared` where trainer and our own engine have one GPU between them."""
+    if config.deployment is not None:
+        return config.deployment
+    is_ours = config.inference is not None and config.inference.engine == "native"
+    is_linux = sys.platform.startswith("linux")
+    return "shared" if gpus is not None and gpus.is_together and is_ours and is_linux else "split"
+
+
+def deploy(plans: list[ProcessPlan], deployment: Deployment, config_folder: Path) -> list[ProcessPlan]:
+    if deployment == "colocated":
+        return colocate(plans, config_folder)
+    return share(plans) if deployment == "shared" else plans
 
 
 def share(plans: list[ProcessPlan]) -> list[ProcessPlan]:

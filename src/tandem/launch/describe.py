@@ -1,6 +1,7 @@
 """A run before it starts, in a few lines: its processes, where they listen, their GPUs, the memory those need."""
 
 from tandem.config.rl import RLConfig
+from tandem.launch.deployment import choose_deployment
 from tandem.launch.gpus import GpuPlan
 from tandem.launch.memory import estimate_memory, table
 from tandem.launch.plan import ProcessPlan
@@ -14,7 +15,8 @@ def describe_run(config: RLConfig, plans: list[ProcessPlan], gpus: GpuPlan | Non
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {gpu}".rstrip() for name, what, gpu in rows]
     cpus = "on this machine's CPUs:" if config.ray.address is None else f"on the Ray cluster at {config.ray.address}:"
-    lines.insert(0, f"deployment {config.deployment or 'split'}:" if gpus is not None else cpus)
+    deployment = choose_deployment(config, gpus)
+    lines.insert(0, cpus if gpus is None and deployment == "split" else f"deployment {deployment}:")
     if gpus is None:
         return lines
     if not gpus.memory_bytes:

@@ -50,8 +50,8 @@ def estimate_memory(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> list[Gp
             for name, places in zip(names, plan.servers, strict=True)
             if place in places
         ]
-        if config.deployment == "colocated":  # the engine reads the trainer's weights
-            parts = [(name, replace(use, weights=0)) for name, use in parts]
+        if config.deployment == "colocated":  # the version that was published last is held besides
+            parts = [(name, replace(use, weights=2 * use.weights)) for name, use in parts]
         if place in plan.trainer:
             taken = sum(use.total for _, use in parts)
             rank = plan.trainer.index(place)

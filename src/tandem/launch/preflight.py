@@ -71,6 +71,11 @@ async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -
 def _check_deployment(config: RLConfig) -> None:
     if config.deployment == "shared" and not sys.platform.startswith("linux"):
         raise UserError("deployment = 'shared' works on Linux only; set it to 'colocated' or 'split'")
+    if config.deployment in ("shared", "colocated") and config.ray.address is not None:
+        raise UserError(
+            f"deployment = {config.deployment!r} is for one machine, and ray.address = {config.ray.address!r} spreads "
+            "the run over a cluster; leave one of them out"
+        )
 
 
 def _check_devices(config: RLConfig) -> None:

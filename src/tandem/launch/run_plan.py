@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.rl import RLConfig
-from tandem.launch.deployment import colocate, share
+from tandem.config.rl import Deployment, RLConfig
+from tandem.launch.deployment import choose_deployment, deploy
 from tandem.launch.gpus import GpuPlan, find_gpu_plan
 from tandem.launch.plan import ProcessPlan, make_plan
 from tandem.launch.ray_plan import RayPlaces, find_places, place_on_ray
@@ -17,15 +17,13 @@ class RunPlan:
     processes: list[ProcessPlan]  # in the order they are started
     gpus: GpuPlan | None  # None: all on CPUs, or on Ray
     places: RayPlaces | None  # None: without Ray
+    deployment: Deployment
 
 
 def plan_run(config: RLConfig, config_folder: Path) -> RunPlan:
     """Raises UserError where it cannot be done."""
     here = on_this_node(config)
     gpus, places = find_gpu_plan(here), find_places(here)
-    processes = make_plan(here, config_folder, gpus=gpus)
-    if here.deployment == "colocated":
-        processes = colocate(processes, config_folder)
-    elif here.deployment == "shared":
-        processes = share(processes)
-    return RunPlan(here, place_on_ray(here, lay_over_nodes(processes, here), places), gpus, places)
+    deployment = choose_deployment(here, gpus)
+    processes = deploy(make_plan(here, config_folder, gpus=gpus), deployment, config_folder)
+    return RunPlan(here, place_on_ray(here, lay_over_nodes(processes, here), places), gpus, places, deployment)

@@ -56,9 +56,10 @@ def test_a_shared_gpu_adds_up_and_the_trainer_takes_what_is_left(make_config: Ma
     assert together.total == sum(use.total for _, use in together.parts) and together.fits
 
 
-def test_colocated_weights_are_there_once(make_config: MakeConfig) -> None:
+def test_colocated_the_next_version_is_held_besides(make_config: MakeConfig) -> None:
+    (together,), _ = estimate(make_config(deployment="shared"), 80)
     (use,), _ = estimate(make_config(deployment="colocated"), 80)
-    assert use.parts[0][1].weights == 0 and use.parts[0][1].kv_cache > 0
+    assert use.parts[0][1].weights == 2 * together.parts[0][1].weights and use.parts[0][1].kv_cache > 0
 
 
 def test_vllm_fills_its_share(make_config: MakeConfig) -> None:

@@ -120,6 +120,7 @@ IMMATERIAL: Mapping[str, str] = {
         ("eval_do_concat_batches", "eval_use_gather_object", "prediction_loss_only"), "evaluation keeps only metrics"
     ),
     "restore_callback_states_from_checkpoint": "a resumed run continues exactly",
+    "dataloader_drop_last": "the last step of an epoch begins the next one",
     "save_on_each_node": "the file system is shared",
     "log_completions": "every rollout is under samples/",
     "num_completions_to_print": "every rollout is under samples/",
@@ -137,7 +138,6 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "do_train": ((True,), "a sweep trains"),
     "do_eval": ((True,), "held-out rows are evaluated if there are any; leave out eval_strategy and eval_size"),
     "do_predict": ((False,), "use the section `evaluation`"),
-    "dataloader_drop_last": ((False, True), ""),
     "eval_delay": ((0,), "evaluation begins with training"),
     "save_only_model": ((False,), "checkpoints hold the optimizer, so that runs resume exactly"),
     "ignore_data_skip": ((False,), "a resumed run continues exactly, with the rows that come next"),
@@ -156,11 +156,13 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "sync_ref_model": ((False,), "the reference model is the one that training starts from"),
     "trust_remote_code": ((False,), "code from a model's repository is not run"),
     "activation_offloading": ((False,), "use gradient_checkpointing"),
-    "use_vllm": ((True, False), ""),
     "shuffle_dataset": ((True,), "tasks are visited in random order"),
-    "enable_jit_checkpoint": ((True, False), ""),
+    "enable_jit_checkpoint": (
+        (True,),
+        "a signal saves a checkpoint; checkpoint.on_signal_timeout_s: 0 switches that off",
+    ),
     "batch_eval_metrics": ((False,), "evaluation keeps only metrics"),
-    "eval_on_start": ((True, False), ""),
+    "eval_on_start": ((False,), "`rl` evaluates before the first step in any case, `sft` and `align` do not"),
 }
 
 _HUB = "the model stays on this file system, in weights/latest; upload it from there"
@@ -211,7 +213,7 @@ BY_RULE = (
     *("bf16", "torch_dtype", "dtype", "gradient_checkpointing", "eval_strategy", "evaluation_strategy", "eval_steps"),
     *("save_strategy", "report_to", "use_cpu", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "precompute_ref_log_probs", "max_prompt_length"),
-    *("config", "dataset_name", "use_peft"),
+    *("config", "dataset_name", "use_peft", "use_vllm"),
 )
 
 

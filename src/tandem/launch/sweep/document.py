@@ -16,8 +16,10 @@ from tandem.utils.errors import UserError
 
 # YAML reads 1.0e-5 as a number, and 1e-5 as text.
 NUMBER_AS_TEXT = re.compile(r"[-+]?(\d+|\d+\.\d*|\.\d+)[eE][-+]?\d+")
-# Sections whose values are handed on as they are written: 007 and 2:00:00 are texts there.
+# Sections whose values are handed on as they are written: 007 and 2:00:00 are texts there. Options of sbatch without a
+# value are given as true.
 AS_WRITTEN = ("slurm", "environment")
+SWITCHES = ("slurm",)
 NO_VALUE = "None"  # as Python writes it
 
 
@@ -87,8 +89,7 @@ class _Reader:
                 continue
             if not isinstance(node, yaml.MappingNode):
                 raise self._refuse(line, f"{name} must be a table of keys and values")
-            verbatim = name in AS_WRITTEN
-            sections[name] = {key: self._entry(key, at, value, verbatim) for key, at, value in self._items(node)}
+            sections[name] = {key: self._entry(name, key, at, value) for key, at, value in self._items(node)}
         return Document(self.path, sections, lines)
 
     def _items(self, node: yaml.MappingNode) -> list[tuple[str, int, yaml.Node]]:
@@ -106,18 +107,18 @@ class _Reader:
         found = {str(key.value): (key.start_mark.line + 1, value) for key, value in node.value}
         return [(name, line, value) for name, (line, value) in found.items()]
 
-    def _entry(self, key: str, line: int, node: yaml.Node, verbatim: bool) -> Entry:
+    def _entry(self, section: str, key: str, line: int, node: yaml.Node) -> Entry:
         if not isinstance(node, yaml.SequenceNode):
-            return Entry((self._value(key, node, verbatim),), line)
+            return Entry((self._value(section, key, node),), line)
         if not node.value:
             raise self._refuse(line, f"{key} is an empty list, which makes no run; give values, or leave it out")
-        return Entry(tuple(self._value(key, item, verbatim) for item in node.value), line, is_list=True)
+        return Entry(tuple(self._value(section, key, item) for item in node.value), line, is_list=True)
 
-    def _value(self, key: str, node: yaml.Node, verbatim: bool) -> Any:
+    def _value(self, section: str, key: str, node: yaml.Node) -> Any:
         if isinstance(node, yaml.SequenceNode):
-            return [self._value(key, item, verbatim) for item in node.value]
+            return [self._value(section, key, item) for item in node.value]
         if isinstance(node, yaml.MappingNode):
-            return {name: self._value(name, value, verbatim) for name, _, value in self._items(node)}
+            return {name: self._value(section, name, value) for name, _, value in self._items(node)}
         assert isinstance(node, yaml.ScalarNode)
         line, text = node.start_mark.line + 1, node.value
         is_plain = node.style is None
@@ -127,9 +128,9 @@ class _Reader:
             value = self.loader.construct_object(node, deep=True)
         except ValueError as error:
             raise self._refuse(line, f"{key} = {text!r} cannot be read: {error}") from error
-        if value is None or isinstance(value, bool):
+        if value is None or (isinstance(value, bool) and (section in SWITCHES or section not in AS_WRITTEN)):
             return value
-        if verbatim or not isinstance(value, int | float | str) or ":" in text:
+        if section in AS_WRITTEN or not isinstance(value, int | float | str) or ":" in text:
             return text
         if is_plain and isinstance(value, str) and NUMBER_AS_TEXT.fullmatch(text):
             mantissa, exponent = re.split("[eE]", text)

@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.slurm.job import Job, render
@@ -106,7 +107,8 @@ def alone(output_dir: Path) -> Iterator[None]:
 def training_job(output_dir: Path, run: SubExperiment) -> Job:
     """The run directory is the sweep's own: whatever a job finds there, it continues."""
     report = ["python", "-m", "tandem.entrypoints.sweep", str(output_dir / EXPERIMENT), "--status"]
-    checkpoint = getattr(run.config, "checkpoint")  # noqa: B009  # all three commands have it
+    config = run.config
+    assert isinstance(config, RLConfig | OfflineConfig)
     job = Job(
         name=_job_name(output_dir, run),
         command=run.command,
@@ -114,14 +116,14 @@ def training_job(output_dir: Path, run: SubExperiment) -> Job:
         folder=run.folder,
         slurm=run.slurm,
         run=run.run,
-        ranks_per_node=max(1, run.slurm.gpus_per_node),
-        save_timeout_s=checkpoint.on_signal_timeout_s,
+        ranks_per_node=config.parallel.ranks if isinstance(config, OfflineConfig) else 1,
+        save_timeout_s=config.checkpoint.on_signal_timeout_s,
         always_goes_on=True,
         environment=run.environment,
         comment=[f"{run.algorithm}: {_told(run.variant.varied)}", f"Written by `sweep`; see {output_dir}/summary.txt"],
         after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
     )
-    return with_servers(job, run.config)[0] if isinstance(run.config, RLConfig) else job
+    return with_servers(job, config)[0] if isinstance(config, RLConfig) else job
 
 
 def evaluation_job(output_dir: Path, run: SubExperiment) -> Job:

@@ -110,7 +110,7 @@ class Resolver:
         name, algorithm = self._algorithm(variant)
         folder = self.output_dir / variant.name
         slurm = self._slurm(variant)
-        environment = {key: str(value) for key, value in variant.section("environment").items()}
+        environment: dict[str, str] = variant.section("environment")
         options = Options(algorithm.is_online)
         tree: Tree = {}
         try:
@@ -141,9 +141,9 @@ class Resolver:
             if not (Path(venv) / "bin" / "activate").exists():
                 raise self._refuse("venv", f"venv = {venv!r} is not a virtual environment: it has no bin/activate")
             given["venv"] = str(Path(venv).absolute())
-        for key in given:
+        for key in given:  # one by one, for the line
             try:
-                SlurmConfig.model_validate({key: given[key]} if key not in ("inference_nodes",) else given)
+                SlurmConfig.model_validate({"nodes": given.get("nodes", 1), key: given[key]})
             except ValidationError as error:
                 raise self._refuse(key, explain_validation_error(SlurmConfig, error)) from error
         return SlurmConfig.model_validate(given)
@@ -160,16 +160,18 @@ class Resolver:
                     self._take(key, value, algorithm, options, by_rule)
         options.base = merge(base, algorithm.options)
         self._shard(variant, options)
-        ranks = max(1, slurm.gpus_per_node)
+        ranks = options.get("parallel.ranks") or max(1, slurm.gpus_per_node)
+        trainers = slurm.nodes - slurm.serving_nodes if online else slurm.nodes
         if not online:
             options.compute("parallel.ranks", ranks, "one rank per GPU of a node")
-        elif slurm.gpus_per_node == 0:
-            ranks = options.get("parallel.ranks") or 1
-        trainers = slurm.nodes - slurm.serving_nodes if online else slurm.nodes
-        if not online and not base and not {"epochs", "max_steps"} & {*options.values, *by_rule}:
-            options.compute("epochs", 3.0, "the default of transformers")
+            if not {"epochs", "max_steps"} & {*options.values, *by_rule, *base}:
+                options.compute("epochs", 3.0, "the default of transformers")
         paired = algorithm.command == "align" and name not in ("kto", "bco")
         apply_rules(by_rule, options, ranks * trainers, paired=paired)
+        return self._assemble(name, algorithm, options)
+
+    def _assemble(self, name: str, algorithm: Algorithm, options: Options) -> Tree:
+        """Everything in one tree, and what the algorithm needs besides."""
         tree: Tree = dict(options.base)
         for path, value in options.values.items():
             tree = merge(tree, nest(path.split("."), value))
@@ -179,7 +181,7 @@ class Resolver:
         if name == "dr_grpo" and value_at(tree, "trainer.loss.constant_length") is None:
             longest = value_at(tree, "orchestrator.sampling.max_tokens") or 128
             tree = merge(tree, {"trainer": {"loss": {"constant_length": longest}}})
-        if online and "inference" not in tree:
+        if algorithm.is_online and "inference" not in tree:
             tree["inference"] = {}  # a server of the run's own
         return tree
 
@@ -191,10 +193,9 @@ class Resolver:
             options.set("env.id", "dataset", key)
             options.set("env.args.path", value, key)
         elif key in names:
+            options.set(names[key], value, key)
             if key in BY_RULE:
                 by_rule[key] = value
-            if key not in ("max_steps",):
-                options.set(names[key], value, key)
         elif key in BY_RULE:
             by_rule[key] = value
         elif key in IMMATERIAL:

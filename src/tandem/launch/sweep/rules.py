@@ -72,6 +72,10 @@ def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, 
         options.set("metrics.report_to", _trackers(given["report_to"]), "report_to")
     if given.get("use_cpu"):
         options.set("device", "cpu", "use_cpu")
+    if given.get("use_vllm") is not None:
+        if not options.online:
+            raise Refused("use_vllm", "use_vllm is for online algorithms, which generate; leave it out")
+        options.set("inference.engine", "vllm" if given["use_vllm"] else "native", "use_vllm")
     if given.get("gradient_checkpointing") is not None:
         options.set("parallel.gradient_checkpointing", int(given["gradient_checkpointing"]), "gradient_checkpointing")
     if "data_seed" in given and given["data_seed"] != options.values.get("seed", given["data_seed"]):

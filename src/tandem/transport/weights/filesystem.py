@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -189,7 +189,7 @@ def _write_part(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    pairs: Iterable[Any] = tensors.items() if isinstance(tensors, Mapping) else tensors
+    pairs = cast("Iterable[tuple[str, Tensor]]", tensors.items() if isinstance(tensors, Mapping) else tensors)
     for name, tensor in pairs:
         yield name, tensor.detach().to(dtype)
 

@@ -85,7 +85,7 @@ class SharedMemory:
             file.write(version.to_bytes(HEADER_BYTES, "little"))
             for name, tensor in cast_each(tensors, self.dtype):
                 layout[name] = [str(self.dtype).removeprefix("torch."), list(tensor.shape), file.tell()]
-                file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._descriptors.append(descriptor)
         while len(self._descriptors) > KEPT:
             os.close(self._descriptors.popleft())

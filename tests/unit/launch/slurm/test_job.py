@@ -104,7 +104,7 @@ def test_a_site_changes_a_block_of_the_template(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.setenv(SITE_TEMPLATES, str(site))
     script = render(make_job(tmp_path))
-    assert "module load cuda\ncd " in script and "#SBATCH --job-name=mine" in script
+    assert "module load cuda\ncd " in script and " || exit 1\n" in script and "#SBATCH --job-name=mine" in script
     (site / "job.sh").write_text("{{ nothing_of_the_kind }}")
     with pytest.raises(UserError, match="'nothing_of_the_kind' is undefined"):
         render(make_job(tmp_path))

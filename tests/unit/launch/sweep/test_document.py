@@ -26,6 +26,8 @@ def test_options_of_sbatch_are_handed_on_as_they_are_written(tmp_path: Path) -> 
     document = read(tmp_path, "slurm:\n  time: 2:00:00\n  account: 007\n  requeue: true\n  mem: 4G\n")
     values = {key: entry.alternatives[0] for key, entry in document.sections["slurm"].items()}
     assert values == {"time": "2:00:00", "account": "007", "requeue": True, "mem": "4G"}
+    variables = read(tmp_path, "environment:\n  A: yes\n  B: 007\n").sections["environment"]
+    assert {key: entry.alternatives[0] for key, entry in variables.items()} == {"A": "yes", "B": "007"}
 
 
 def test_sections_may_share_values_by_anchors(tmp_path: Path) -> None:

@@ -125,6 +125,16 @@ def test_options_of_ours_are_taken_by_their_own_names(write: Write) -> None:
     assert (config.batch_size, config.loss.reference, config.data.shuffle) == (6, "model", False)
 
 
+def test_ranks_of_ones_own_count_in_the_batch(write: Write) -> None:
+    config = config_of(write("parallel.ranks: 3", "per_device_train_batch_size: 2"))
+    assert (config.parallel.ranks, config.batch_size) == (3, 6)
+
+
+def test_engines_are_chosen_by_name(write: Write) -> None:
+    path = write("max_steps: 5", "use_vllm: [true, false]", algorithm="grpo", script=("env: reverse-text",))
+    assert [run.config.model_dump()["inference"]["engine"] for run in resolve(path)] == ["vllm", "native"]
+
+
 def test_lora_may_be_one_of_two_values(write: Write) -> None:
     adapter, whole = resolve(write("use_peft: [true, false]", "lora_r: 4"))
     assert adapter.config.model_dump()["lora"]["rank"] == 4 and whole.config.model_dump()["lora"] is None
@@ -175,12 +185,11 @@ def test_mistakes_are_told_with_their_line(
 
 def test_every_training_argument_is_honoured_or_refused_by_name() -> None:
     """Those of the installed transformers, read from its source."""
-    spec = find_spec("transformers.training_args")
+    spec = find_spec("transformers")
     assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).with_name("training_args.py").read_text()
     (arguments,) = [
-        node
-        for node in ast.parse(Path(spec.origin).read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
     ]
     fields = {
         node.target.id

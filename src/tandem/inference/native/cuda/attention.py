@@ -9,7 +9,7 @@ The plain PyTorch twin is `native/attention.py`, which is what a CPU runs.
 """
 
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # It knows no Triton: of kernels and their launches it understands nothing.
 
 from dataclasses import dataclass

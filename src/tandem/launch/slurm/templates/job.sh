@@ -9,7 +9,7 @@
 {%- endfor %}
 set -uo pipefail
 {% block setup -%}
-cd {{ directory }}
+cd {{ directory }} || exit 1
 {% if venv -%}
 source {{ venv }}/bin/activate
 {% endif -%}
@@ -48,7 +48,7 @@ main=
 trap 'requeue=yes; stop=yes; kill -TERM $main 2> /dev/null' USR1
 trap 'stop=yes; kill -TERM $main 2> /dev/null' TERM INT
 {% if serving -%}
-# Inference servers on the last {{ serving }} of the nodes, {{ servers_per_node }} on each; orchestrator and trainer are on the first.
+# Inference servers on the last {{ serving }} of the nodes, {{ servers_per_node }} on each. The others have the trainer.
 export TANDEM_API_KEY=${TANDEM_API_KEY:-$(head -c 24 /dev/urandom | base64 | tr '+/' '-_')}
 servers=("${nodes[@]:{{ nodes - serving }}}")
 export TANDEM_SERVERS=
@@ -67,8 +67,9 @@ serve() {
 }
 export serving_port
 export -f serve
+cpus=$((${SLURM_CPUS_PER_TASK:-1} / {{ servers_per_node }}))
 srun --nodes={{ serving }} --ntasks={{ serving * servers_per_node }} --ntasks-per-node={{ servers_per_node }} \
-  --nodelist="$(IFS=,; echo "${servers[*]}")" \
+  --nodelist="$(IFS=,; echo "${servers[*]}")" --cpus-per-task=$((cpus > 0 ? cpus : 1)) --overcommit \
   --overlap --output={{ folder }}/inference-%N-%t.log --open-mode=append bash -c serve &
 inference=$!
 trap 'kill -TERM $inference 2> /dev/null; wait' EXIT

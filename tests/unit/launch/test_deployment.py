@@ -1,0 +1,42 @@
+"""Which processes a deployment starts, and which one is chosen."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.launch.deployment import choose_deployment, deploy
+from tandem.launch.gpus import plan_gpus
+from tandem.launch.plan import make_plan
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "expected"),
+    [
+        ({}, 0, "split"),
+        ({}, 1, "shared"),
+        ({}, 2, "split"),
+        ({"deployment": "colocated"}, 1, "colocated"),
+        ({"deployment": "colocated"}, 0, "colocated"),
+        ({"inference": {"engine": "vllm"}}, 1, "split"),
+    ],
+)
+def test_one_gpu_is_shared_unless_told_otherwise(make_config, options, num_gpus: int, expected: str) -> None:
+    config = make_config(**options)
+    gpus = plan_gpus(config, [str(number) for number in range(num_gpus)])
+    assert choose_deployment(config, gpus) == expected
+
+
+def test_a_colocated_trainer_listens_in_place_of_the_server(make_config, tmp_path: Path) -> None:
+    before = {plan.name: plan for plan in make_plan(make_config(), tmp_path, num_cores=2)}
+    trainer, orchestrator = deploy(list(before.values()), "colocated", tmp_path)
+    assert (trainer.name, orchestrator.name) == ("trainer", "orchestrator")
+    assert trainer.listens_as == "inference" and trainer.beside == {"inference": before["inference"].config}
+    assert trainer.command[1:] == [
+        *("-m", "tandem.entrypoints.colocated"),
+        *("--trainer", "@", f"{tmp_path}/trainer.json", "--inference", "@", f"{tmp_path}/inference.json"),
+    ]
+
+
+def test_a_shared_trainer_is_told_to_share(make_config, tmp_path: Path) -> None:
+    plans = deploy(make_plan(make_config(), tmp_path, num_cores=2), "shared", tmp_path)
+    assert [plan.config.get("share_weights") for plan in plans] == [None, None, True]
