@@ -12,8 +12,9 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.models.attention import PackedAttention, Rectangles
 from tandem.models.gpu import flex
+from tandem.models.memory import DEFAULT, LEAST, MOST
 from tandem.trainer.build import load_trained
-from tandem.trainer.model.memory import DEFAULT, LEAST, MOST, tokens_per_microbatch
+from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights import filesystem
 from tandem.transport.weights.filesystem import WeightsPublisher

@@ -193,7 +193,8 @@ class Orchestrator:
                 started = time.monotonic()
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
                 collected = time.monotonic()
-                self._write_batch(groups, step, self._state(step, dispatcher))
+                # Beside the loop: other rollouts go on.
+                await asyncio.to_thread(self._write_batch, groups, step, self._state(step, dispatcher))
                 written = time.monotonic()
                 times = {"step_s": written - started, "batch_s": written - collected}
                 counts = {"groups/stale": buffer.num_dropped_stale, "groups/cut": dispatcher.num_cut}

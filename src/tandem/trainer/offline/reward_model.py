@@ -44,7 +44,7 @@ class TrainedScorer:
         scorer = self.model.scorer
         parameters = {name: whole(value) for name, value in scorer.named_parameters()}
         if self.stepper.ranks.is_first:
-            publish(scorer.named_tensors(parameters), version)
+            publish(scorer.named_tensors(parameters).items(), version)
 
     def throughput(self) -> Throughput:
         ranks = self.stepper.ranks
