@@ -33,6 +33,7 @@ from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.weight_sync import Policy
 from tandem.types.identity import ServerIdentity
 from tandem.types.rollout import Group, SamplingRequest
+from tandem.utils import event_loop
 from tandem.utils.garbage import collect_by_the_clock
 from tandem.utils.metrics import RunLog
 from tandem.utils.ports import nearest_free_port
@@ -167,7 +168,7 @@ def main() -> None:
         engine = multiprocessing.get_context("spawn").Process(target=serve, args=(port, vocabulary), daemon=True)
         engine.start()
         for kind, env in kinds.items():
-            results[kind] = asyncio.run(
+            results[kind] = event_loop.run(
                 measure(f"http://127.0.0.1:{port}", folder / "model", folder, env, args.rollouts)
             )
             print(f"{kind}: " + ", ".join(f"{name} {value:,.2f}" for name, value in results[kind].items()), flush=True)

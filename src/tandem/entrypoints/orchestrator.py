@@ -1,6 +1,5 @@
 """`orchestrator`: tasks, rewards, advantages, staleness, batches. Needs an inference server and a trainer."""
 
-import asyncio
 import os
 import sys
 from functools import partial
@@ -9,6 +8,7 @@ from typing import Any
 from tandem.config.base import parse
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.short_names import ORCHESTRATOR as SHORT
+from tandem.utils import event_loop
 from tandem.utils.files import read_json
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
 from tandem.utils.run_dir import RunDir
@@ -70,7 +70,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
                 forwarder.close()
 
     try:
-        asyncio.run(run())
+        event_loop.run(run())
     except (ServerLost, TooManyFailures) as error:
         RunLog(run_dir, "orchestrator").event(GAVE_UP, why=str(error))
         print(f"orchestrator: {error}", file=sys.stderr)

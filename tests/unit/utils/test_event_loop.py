@@ -1,0 +1,36 @@
+"""Many connections with something to read share the passes of the event loop."""
+
+import asyncio
+import socket
+
+import pytest
+
+from tandem.utils import event_loop
+
+
+def test_a_pass_reads_from_few_connections_and_all_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "AT_ONCE", 4)
+    pairs = [socket.socketpair() for _ in range(30)]
+    read_in: dict[int, int] = {}
+    num_passes = 0
+
+    async def main() -> str:
+        nonlocal num_passes
+        loop = asyncio.get_running_loop()
+        for number, (ours, theirs) in enumerate(pairs):
+            theirs.send(b"x")
+            # Nothing is read: every connection stays ready.
+            loop.add_reader(ours, lambda number=number: read_in.setdefault(number, num_passes))
+        while len(read_in) < len(pairs):
+            await asyncio.sleep(0)
+            num_passes += 1
+        for ours, _ in pairs:
+            loop.remove_reader(ours)
+        return "done"
+
+    assert event_loop.run(main()) == "done"
+    passes = list(read_in.values())
+    assert max(passes.count(one) for one in passes) <= 4
+    for pair in pairs:
+        for end in pair:
+            end.close()
