@@ -198,7 +198,7 @@ def test_rl_runs_on_the_cluster_and_survives_the_death_of_the_servers_node(
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "tandem.entrypoints.rl", "@", "examples/reverse_text/rl.toml", "--show", "lines"),
-            *("--model.name", str(tiny_model), "--output-dir", str(run_dir.root), "--max-steps", "12"),
+            *("--model.name", str(tiny_model), "--output-dir", str(run_dir.root), "--max-steps", "30"),
             *("--orchestrator.eval.num-prompts", "8", "--inference.server.port", str(free_port())),
             *("--trainer.parallel.ranks", "2", "--ray.address", both.address),
             *("--ray.inference-nodes", f'["{SECOND}"]', "--ray.trainer-nodes", f'["{HEAD}"]'),
@@ -209,17 +209,18 @@ def test_rl_runs_on_the_cluster_and_survives_the_death_of_the_servers_node(
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     output: list[str] = []
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             output.append(line)
-            if "step 1: reward" in line:  # it has the first batch of twelve
+            if "step 2: loss" in line:  # of thirty; before the first, nothing is started again
                 kill_servers_of(SECOND)
                 both.kill_second()
         assert process.wait() == 0, "".join(output)
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
     assert both.second is None, "the node was to be killed"
     events = list(read_json_lines(run_dir.events))
     (trained,) = [line for line in events if line["event"] == "started" and line["process"] == "trainer"]
