@@ -6,6 +6,7 @@ pass may have thousands of answers; here it has a few of them, and the others th
 
 import asyncio
 import selectors
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -14,17 +15,19 @@ AT_ONCE = 32  # an answer takes up to a millisecond
 
 
 class FewAtOnce(selectors.DefaultSelector):
-    """Tells of some of what is ready; what is left is still ready the next time."""
+    """Tells of what is ready a few at a time, in the order it was found."""
 
-    _passed = 0  # so that those at the end of the list have their turn too
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: deque[tuple[selectors.SelectorKey, int]] = deque()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(timeout)
-        if len(ready) <= AT_ONCE:
-            return ready
-        start = self._passed % len(ready)
-        self._passed += AT_ONCE
-        return (ready + ready)[start : start + AT_ONCE]
+        if not self._found:
+            self._found.extend(super().select(timeout))
+        told = [self._found.popleft() for _ in range(min(AT_ONCE, len(self._found)))]
+        # One that was closed or is waited for otherwise by now is found again, if there is still something.
+        registered = self.get_map()
+        return [(key, events) for key, events in told if registered.get(key.fd) is key]
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -1,6 +1,7 @@
 """Many connections with something to read share the passes of the event loop."""
 
 import asyncio
+import selectors
 import socket
 
 import pytest
@@ -31,6 +32,25 @@ def test_a_pass_reads_from_few_connections_and_all_have_their_turn(monkeypatch: 
     assert event_loop.run(main()) == "done"
     passes = list(read_in.values())
     assert max(passes.count(one) for one in passes) <= 4
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+def test_one_that_was_closed_meanwhile_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "AT_ONCE", 1)
+    pairs = [socket.socketpair() for _ in range(3)]
+    selector = event_loop.FewAtOnce()
+    for ours, theirs in pairs:
+        theirs.send(b"x")
+        selector.register(ours, selectors.EVENT_READ)
+    [(first, _)] = selector.select(0)
+    second, third = (ours for ours, _ in pairs if ours is not first.fileobj)
+    selector.unregister(second)
+    selector.modify(third, selectors.EVENT_READ | selectors.EVENT_WRITE)
+    told = [key.fileobj for _ in range(6) for key, _ in selector.select(0)]
+    assert second not in told and third in told
+    selector.close()
     for pair in pairs:
         for end in pair:
             end.close()
