@@ -5,7 +5,6 @@ new messages (data/dialogue.py). Where that cannot be, because the template rewr
 changed it, another training sequence begins.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,8 +42,6 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self._call_format = choose_format(tokenizer)
-        # One prompt at each pass of the event loop: thousands may be asked for at once, and others wait for it too.
-        self.encoding = asyncio.Lock()
 
     def calls(self, tools: Sequence[dict[str, Any]] | None) -> CallFormat | None:
         if not tools:
@@ -71,9 +68,7 @@ class Conversation:
     async def chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, max_tokens: int | None
     ) -> dict[str, Any]:
-        async with self.format.encoding:
-            await asyncio.sleep(0)
-            thread = self._thread(messages, tools)
+        thread = self._thread(messages, tools)
         dialogue, number = thread.dialogue, self._num_turns
         self._num_turns += 1
         completion = await self._generate(dialogue, max_tokens, request_seed(self.sampling.seed, "turn", number))
