@@ -16,7 +16,7 @@ Tmux = Callable[..., str]
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("tmux") is None and "TANDEM_TEST_ALL" not in os.environ, reason="tmux is not installed"
+    shutil.which("tmux") is None and "TANDEM_TEST_ALL" not in os.environ, reason="needs tmux: apt-get install tmux"
 )
 
 

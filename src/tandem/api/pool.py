@@ -117,8 +117,6 @@ class SamplerPool:
                 self._lose(sampler, error)
                 await self._wake_all()
                 return
-            except asyncio.CancelledError:
-                raise
             except Exception as error:  # whoever waits for the prompt learns why it cannot be completed
                 for job in jobs:
                     _end(job, error)

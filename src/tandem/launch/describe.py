@@ -6,14 +6,13 @@ from tandem.launch.gpus import GpuPlan
 from tandem.launch.memory import estimate_memory, table
 from tandem.launch.plan import ProcessPlan
 from tandem.models.spec import ModelSpec
+from tandem.utils.columns import align
 from tandem.utils.devices import VISIBLE
 from tandem.utils.errors import UserError
 
 
 def describe_run(config: RLConfig, plans: list[ProcessPlan], gpus: GpuPlan | None) -> list[str]:
-    rows = [(plan.name, _what(plan), _gpus_of(plan)) for plan in plans]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {gpu}".rstrip() for name, what, gpu in rows]
+    lines = [f"  {line}" for line in align([(plan.name, _what(plan), _gpus_of(plan)) for plan in plans])]
     cpus = "on this machine's CPUs:" if config.ray.address is None else f"on the Ray cluster at {config.ray.address}:"
     deployment = choose_deployment(config, gpus)
     lines.insert(0, cpus if gpus is None and deployment == "split" else f"deployment {deployment}:")

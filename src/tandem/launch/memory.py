@@ -17,6 +17,7 @@ from tandem.models.memory import (
     training_memory,
 )
 from tandem.models.spec import ModelSpec
+from tandem.utils.columns import align
 
 VLLM_SHARE = 0.9  # of a GPU, by vLLM's own default
 NATIVE_SHARE = 4  # of free memory, one part in so many, for the KV cache
@@ -112,8 +113,7 @@ def table(uses: list[GpuUse], plan: GpuPlan) -> list[str]:
         for name, part in use.parts:
             numbers = (part.weights, part.gradients, part.optimizer, part.activations, part.kv_cache, part.total)
             rows.append((f"{use.place} ({plan.world[use.place]})", name, *(f"{n / 2**30:.1f}" for n in numbers)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = align(rows)
     for use in uses:
         if not use.fits:
             assert use.gpu_bytes is not None

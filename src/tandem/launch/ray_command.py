@@ -30,6 +30,7 @@ from typing import Any
 from tandem.launch.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
 from tandem.launch.ray_host import Closed, Handle
 from tandem.utils.errors import UserError
+from tandem.utils.files import write_atomic
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
 
 logger = logging.getLogger(__name__)
@@ -183,9 +184,8 @@ def announce(placement: Placement, address: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if not line.endswith(f":{placement.port}")]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in [*kept, f"http://{address}:{placement.port}"]))
-        temporary.replace(path)
+        now = [*kept, f"http://{address}:{placement.port}"]
+        write_atomic(path, "".join(f"{line}\n" for line in now).encode())
 
 
 # From here on: on the node.

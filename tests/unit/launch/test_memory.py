@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.shapes import QWEN3_0_6B
+
 from tandem.config.rl import RLConfig
 from tandem.launch.deployment import colocate
 from tandem.launch.describe import describe_run
@@ -13,19 +15,7 @@ from tandem.models.memory import kv_bytes
 from tandem.models.spec import ModelSpec
 
 GIB = 2**30
-SPEC = ModelSpec.from_config(
-    {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    }
-)
+SPEC = ModelSpec.from_config(QWEN3_0_6B)
 MakeConfig = Callable[..., RLConfig]
 
 

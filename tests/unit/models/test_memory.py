@@ -4,10 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.shapes import QWEN3_0_6B
 
 from tandem.config.parallel import ParallelConfig
 from tandem.models.decoder import Decoder
 from tandem.models.memory import (
+    LEAST,
+    MOST,
+    activation_bytes,
+    fitting_tokens,
     kv_bytes,
     num_adapter_parameters,
     num_parameters,
@@ -18,20 +23,9 @@ from tandem.models.spec import ModelSpec
 
 GIB = 2**30
 H200_BYTES = int(139.8 * GIB)
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 LARGER = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
-SMALL = ModelSpec.from_config(QWEN3)
-LARGE = ModelSpec.from_config(QWEN3 | LARGER)
+SMALL = ModelSpec.from_config(QWEN3_0_6B)
+LARGE = ModelSpec.from_config(QWEN3_0_6B | LARGER)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +37,7 @@ LARGE = ModelSpec.from_config(QWEN3 | LARGER)
     ],
 )
 def test_parameters_are_those_of_the_decoder(changes: dict[str, Any]) -> None:
-    spec = ModelSpec.from_config(QWEN3 | {"num_hidden_layers": 2} | changes)
+    spec = ModelSpec.from_config(QWEN3_0_6B | {"num_hidden_layers": 2} | changes)
     with torch.device("meta"):
         decoder = Decoder(spec)
     assert num_parameters(spec) == sum(parameter.numel() for parameter in decoder.parameters())
@@ -98,3 +92,23 @@ def test_a_server_by_hand() -> None:
     assert use.kv_cache == 100_000 * 112 * 1024 and use.weights == 2 * num_parameters(SMALL)
     half = serving_memory(SMALL, "bfloat16", 100_000, 1, 0, tensor_parallel=2)
     assert half.kv_cache == use.kv_cache // 2 and half.weights == use.weights // 2
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "checkpointing", "expected"),
+    [
+        (2, 0, 28 * 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072)),
+        (2, 1, 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072) + 28 * 2 * 1024),  # one layer at a time, inputs of all
+        (2, 2, 15 * 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072) + 14 * 2 * 1024),
+        (4, 0, 28 * 6 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072)),
+    ],
+)
+def test_activations_by_hand(itemsize: int, checkpointing: int, expected: int) -> None:
+    assert activation_bytes(SMALL, itemsize, checkpointing) == expected
+
+
+def test_as_many_tokens_as_fit() -> None:
+    """85 % of 40 GiB are 34; 10 are taken, and of the other 24 each token takes 1 MiB."""
+    assert fitting_tokens(40 * GIB, 10 * GIB, 2**20) == 24 * 1024
+    assert fitting_tokens(140 * GIB, 10 * GIB, 2**20) == MOST
+    assert fitting_tokens(8 * GIB, 10 * GIB, 2**20) == LEAST
