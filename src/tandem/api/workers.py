@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.api.engines import InferenceEngine, NativeEngine, SGLangEngine, VLLMEngine
+from tandem.api.engines import InferenceEngine, NativeEngine, VLLMEngine
 from tandem.api.pool import Job
+from tandem.api.sglang import SGLangEngine
 from tandem.launch.supervisor import last_lines
 from tandem.orchestrator.client import InferenceError
 from tandem.types.rollout import SamplingOptions, SamplingRequest
