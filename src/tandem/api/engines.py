@@ -73,7 +73,7 @@ class InferenceEngine:
         except ValidationError as error:
             raise UserError(f"{type(self).__name__}: {explain_validation_error(InferenceConfig, error)}") from error
         self.model_dir = self.config.model.name
-        self.base_url = base_url
+        self.base_url = None if base_url is None else self._client_config.base_urls[0]
         self.slots = SLOTS
         self._server: ServerProcess | None = None
         self._client: InferenceClient | None = None
