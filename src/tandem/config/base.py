@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
-from tandem.config.explain import explain_validation_error, models_in
+from tandem.config.explain import explain_validation_error, models_in, option_paths
 from tandem.config.help import render_help
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
-from tandem.config.short_names import spell_out
+from tandem.config.short_names import MODEL, spell_out
 from tandem.config.sources import Tree, extract_files, merge
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, is_hub_name, is_offline
@@ -63,7 +63,8 @@ def parse(
         print(render_help(cls, prog, description), end="")
         raise SystemExit(0)
     try:
-        arguments = spell_out(arguments, short_names or {})
+        model = MODEL if "model.name" in option_paths(cls) else {}
+        arguments = spell_out(arguments, model | dict(short_names or {}))
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
         config = _load(cls, run, rest, prog, description)
         if (missing := _model_on_the_hub(config)) is None:

@@ -14,6 +14,7 @@ INFERENCE = {
     "--no-allow-unauthenticated": "--no-server.allow-unauthenticated",
 }
 
+MODEL = {"--model": "--model.name"}  # of every command that has one
 RL = {"--env": "--orchestrator.env.id"}
 ORCHESTRATOR = {"--env": "--env.id"}
 
@@ -30,6 +31,6 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
 
 def _in_full(argument: str, following: str, short_names: Mapping[str, str]) -> str:
     name, equals, value = argument.partition("=")
-    if not equals and (following.startswith("@") or following.endswith(SUFFIXES)):
-        return argument  # a section and its file
+    if not equals and (following.startswith(("@", "{")) or following.endswith(SUFFIXES)):
+        return argument  # a section and its file, or its table
     return short_names.get(name, name) + equals + value
