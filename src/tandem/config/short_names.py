@@ -31,6 +31,6 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
 
 def _in_full(argument: str, following: str, short_names: Mapping[str, str]) -> str:
     name, equals, value = argument.partition("=")
-    if not equals and (following.startswith(("@", "{")) or following.endswith(SUFFIXES)):
-        return argument  # a section and its file, or its table
+    if not equals and (following.startswith("@") or following.endswith(SUFFIXES)):
+        return argument  # a section and its file
     return short_names.get(name, name) + equals + value

@@ -44,7 +44,7 @@ def control(words: list[str]) -> None:
 
     asked, *others = [part for word in words for part in word.split("=", 1) if part]
     if asked not in CONTROLS or len(others) != 1:
-        raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else, as in `rl --stop outputs/rl`")
+        raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else: `rl --stop outputs/rl`")
     root = Path(others[0])
     print(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
 

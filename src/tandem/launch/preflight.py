@@ -150,7 +150,10 @@ async def _check_access(url: str, config: ClientConfig, run_dir: RunDir) -> None
     try:
         await client.check_root(run_dir.weights)
     except InferenceError as error:
-        raise UserError(f"orchestrator.client.base_url = {url!r}: the server there refuses this run: {error}") from None
+        key = "; give its key with --orchestrator.client.api-key-var" if " 401: " in str(error) else ""
+        raise UserError(
+            f"orchestrator.client.base_url = {url!r}: the server there refuses this run: {error}{key}"
+        ) from None
     finally:
         await client.close()
 

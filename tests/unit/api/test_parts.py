@@ -60,7 +60,7 @@ def test_what_is_set_aside_is_left_out() -> None:
     assert {task.index for task in buffer.sample(20)} == {0, 2} and buffer.position >= 20
     assert [task.messages[0]["content"] for task in buffer.eval_tasks] == ["d"]
     buffer.set_aside.update({0, 2})
-    with pytest.raises(UserError, match="all 3 tasks .* are set aside"):
+    with pytest.raises(UserError, match=r"all 3 tasks .* are set aside"):
         buffer.sample(1)
 
 
@@ -135,7 +135,7 @@ def test_mistakes_in_options_name_the_key() -> None:
         NativeEngine("models/x", seqlen=3)
     with pytest.raises(UserError, match="both given"):
         NativeEngine("models/x", 0, gpu_ids=[1])
-    with pytest.raises(ValueError, match="group_size = 1 .* set group_size to 2 or more"):
+    with pytest.raises(ValueError, match=r"group_size = 1 .* set group_size to 2 or more"):
         RLTrainingConfig(num_steps=1, group_size=1)
     with pytest.raises(ValueError, match="max_tokens = 64 leaves no room for a prompt"):
         RLTrainingConfig(num_steps=1, max_tokens=64, seq_len=64)
