@@ -67,11 +67,19 @@ __all__ = [
     "run_rl_training",
 ]
 
+_HINTS = {
+    "create_nccl_configs": ": Cluster.start sets what torch.distributed.init_process_group() needs in every worker",
+    "MultiNodeFSDPBackend": ": that is ClusterTrainingBackend(workers, model_name, strategy='fsdp', output_dir=…)",
+    "MathRewardModel": ": that is MathReward",
+    "RolloutConfig": ": sampling is part of RLTrainingConfig",
+    "MiniRay": ": Ray places workers here, through Cluster and NodeConfig",
+}
+
 
 def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
     if module is None:
-        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}{_HINTS.get(name, '')}")
     return getattr(import_module(module), name)
 
 

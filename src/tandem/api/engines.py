@@ -27,6 +27,7 @@ from tandem.types.identity import new_run_name
 from tandem.types.rollout import Completion, Message, SamplingRequest
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient
+from tandem.utils.hub import fetch_model, is_to_be_fetched
 
 SLOTS = 64  # prompts under way in one engine
 OUTAGE_S = 60.0
@@ -63,16 +64,14 @@ class InferenceEngine:
         key = api_key if api_key is not None or base_url is not None else secrets.token_hex(16)
         self._environment = gpu_environment(gpu_ids, "gpu_ids") | ({} if key is None else {KEY_VARIABLE: key})
         model = {"name": str(model_name), **options.pop("model", {})}
+        self._options = {"engine": self.engine, "model": model, **self._with_gpu(options)}
         try:
-            self.config = InferenceConfig.model_validate(
-                {"engine": self.engine, "model": model, **self._with_gpu(options)}
-            )
+            self.config = InferenceConfig.model_validate(self._options)
             self._client_config = ClientConfig.model_validate(
                 {"base_url": base_url or "http://127.0.0.1", "api_key": key, "outage_timeout_s": OUTAGE_S}
             )
         except ValidationError as error:
             raise UserError(f"{type(self).__name__}: {explain_validation_error(InferenceConfig, error)}") from error
-        self.model_dir = self.config.model.name
         self.base_url = None if base_url is None else self._client_config.base_urls[0]
         self.slots = SLOTS
         self._server: ServerProcess | None = None
@@ -87,12 +86,20 @@ class InferenceEngine:
         return f"{type(self).__name__}{where}" if self.base_url is None else f"the server at {self.base_url}"
 
     @property
+    def model_dir(self) -> Path:
+        return self.config.model.name
+
+    @property
     def is_started(self) -> bool:
         return self._client is not None
 
     async def start(self, folder: Path | None = None, weight_roots: Sequence[Path] = ()) -> None:
         """Returns when the engine serves its model. Its log goes to `folder`; weights will come from below
         `weight_roots`, which a server that was started by others has to allow."""
+        if is_to_be_fetched(self.model_dir):
+            await asyncio.to_thread(fetch_model, self.model_dir)
+            self.config = InferenceConfig.model_validate(self._options)  # its name leads to the cache now
+            self._served = (self.model_dir, 0)
         if folder is None:
             folder = self._own_folder = Path(tempfile.mkdtemp(prefix="tandem-engine-"))
         self._folder = folder

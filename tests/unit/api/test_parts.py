@@ -1,8 +1,10 @@
 """The small parts of the Python API: imports, data, rewards, GPUs."""
 
 import asyncio
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tandem import (
     RLTrainingConfig,
     UserError,
 )
+from tandem.api import backend, engines, run
 from tandem.api.gpus import gpu_environment
 from tandem.api.rewards import RewardedTasks
 from tandem.api.run import parse
@@ -151,3 +154,50 @@ def test_rl_takes_a_file_or_a_table_and_what_is_laid_over_it() -> None:
         parse("examples/reverse_text/rl.toml", {"max_step": 7})
     with pytest.raises(UserError, match="final"):
         parse(config, {"max_steps": 7})
+
+
+def test_names_of_others_lead_to_ours() -> None:
+    with pytest.raises(AttributeError, match="that is MathReward"):
+        getattr(tandem, "MathRewardModel")  # noqa: B009
+
+
+class Hub:
+    """Instead of fetching: what was asked for is in the cache from then on."""
+
+    def __init__(self, cache: Path, model_dir: Path) -> None:
+        self.cache = cache
+        self.model_dir = model_dir
+        self.asked: list[str] = []
+
+    def fetch(self, name: Path) -> None:
+        self.asked.append(str(name))
+        folder = self.cache / ("models--" + str(name).replace("/", "--"))
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("abc")
+        shutil.copytree(self.model_dir, folder / "snapshots" / "abc")
+
+
+def test_models_are_fetched_by_their_names_when_something_starts(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    hub = Hub(tmp_path / "hub", tiny_model)
+    for module in (backend, engines, run):
+        monkeypatch.setattr(module, "fetch_model", hub.fetch)
+    monkeypatch.setattr(PyTorchTrainingBackend, "_launch", lambda self, config: None)
+    trained = PyTorchTrainingBackend("someone/first", output_dir=tmp_path / "run")
+    served = NativeEngine("someone/second")
+    monkeypatch.setattr(served, "_open", lambda: asyncio.sleep(0))
+    assert hub.asked == []
+
+    async def start() -> None:
+        await trained.start(RLTrainingConfig(num_steps=1, max_tokens=8, seq_len=64))
+        await served.start()
+        await trained.close()
+        await served.close()
+
+    asyncio.run(start())
+    assert parse({"model": {"name": "someone/third"}, "trainer": {}, "orchestrator": {}}, {}).model.name.is_dir()
+    assert hub.asked == ["someone/first", "someone/second", "someone/third"]
+    assert trained.model_dir.is_dir() and served.model_dir.is_dir()
