@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
@@ -256,7 +257,10 @@ class RemoteRolloutManager(RolloutManager):
             "options": self.options,
             "weight_roots": [str(run_dir.root.resolve())],
         }
-        remote = [RemoteSampler(worker, message) for worker in self.workers]
+        # One thread for each: a call blocks it until the worker answers, and rewards need threads too.
+        threads = ThreadPoolExecutor(len(self.workers), "inference workers")
+        self._closing.callback(threads.shutdown, wait=False)
+        remote = [RemoteSampler(worker, message, threads) for worker in self.workers]
         await asyncio.gather(*(one.open() for one in remote))
         engines = await super()._open_samplers(model_dir, run_dir) if self.engines else ()
         return [*remote, *engines]
@@ -267,9 +271,10 @@ class RemoteSampler:
 
     slots = 1
 
-    def __init__(self, worker: Worker, first_message: dict[str, Any]) -> None:
+    def __init__(self, worker: Worker, first_message: dict[str, Any], threads: Executor) -> None:
         self.worker = worker
         self.first_message = first_message
+        self.threads = threads
         self._turn = asyncio.Lock()
 
     @property
@@ -293,7 +298,7 @@ class RemoteSampler:
         await self._call({"cmd": "update_weights", "path": str(path.resolve()), "version": version})
 
     async def revive(self) -> bool:
-        if not await asyncio.to_thread(self.worker.restart):
+        if not await asyncio.get_running_loop().run_in_executor(self.threads, self.worker.restart):
             return False
         await self.open()
         return True
@@ -301,7 +306,7 @@ class RemoteSampler:
     async def _call(self, message: dict[str, Any]) -> dict[str, Any]:
         async with self._turn:
             try:
-                answer = await asyncio.to_thread(self.worker.call, message)
+                answer = await asyncio.get_running_loop().run_in_executor(self.threads, self.worker.call, message)
             except WorkerDied as error:
                 raise SamplerGone(str(error)) from error
         if "error" in answer:

@@ -4,10 +4,12 @@ import asyncio
 import itertools
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from tandem import DataBuffer, Prompt, RemoteRolloutManager, RLTrainingConfig, RolloutManager, UserError, WorkerDied
 from tandem import run_rl_training as run
@@ -114,6 +116,34 @@ def test_overlapped_batches_are_one_version_older(tiny_model: Path, tmp_path: Pa
     _, metrics = train(tiny_model, tmp_path, [FakeWorker("worker")], overlap=True)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
     assert all(line["staleness/max"] <= 1 for line in metrics)
+
+
+def test_all_workers_work_at_once_however_many_there_are(tiny_model: Path, tmp_path: Path) -> None:
+    everybody = threading.Barrier(40)
+
+    class Waiting(FakeWorker):
+        def _complete(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+            everybody.wait(60 * PATIENCE)  # until all of them are asked
+            return super()._complete(prompt)
+
+    workers: list[FakeWorker] = [Waiting(f"worker {number}") for number in range(40)]
+    backend, _ = train(tiny_model, tmp_path, workers, prompts_per_step=40, num_steps=1)
+    assert backend.batches[0].packed.num_sequences == 80 and all(worker.num_prompts == 1 for worker in workers)
+
+
+def test_a_slow_worker_does_not_hold_up_the_others(tiny_model: Path, tmp_path: Path) -> None:
+    class Slow(FakeWorker):
+        def _complete(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+            """Not before all other prompts have been taken by the other."""
+            deadline = time.monotonic() + 60 * PATIENCE
+            while self.num_prompts + fast.num_prompts < 21:
+                assert time.monotonic() < deadline, "the other waits for this one"
+                time.sleep(0.001)
+            return super()._complete(prompt)
+
+    slow, fast = Slow("slow"), FakeWorker("fast")
+    backend, _ = train(tiny_model, tmp_path, [slow, fast], prompts_per_step=21, num_steps=1)
+    assert backend.batches[0].packed.num_sequences == 42 and fast.num_prompts > slow.num_prompts
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
