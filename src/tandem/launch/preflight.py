@@ -1,6 +1,5 @@
 """Everything that can be refused before a process is started. No torch."""
 
-import asyncio
 import json
 import socket
 import sys
@@ -27,6 +26,7 @@ from tandem.transport.checkpoints import require_checkpoint
 from tandem.types.identity import new_run_name
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
+from tandem.utils.event_loop import run_beside
 from tandem.utils.imports import is_import_path
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
@@ -50,7 +50,7 @@ def check(config: RLConfig) -> int:
     find_gpu_plan(here)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
-    asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
+    run_beside(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     if here is config:  # servers that the job has just started need not be there yet
         _check_server(config)
     _check_deployment(config)
@@ -120,7 +120,7 @@ def _check_server(config: RLConfig) -> None:
         return
     for url in config.orchestrator.client.base_urls:
         if _check_address(url):
-            asyncio.run(_check_access(url, config.orchestrator.client, RunDir(config.output_dir)))
+            run_beside(_check_access(url, config.orchestrator.client, RunDir(config.output_dir)))
 
 
 def _check_address(url: str) -> bool:

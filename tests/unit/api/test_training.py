@@ -14,6 +14,8 @@ from tests.patience import PATIENCE
 from tandem import DataBuffer, Prompt, RemoteRolloutManager, RLTrainingConfig, RolloutManager, UserError, WorkerDied
 from tandem import run_rl_training as run
 from tandem.api.training import Metrics
+from tandem.config.sampling import EvalConfig
+from tandem.orchestrator.state import OrchestratorState
 from tandem.types.rollout import TrainBatch
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import read_metrics
@@ -218,6 +220,31 @@ def test_held_out_rows_are_evaluated_when_due(tiny_model: Path, tmp_path: Path) 
     assert [line["step"] for line in read_metrics(backend.run_dir) if "eval/reward" in line] == [0, 2, 4, 5]
     with pytest.raises(UserError, match="give DataBuffer eval_rows"):
         run_with(tiny_model, tmp_path, DataBuffer(["a"]), Alternating(), eval={})
+
+
+class ResumedBackend(FakeBackend):
+    """After two steps of a run that had set a task aside."""
+
+    async def start(self, config: RLTrainingConfig) -> int:
+        await super().start(config)
+        state = OrchestratorState(step=2, next_order=7, unfinished=[], set_aside=[1])
+        folder = self.run_dir.checkpoints / "step_000002"
+        folder.mkdir(parents=True)
+        (folder / "orchestrator.json").write_bytes(state.encode())
+        return 2
+
+
+def test_a_resumed_run_goes_on_with_the_next_prompts(tiny_model: Path, tmp_path: Path) -> None:
+    backend, worker = ResumedBackend(tiny_model, tmp_path), FakeWorker("worker")
+    buffer = DataBuffer(["a", "b", "c"], eval_rows=["d"])
+    manager = RemoteRolloutManager([worker], buffer, lambda text, answer: 1.0)
+    config = RLTrainingConfig(num_steps=4, prompts_per_step=2, group_size=2, max_tokens=4, eval=EvalConfig())
+    metrics = asyncio.run(run(backend, manager, config=config))
+    assert [line["step"] for line in metrics] == [3, 4] and worker.versions == [2, 3, 4]
+    assert [line["staleness/max"] for line in metrics] == [0, 0] and buffer.set_aside == {1}
+    orders = [json.loads(batch.orchestrator_state)["next_order"] for batch in backend.batches]
+    assert 9 <= orders[0] < orders[1] == buffer.position
+    assert [line["step"] for line in read_metrics(backend.run_dir) if "eval/reward" in line] == [4]
 
 
 def test_penalties_on_length_reach_the_trainer(tiny_model: Path, tmp_path: Path) -> None:
