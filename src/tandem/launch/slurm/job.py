@@ -40,6 +40,7 @@ class Job:
     serving: int = 0  # nodes with inference servers
     servers_per_node: int = 1
     inference: Path | None = None  # the configuration of the servers
+    delays_s: Sequence[float] = ()  # before each restart of a server that failed
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: str = ""  # more of the command line, as the shell reads it
     comment: Sequence[str] = ()
@@ -74,6 +75,7 @@ def render(job: Job) -> str:
         "serving": job.serving,
         "servers_per_node": job.servers_per_node,
         "inference": quoted(job.inference),
+        "delays": [f"{delay_s:g}" for delay_s in job.delays_s],
         "run": quoted(job.run),
         "first": shlex.join(job.first),
         "goes_on": f"[ -e {quoted(job.run)}/config ]" if job.always_goes_on else RESTARTED,
