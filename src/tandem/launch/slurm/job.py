@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 
 from tandem.config.slurm import SlurmConfig
+from tandem.launch.slurm import srun
 from tandem.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -109,7 +110,7 @@ def command_line(job: Job) -> str:
         return f"python -m {module} {given}"
     nodes = job.slurm.nodes
     return (
-        f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 \\\n"
+        f"python -m {srun.MODULE} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
         f"  python -m torch.distributed.run --nnodes={nodes} --nproc-per-node={job.ranks_per_node} \\\n"
         f"  --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$TANDEM_RENDEZVOUS "
         f"--shutdown-timeout={shutdown_timeout(job.save_timeout_s)} \\\n"

@@ -16,6 +16,7 @@ from tandem.config.sbatch import gpus_per_node
 from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.plan import make_plan
+from tandem.launch.slurm import srun
 from tandem.launch.slurm.job import JOB, SITE_TEMPLATES, Job, in_job, render
 from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_evaluation, submit_run
@@ -81,7 +82,7 @@ def test_scripts_are_bash(tmp_path: Path, command: str, nodes: int) -> None:
     checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     assert checked.returncode == 0 and not checked.stderr, checked.stderr
     spread = nodes == 3 and command in ("sft", "align")
-    assert ("srun --nodes=3" in script.read_text()) == spread
+    assert ("slurm.srun --nodes=3" in script.read_text()) == spread
     assert ("--nnodes=3 --nproc-per-node=4" in script.read_text()) == spread
 
 
@@ -173,7 +174,7 @@ def test_roles_are_laid_over_the_nodes_of_a_job(make_config, tmp_path: Path, mon
     assert trainer.config["threads"] == 4, "no server shares its cores"
     assert orchestrator.config["client"]["base_url"] == "http://10.0.0.3:11005"
     assert orchestrator.config["client"]["api_key_var"] == "TANDEM_API_KEY"
-    assert trainer.command[:2] == ["srun", "--nodes=2"] and "--nodelist=a,b" in trainer.command
+    assert trainer.command[1:4] == ["-m", srun.MODULE, "--nodes=2"] and "--nodelist=a,b" in trainer.command
     assert trainer.command[-4:] == ["-m", "tandem.entrypoints.trainer", "@", f"{tmp_path}/trainer.json"]
 
 

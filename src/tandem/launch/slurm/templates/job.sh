@@ -63,17 +63,16 @@ serve() {
   export CUDA_VISIBLE_DEVICES=${gpus[$SLURM_LOCALID]:-}
   {% endif -%}
   local stopped=no server= code delay
-  set -m                                                # the server and what it starts are a group of their own
   trap 'stopped=yes; kill -TERM $server 2> /dev/null' TERM INT
   for delay in {% for delay in delays %}{{ delay }} {% endfor %}none; do     # seconds before each restart
-    python -m tandem.entrypoints.inference @ {{ inference }} \
+    setsid python -m tandem.entrypoints.inference @ {{ inference }} \
       --server.host 0.0.0.0 --server.port $((serving_port + 1000 * SLURM_LOCALID)) &
     server=$!
     if [ $stopped = yes ]; then kill -TERM $server; fi
     wait $server
     code=$?
     while kill -0 $server 2> /dev/null; do wait $server; code=$?; done
-    kill -KILL -- -$server 2> /dev/null                 # what it left behind would be in the way
+    kill -KILL -- -$server 2> /dev/null                 # whatever it has left behind would be in the way
     # Told to end, a user's mistake, or too many failures.
     if [ $stopped = yes ] || [ $code -eq 2 ] || [ $delay = none ]; then exit $code; fi
     echo "the server ended with exit code $code and is started again in $delay s" >&2
