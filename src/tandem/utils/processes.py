@@ -35,7 +35,8 @@ def die_with_supervisor() -> None:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """However the process `parent` ends, this one gets a signal and ends with it. False if it is not our parent, or no longer.
+    """However the process `parent` ends, this one gets a signal and ends with it. False if it is not our parent, or no
+    longer.
 
     Linux only; elsewhere nothing is promised.
     """

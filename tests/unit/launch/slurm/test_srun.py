@@ -1,4 +1,4 @@
-"""A command under srun is told to end, once, where srun itself would kill it. The programs of SLURM are shell scripts."""
+"""A command under srun is told to end, once, where srun would kill it. The programs of SLURM are shell scripts here."""
 
 import signal
 import subprocess
