@@ -173,6 +173,28 @@ def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
         (("max_length: 8", "max_seq_length: 9"), {}, "max_seq_length and max_length both set seq_len, to 9 and 8"),
         ((), {"script": ("dataset_name: /no/rows.jsonl",)}, "line 7: dataset_name = '/no/rows.jsonl' does not exist"),
         (("learning_rate: [1.0, 1.0]",), {}, "line 11: learning_rate has 1.0 twice"),
+        (("max_steps: three",), {}, "line 11: max_steps = 'three' is not a whole number"),
+        (("per_device_train_batch_size: 0",), {}, "line 11: per_device_train_batch_size = 0 is not a count"),
+        (("gradient_accumulation_steps: two",), {}, "line 11: gradient_accumulation_steps = 'two' is not a count"),
+        (("eval_steps: often",), {}, "line 11: eval_steps = 'often' is not a number"),
+        (("bf16: maybe",), {}, "line 11: bf16 = 'maybe' is neither true nor false"),
+        (("lr_scheduler_kwargs: 3",), {}, "line 11: lr_scheduler_kwargs = 3 is not a table"),
+        (("dataset_name: x.jsonl",), {}, "line 11: 'dataset_name' is given twice (first in line 7)"),
+        ((), {"model": "None"}, "line 8: model_name_or_path is required"),
+        ((), {"script": ("dataset_name: None",)}, "line 6: dataset_name is required"),
+        ((), {"output_dir": "/dev/null/sweep"}, "line 3: output_dir = '/dev/null/sweep' cannot be written"),
+        ((), {"rest": "evaluation:\n  env: revers-text"}, "line 13: env.id = 'revers-text' is not known"),
+        ((), {"algorithm": "grpo", "script": ("env: nope",)}, "line 7: env = 'nope' is not known"),
+        (
+            (),
+            {"algorithm": "grpo", "script": ("env: reverse-text", "reward_funcs: exact_mtch")},
+            "line 8: reward_funcs = 'exact_mtch' is not known; did you mean 'exact_match'?",
+        ),
+        (
+            (),
+            {"algorithm": "grpo", "script": ("dataset_name: /no/rows.jsonl",)},
+            "line 7: dataset_name = '/no/rows.jsonl' does not exist",
+        ),
     ],
 )
 def test_mistakes_are_told_with_their_line(
