@@ -205,19 +205,37 @@ def test_mistakes_are_told_with_their_line(
     assert message in str(error.value)
 
 
-def test_every_training_argument_is_honoured_or_refused_by_name() -> None:
-    """Those of the installed transformers, read from its source."""
-    spec = find_spec("transformers")
+def fields_of(package: str, file: str, name: str) -> set[str]:
+    """The fields of a dataclass, read from its source: importing it takes long."""
+    spec = find_spec(package)
     assert spec is not None and spec.origin is not None
-    source = Path(spec.origin).with_name("training_args.py").read_text()
-    (arguments,) = [
-        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-    ]
-    fields = {
-        node.target.id
-        for node in arguments.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_")
-    }
+    body = ast.parse((Path(spec.origin).parent / file).read_text()).body
+    (found,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+    lines = [node.target for node in found.body if isinstance(node, ast.AnnAssign)]
+    return {target.id for target in lines if isinstance(target, ast.Name) and not target.id.startswith("_")}
+
+
+def test_every_training_argument_is_honoured_or_refused_by_name() -> None:
+    """Those of the installed transformers."""
+    fields = fields_of("transformers", "training_args.py", "TrainingArguments")
     assert len(fields) > 100
     # framework: which of their frameworks runs it
     assert fields - all_names() - {"framework"} == set()
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        *((f"trainer/{name.lower()}_config.py", f"{name}Config") for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")),
+        ("trainer/reward_config.py", "RewardConfig"),
+        ("trainer/model_config.py", "ModelConfig"),
+        ("scripts/utils.py", "ScriptArguments"),
+        ("experimental/cpo/cpo_config.py", "CPOConfig"),
+        ("experimental/orpo/orpo_config.py", "ORPOConfig"),
+    ],
+)
+def test_every_argument_of_trl_is_honoured_or_refused_by_name(file: str, name: str) -> None:
+    fields = fields_of("trl", file, name)
+    assert len(fields) > 5
+    assert fields - all_names() == set()
