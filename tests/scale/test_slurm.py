@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -96,6 +97,84 @@ def jobs_of(folder: Path, kind: str) -> list[str]:
     return [jobs[kind] for jobs in read_json(folder / "sweep" / "jobs.json").values()]
 
 
+@dataclass(frozen=True)
+class RlRun:
+    cluster: Cluster
+    job: str
+    run: Path
+    gate: Path
+    places: list[str] = field(default_factory=list)  # the nodes of each of its steps
+
+    def steps(self, process: str) -> list[dict]:
+        return [line for line in read_json_lines(self.run / "metrics.jsonl") if line["process"] == process]
+
+    def events(self, name: str, process: str = "trainer") -> list[dict]:
+        lines = read_json_lines(self.run / "events.jsonl")
+        return [line for line in lines if (line["process"], line["event"]) == (process, name)]
+
+    def is_over(self) -> bool:
+        return self.cluster.jobs().get(self.job) not in ("PENDING", "RUNNING", "COMPLETING")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        wait_until(lambda: self.is_over() or condition(), 240, f"{what}:\n{printed(self.run)}")
+        assert not self.is_over(), printed(self.run)
+
+    def show(self, name: str) -> str:
+        (value,) = re.findall(rf"\b{name}=(\S+)", self.cluster.run("scontrol", "show", "job", self.job).stdout)
+        return value
+
+    def num_restarts(self) -> int:
+        return int(self.show("Restarts"))
+
+    def limit_to(self, minutes: int) -> None:
+        changed = self.cluster.run("scontrol", "update", f"jobid={self.job}", f"TimeLimit={minutes}")
+        assert changed.returncode == 0, changed.stderr
+
+
+@pytest.fixture(scope="module")
+def rl_run(slurm_cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RlRun:
+    """Trainer ranks on two nodes, the server on a third. After two steps its time limit is near; it waits while other
+    tests run."""
+    folder = tmp_path_factory.mktemp("rl")
+    run, gate = folder / "run", folder / "gate"
+    (folder / "reward.py").write_text(REWARD.format(gate=str(gate)))
+    done = slurm_cluster.run(
+        *command("rl", "@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model)),
+        *("--output-dir", str(run), "--max-steps", str(STEPS), "--orchestrator.env.reward"),
+        *(f"{folder}/reward.py:first_half", "--orchestrator.env.score-timeout-s", "3000"),
+        *("--orchestrator.prompts-per-step", "8", "--orchestrator.eval.every", "None"),
+        *("--orchestrator.sampling.max-tokens", "8", "--trainer.optimizer.lr", "2e-3", "--trainer.threads", "1"),
+        *("--inference.threads", "1", "--orchestrator.eval.num-prompts", "4"),
+        *("--checkpoint.on-signal-timeout-s", "100", "--slurm.signal-s", str(60 * MINUTES)),
+        *("--slurm.nodes", "3", "--slurm.inference-nodes", "1", "--slurm.time", "1:00:00"),
+        *("--slurm.cpus-per-task", "1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    started = RlRun(slurm_cluster, done.stdout.split()[2], run, gate)
+    started.wait_until(lambda: len(started.steps("trainer")) >= 2, "two steps")
+    listed = slurm_cluster.run("squeue", "--steps", "--noheader", f"--jobs={started.job}", "--format=%N")
+    started.places.extend(listed.stdout.split())
+    hours, minutes, _ = started.show("RunTime").split(":")
+    started.limit_to(60 * int(hours) + int(minutes) + MINUTES)  # SLURM looks at it within half a minute
+
+    def give_time() -> None:
+        """Once it is queued again, before the same happens to it again."""
+        while not started.is_over() and started.num_restarts() == 0:
+            time.sleep(0.5)
+        started.limit_to(60)
+
+    threading.Thread(target=give_time, daemon=True).start()
+    return started
+
+
+def test_rl_trains_on_two_nodes_and_samples_on_a_third(rl_run: RlRun) -> None:
+    assert rl_run.events("started")[0]["ranks"] == 2
+    assert read_json(rl_run.run / "config" / "orchestrator.json")["client"]["base_url"].startswith(
+        "http://127.0.0.1:11"
+    )
+    assert sorted(rl_run.places) == ["n1", "n3", "n[1-2]"], "the script, the server, the ranks"
+
+
 def test_twelve_runs_as_an_array(slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "other")
     write_pairs(tmp_path)
@@ -106,7 +185,8 @@ def test_twelve_runs_as_an_array(slurm_cluster: Cluster, tiny_model: Path, tmp_p
     jobs = jobs_of(tmp_path, "run")
     most, deadline = 0, time.monotonic() + 300 * PATIENCE
     while any(slurm_cluster.jobs().get(job) in ("PENDING", "RUNNING", "COMPLETING") for job in jobs):
-        most = max(most, list(slurm_cluster.jobs().values()).count("RUNNING"))
+        states = slurm_cluster.jobs()
+        most = max(most, [states.get(job) for job in jobs].count("RUNNING"))
         assert time.monotonic() < deadline, printed(tmp_path)
         time.sleep(0.3)
     assert most <= MAX_JOBS
@@ -139,74 +219,7 @@ def test_what_failed_is_submitted_again_and_evaluated_after(
     assert row["state"] == "finished" and 0 <= float(row["evaluation/reward"]) <= 1, printed(tmp_path)
 
 
-@dataclass(frozen=True)
-class RlRun:
-    cluster: Cluster
-    job: str
-    run: Path
-    gate: Path
-    places: list[str] = field(default_factory=list)  # the nodes of each of its steps
-
-    def steps(self, process: str) -> list[dict]:
-        return [line for line in read_json_lines(self.run / "metrics.jsonl") if line["process"] == process]
-
-    def events(self, name: str, process: str = "trainer") -> list[dict]:
-        lines = read_json_lines(self.run / "events.jsonl")
-        return [line for line in lines if (line["process"], line["event"]) == (process, name)]
-
-    def is_over(self) -> bool:
-        return self.cluster.jobs().get(self.job) not in ("PENDING", "RUNNING", "COMPLETING")
-
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        wait_until(lambda: self.is_over() or condition(), 240, f"{what}:\n{printed(self.run)}")
-        assert not self.is_over(), printed(self.run)
-
-    def show(self, name: str) -> str:
-        (value,) = re.findall(rf"\b{name}=(\S+)", self.cluster.run("scontrol", "show", "job", self.job).stdout)
-        return value
-
-    def limit_to(self, minutes: int) -> None:
-        changed = self.cluster.run("scontrol", "update", f"jobid={self.job}", f"TimeLimit={minutes}")
-        assert changed.returncode == 0, changed.stderr
-
-
-@pytest.fixture(scope="module")
-def rl_run(slurm_cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RlRun:
-    """Trainer ranks on two nodes, the server on a third. After two steps it waits, and its time is about to be over."""
-    folder = tmp_path_factory.mktemp("rl")
-    run, gate = folder / "run", folder / "gate"
-    (folder / "reward.py").write_text(REWARD.format(gate=str(gate)))
-    done = slurm_cluster.run(
-        *command("rl", "@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model)),
-        *("--output-dir", str(run), "--max-steps", str(STEPS), "--orchestrator.env.reward"),
-        *(f"{folder}/reward.py:first_half", "--orchestrator.env.score-timeout-s", "3000"),
-        *("--orchestrator.prompts-per-step", "8", "--orchestrator.eval.every", "None"),
-        *("--orchestrator.sampling.max-tokens", "8", "--trainer.optimizer.lr", "2e-3", "--trainer.threads", "1"),
-        *("--inference.threads", "1", "--orchestrator.eval.num-prompts", "4"),
-        *("--checkpoint.on-signal-timeout-s", "100", "--slurm.signal-s", str(60 * MINUTES)),
-        *("--slurm.nodes", "3", "--slurm.inference-nodes", "1", "--slurm.time", "1:00:00"),
-        *("--slurm.cpus-per-task", "1"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    started = RlRun(slurm_cluster, done.stdout.split()[2], run, gate)
-    started.wait_until(lambda: len(started.steps("trainer")) >= 2, "two steps")
-    listed = slurm_cluster.run("squeue", "--steps", "--noheader", f"--jobs={started.job}", "--format=%N")
-    started.places.extend(listed.stdout.split())
-    hours, minutes, _ = started.show("RunTime").split(":")
-    started.limit_to(60 * int(hours) + int(minutes) + MINUTES)  # SLURM looks at it within half a minute
-    return started
-
-
-def test_rl_trains_on_two_nodes_and_samples_on_a_third(rl_run: RlRun) -> None:
-    assert rl_run.events("started")[0]["ranks"] == 2
-    assert read_json(rl_run.run / "config" / "orchestrator.json")["client"]["base_url"].startswith(
-        "http://127.0.0.1:11"
-    )
-    assert sorted(rl_run.places) == ["n1", "n3", "n[1-2]"], "the script, the server, the ranks"
-
-
 def test_align_over_two_nodes_is_evaluated_after(slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
-    """While the run above waits for its time limit."""
     write_pairs(tmp_path)
     run, results = tmp_path / "run", tmp_path / "evaluation"
     config = {
@@ -239,8 +252,7 @@ def test_align_over_two_nodes_is_evaluated_after(slurm_cluster: Cluster, tiny_mo
 
 
 def test_rl_goes_on_after_its_time_limit_and_after_its_server_was_killed(rl_run: RlRun) -> None:
-    rl_run.wait_until(lambda: int(rl_run.show("Restarts")) > 0, "the job to be queued again")
-    rl_run.limit_to(60)
+    rl_run.wait_until(lambda: rl_run.num_restarts() > 0, "the job to be queued again")
     stopped = rl_run.events("stopped")[0]
     assert stopped["signal"] == "SIGTERM" and stopped["step"] >= 2, "a checkpoint, not only an end"
 
