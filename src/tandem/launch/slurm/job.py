@@ -139,8 +139,9 @@ def sbatch_options(job: Job) -> dict[str, Any]:
 
 
 def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
+    """As they stand behind `#SBATCH`, where sbatch takes quotes as a shell does."""
     return [
-        f"--{name}" if value is True else f"--{name}={value}"
+        f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
         for name, value in options.items()
         if value is not None and value is not False
     ]

@@ -16,9 +16,11 @@ from tandem.launch.restarts import delay_before_s
 from tandem.launch.slurm.client import require_slurm, submit
 from tandem.launch.slurm.job import Job, in_job, render
 from tandem.models.files import check_model_dir
+from tandem.transport.checkpoints import require_checkpoint
+from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_atomic, write_json
-from tandem.utils.run_dir import RunDir
+from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import refuse_unwritable
 
 # Of this call, not of the job.
@@ -33,7 +35,10 @@ def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
 def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
     """Write the script and the configuration to `<output_dir>/slurm`, and submit it; a dry run only writes."""
     assert config.slurm is not None
-    RunDir(config.output_dir).refuse_another_run(resume=config.resume, clean=config.clean)
+    run_dir = RunDir(config.output_dir)
+    run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
+    if config.resume and not steps_with(run_dir.checkpoints, MANIFEST):  # the job checks them, which takes long
+        require_checkpoint(run_dir)
     _check(command, config)
     folder = config.output_dir.resolve() / "slurm"
     flags = {"--clean": config.clean, "--resume": config.resume, "--allow-changes": config.allow_changes}

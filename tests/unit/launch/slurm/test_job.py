@@ -67,6 +67,11 @@ def test_options_of_sbatch_pass_through_and_others_are_computed(tmp_path: Path) 
     ]
 
 
+def test_what_has_spaces_is_quoted(tmp_path: Path) -> None:
+    script = render(make_job(tmp_path, slurm={"comment": "two words", "output": "/my logs/%j.out"}))
+    assert "#SBATCH --comment='two words'\n" in script and "#SBATCH --output='/my logs/%j.out'\n" in script
+
+
 def test_what_the_user_says_wins(tmp_path: Path) -> None:
     script = render(make_job(tmp_path, slurm={"output": "/logs/%j", "no-requeue": True, "signal": "TERM@5"}))
     assert "#SBATCH --output=/logs/%j\n" in script and "#SBATCH --signal=TERM@5\n" in script
@@ -212,6 +217,8 @@ def test_what_a_job_would_fail_for_is_refused_before_it_is_submitted(tmp_path: P
         sft()
     with pytest.raises(UserError, match=r"slurm.inference_nodes = 1 is for `rl`"):
         sft("--slurm.nodes", "2", "--slurm.inference-nodes", "1")
+    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint"):
+        sft("--resume")
     sft("--slurm.dependency", "afterok:3", "--model.name", "made_by_job_3")  # and so are its rows
 
     def evaluate(*more: str) -> None:
