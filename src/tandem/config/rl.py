@@ -128,6 +128,15 @@ class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions,
         return self
 
     @model_validator(mode="after")
+    def _one_scheduler(self) -> "RLConfig":
+        if self.slurm is not None and self.ray.address is not None:
+            raise ValueError(
+                f"slurm.nodes = {self.slurm.nodes} and ray.address = {self.ray.address!r} are both given: a SLURM "
+                "job or a Ray cluster places the processes of a run; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _client_finds_server(self) -> "RLConfig":
         if self.inference is None:
             return self
