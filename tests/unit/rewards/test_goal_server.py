@@ -133,9 +133,8 @@ def test_goals_that_cannot_be_had(goals: list[dict[str, Any]], message: str) -> 
 def test_uvicorn_starts_it_with_several_workers(tmp_path: Path) -> None:
     port = free_port()
     toml = tmp_path / "goals.toml"
-    toml.write_text(
-        f'[server]\nport = 1\n[[goals]]\ntype = "length"\n[[goals]]\ntype = "{PLUGINS}:vowels"\nlowest = 0\nhighest = 4\n'
-    )
+    length, vowels = 'type = "length"', f'type = "{PLUGINS}:vowels"\nlowest = 0\nhighest = 4'
+    toml.write_text(f"[server]\nport = 1\n[[goals]]\n{length}\n[[goals]]\n{vowels}\n")
     command = [sys.executable, "-m", "uvicorn", "tandem.rewards.server:app", "--port", str(port), "--workers", "2"]
     with subprocess.Popen(command, env={**os.environ, "TANDEM_GOALS": str(toml)}, start_new_session=True) as process:
         try:
