@@ -16,13 +16,17 @@ ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "gpu.py"
 
 
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def scaling() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("scaling", ROOT / "benchmarks" / "scaling.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["scaling"] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    yield module
+    yield load("scaling")
     del sys.modules["scaling"]
 
 
@@ -57,3 +61,43 @@ def test_a_section_of_the_benchmarks(tmp_path: Path, section: str, num_rows: int
     rows = json.loads(output.read_text())[section]
     assert len(rows) == num_rows and not any("error" in row for row in rows), done.stderr[-3000:]
     assert done.stdout.count("\n| ") >= num_rows, done.stdout
+
+
+TINY_RUN = """
+max_steps = 2
+seq_len = 64
+[orchestrator]
+prompts_per_step = 2
+group_size = 2
+env = { id = "reverse-text" }
+sampling = { max_tokens = 4 }
+eval = { every = 1, num_prompts = 2 }
+"""
+
+
+def test_learning_curves_are_drawn_from_runs(tmp_path: Path, tiny_model: Path) -> None:
+    """With a flag that goes to `rl`, and a deployment that this run cannot have, which costs the others nothing."""
+    (tmp_path / "rl.toml").write_text(TINY_RUN)
+    flags = ["--under", "vllm", "shared", "--model.name", str(tiny_model), "--inference.vllm.python", "/none"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "curves.py"), str(tmp_path / "rl.toml"), *flags]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--output", str(tmp_path)], env=hidden, capture_output=True, text=True)
+    assert done.returncode == 1 and "vllm: exit status 2" in done.stdout, done.stdout + done.stderr
+    assert "shared: exit status 0" in done.stdout and "| held-out reward at step | 0 | 1 | 2 | seconds |" in done.stdout
+    (curve,) = json.loads((tmp_path / "curves.json").read_text())
+    assert [step for step, _ in curve["training"]] == [1, 2] and [step for step, _ in curve["held_out"]] == [0, 1, 2]
+    picture = (tmp_path / "curves.svg").read_text()
+    assert picture.count("<polyline") == 2 and picture.count("<circle") == 3 and ">shared, " in picture
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 120, [0, 50, 100, 150]),
+        (0.054, 0.344, [0, 0.1, 0.2, 0.3, 0.4]),
+        (-0.608, -0.157, [-0.7, -0.6, -0.5, -0.4, -0.3, -0.2, -0.1]),
+        (1, 1, [1, 1.2, 1.4, 1.6, 1.8, 2]),
+    ],
+)
+def test_axes_have_round_numbers_around_all_points(low: float, high: float, expected: list[float]) -> None:
+    assert load("curve_plot").ticks(low, high) == pytest.approx(expected)
