@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 
 from tandem.data.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from tandem.inference.api.errors import add_error_handlers
 from tandem.inference.api.metrics import CountRequests
 from tandem.inference.api.openapi import describe
 from tandem.inference.api.routes import control_routes, generation_routes, information_routes, package_version
+from tandem.inference.api.short_way import ShortWay
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.engine import Engine
@@ -61,8 +63,11 @@ def create_app(
         ],
     )
     add_error_handlers(app)
-    for routes in (generation_routes(context), information_routes(context), control_routes(context)):
+    generation = generation_routes(context)
+    for routes in (generation, information_routes(context), control_routes(context)):
         app.include_router(routes)
+    # Before FastAPI's own, in whose document they still stand.
+    app.router.routes[:0] = [ShortWay(app.router, route) for route in generation.routes if isinstance(route, APIRoute)]
     describe(app, needs_key=options.api_key is not None)
     # Around all of it: FastAPI answers unexpected errors outside of the middleware it is given.
     app.middleware_stack = Identify(app.build_middleware_stack(), context.identity)
