@@ -188,7 +188,8 @@ def settings_of(model: Path) -> dict[str, Any]:
 
 
 def load_http(model: Path) -> Generate:
-    """The server in a process of its own, asked as the orchestrator asks."""
+    """The server in a process of its own, asked as the orchestrator asks: by one process that keeps its connections."""
+    import aiohttp
     import orjson
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -197,8 +198,24 @@ def load_http(model: Path) -> Generate:
     flags += ["--no-prefix-caching", "--gpu-memory-utilization", "0.8", "--log-level", "warning"]
     command = "import sys; from tandem.entrypoints.inference import main; main()"
     server = subprocess.Popen([sys.executable, "-c", command, *flags])
+    loop = asyncio.new_event_loop()
 
-    async def one(session: Any, prompt: list[int], samples: int, new_tokens: int) -> int:
+    async def start() -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=600)
+        session = aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout)
+        began = time.time()
+        while time.time() - began < START_TIMEOUT_S:
+            try:
+                async with session.get("/health") as answer:
+                    if answer.status == 200:
+                        return session
+            except aiohttp.ClientError:
+                assert server.poll() is None, "the server ended"
+            await asyncio.sleep(0.2)
+        raise TimeoutError(f"no server within {START_TIMEOUT_S} s")
+
+    async def one(prompt: list[int], samples: int, new_tokens: int) -> int:
         body = {"model": str(model), "prompt": prompt, "n": samples, "max_tokens": new_tokens, "temperature": 1.0,
                 "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "detokenize": False}  # fmt: skip
         async with session.post("/v1/completions", data=orjson.dumps(body), headers=JSON) as answer:
@@ -207,30 +224,17 @@ def load_http(model: Path) -> Generate:
         return sum(len(choice["token_ids"]) for choice in choices)
 
     async def ask(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
-        import aiohttp
-
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=600)
-        url = f"http://127.0.0.1:{port}"
-        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
-            began = time.time()
-            while time.time() - began < START_TIMEOUT_S:
-                try:
-                    async with session.get("/health") as answer:
-                        if answer.status == 200:
-                            break
-                except aiohttp.ClientError:
-                    assert server.poll() is None, "the server ended"
-                await asyncio.sleep(0.2)
-            return sum(await asyncio.gather(*(one(session, prompt, samples, new_tokens) for prompt in prompts)))
+        return sum(await asyncio.gather(*(one(prompt, samples, new_tokens) for prompt in prompts)))
 
     def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
         if not prompts:
+            loop.run_until_complete(session.close())
             server.send_signal(signal.SIGTERM)
             server.wait(60)
             return 0
-        return asyncio.run(ask(prompts, samples, new_tokens))
+        return loop.run_until_complete(ask(prompts, samples, new_tokens))
 
+    session = loop.run_until_complete(start())
     return generate
 
 
