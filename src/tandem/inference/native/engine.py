@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from tandem.inference.native.weights import FileSource, WeightSource
 logger = logging.getLogger(__name__)
 UINT64 = 2**64 - 1
 SHUTTING_DOWN = "the engine is shutting down"
+QUIET_S = 0.001
+MOST_WAITS = 100
 
 Action = Callable[[], None]
 Refuse = Callable[[EngineError], None]
@@ -51,9 +54,16 @@ class LoadedAdapter:
 
 class NativeEngine:
     def __init__(
-        self, core: EngineCore, seed: int, on_failure: Callable[[str], None], *, check_when_idle: bool = False
+        self,
+        core: EngineCore,
+        seed: int,
+        on_failure: Callable[[str], None],
+        *,
+        check_when_idle: bool = False,
+        gather: bool = False,
     ) -> None:
-        """`check_when_idle`: check the scheduler's invariants whenever there is nothing to do."""
+        """`check_when_idle`: check the scheduler's invariants whenever there is nothing to do. `gather`: an engine that
+        was idle lets all requests of a burst arrive before its first step."""
         self.core = core
         self.source: WeightSource = FileSource()
         self.paused = False
@@ -61,6 +71,7 @@ class NativeEngine:
         self._seed = seed
         self._on_failure = on_failure
         self._check_when_idle = check_when_idle
+        self._gathers = gather
         self._request_ids = count()
         self._adapters = AdapterRegistry[LoadedAdapter]({})
         self._adapter_numbers = count(1)
@@ -215,6 +226,20 @@ class NativeEngine:
                 scheduler.check_invariants()
             with self._wake:
                 self._wake.wait_for(lambda: self._mailbox or self._stopping)
+            if self._gathers:
+                self._gather()
+
+    def _gather(self) -> None:
+        """Wait until no request has come for a moment, or enough to fill all rows are there. A prompt is launched as
+        hundreds of kernels, each of which gives up the interpreter's lock; beside an event loop that reads requests
+        without a pause, one step would take as long as the whole burst."""
+        for _ in range(MOST_WAITS):
+            num_seen = len(self._mailbox)
+            if num_seen >= self.core.state.num_slots:
+                return
+            sleep(QUIET_S)
+            if len(self._mailbox) == num_seen:
+                return
 
     def _run_drained(self) -> None:
         actions, self._when_drained = self._when_drained, []
