@@ -76,6 +76,8 @@ def measure(way: str, model: Path, rows: dict[str, Path], folder: Path, args: ar
 
 def measure_trl(way: str, peer: str, tokens: int, model: Path, rows: Path, args: argparse.Namespace) -> dict[str, Any]:
     """`tokens`: of a step, as ours counts them."""
+    if find_spec("trl") is None:
+        return {"error": "TRL is not installed"}
     flags = ["--gpu", "--dtype", "bfloat16", "--batch-size", "4", "--seq-len", str(args.length), *PEERS[peer]]
     script = str(Path(__file__).with_name("trl_offline.py"))
     done = run([sys.executable, script, TRL_KINDS[way], str(model), str(rows), "--steps", str(args.steps), *flags])

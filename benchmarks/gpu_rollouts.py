@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_SECOND = 4.26e12
 START_TIMEOUT_S = 240
 JSON = {"Content-Type": "application/json"}
+KEPT_MODELS = "TANDEM_BENCHMARK_MODELS"  # a folder where models are kept that several scripts use
 SIDES = ("tandem", "http", "vllm")
 
 
@@ -308,7 +309,10 @@ def run(sides: list[str] | None, shapes: list[str]) -> Iterator[dict[str, Any]]:
 
 def make_in_process(shape: str, folder: Path) -> Path:
     """In a process of its own, so that this one holds no GPU memory."""
-    subprocess.run([sys.executable, __file__, "--make", shape, str(folder)], check=True, cwd=ROOT)
+    if KEPT_MODELS in os.environ:
+        folder = Path(os.environ[KEPT_MODELS]) / shape
+    if not folder.exists():
+        subprocess.run([sys.executable, __file__, "--make", shape, str(folder)], check=True, cwd=ROOT)
     return folder
 
 
@@ -353,9 +357,9 @@ def main() -> None:
     for row in run(args.sides, args.shapes):
         rows.append(row)
         print(json.dumps(row), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(rows, indent=1))
     print("\n".join(table(rows)))
-    if args.output:
-        args.output.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
