@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from starlette.responses import Response
+from tests.unit.inference.api.fake_engine import FakeEngine
 
 from tandem.inference.api.short_way import ShortWay
 
@@ -40,9 +41,12 @@ def contents(bodies: list[Any]) -> list[bytes]:
 ODD = [b"", b"{", b'{"prompt": "hi", "prompt": "ho", "max_tokens": 1}', b"[" * 500, "{}".encode("utf-16"), b"\xff"]
 
 
-def app_of(client: TestClient) -> FastAPI:
-    assert isinstance(client.app, FastAPI)
-    return client.app
+def find_short_way(client: TestClient) -> ShortWay:
+    """Among the layers of the app."""
+    layer: Any = client.app.middleware_stack  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    while not isinstance(layer, ShortWay):
+        layer = layer.app
+    return layer
 
 
 def ask(client: TestClient, route: str, content: bytes) -> tuple[int, dict[str, Any]]:
@@ -54,18 +58,16 @@ def ask(client: TestClient, route: str, content: bytes) -> tuple[int, dict[str, 
 def test_both_ways_give_the_same_answers(client: TestClient, route: str) -> None:
     asked = [*contents([*GOOD, CHAT, *BAD]), *ODD]
     short = [ask(client, route, content) for content in asked]
-    router = app_of(client).router
-    router.routes[:] = [known for known in router.routes if not isinstance(known, ShortWay)]
+    find_short_way(client)._routes.clear()
     assert [ask(client, route, content) for content in asked] == short
     assert {status for status, _ in short} == {200, 400}
 
 
 def test_good_bodies_need_no_route_of_fastapis(client: TestClient) -> None:
-    router = app_of(client).router
-    router.routes[:] = [known for known in router.routes if isinstance(known, ShortWay)]
+    find_short_way(client).app = Response("fastapi", 404)
     assert [ask(client, "/v1/completions", content)[0] for content in contents(GOOD)] == [200] * len(GOOD)
     assert ask(client, "/v1/chat/completions", json.dumps(CHAT).encode())[0] == 200
-    assert ask(client, "/v1/completions", b"{")[0] == 404
+    assert client.post("/v1/completions", content=b"{", headers=JSON).text == "fastapi"
 
 
 def test_a_query_or_another_method_goes_the_long_way(client: TestClient) -> None:
@@ -78,3 +80,15 @@ def test_requests_are_counted_by_their_route(client: TestClient) -> None:
     ask(client, "/v1/completions", contents(GOOD)[0])
     wanted = 'tandem_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0'
     assert wanted in client.get("/metrics").text
+
+
+def test_what_the_engine_cannot_do_is_answered(client: TestClient, engine: FakeEngine) -> None:
+    engine.error_after = 0
+    status, answer = ask(client, "/v1/completions", contents(GOOD)[0])
+    assert status == 503 and answer["error"]["code"] == "engine_failed"
+
+
+def test_an_error_that_nobody_expects_is_answered_too(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.inference.api.routes.asked_structure", lambda body: 1 / 0)
+    status, answer = ask(client, "/v1/completions", contents(GOOD)[0])
+    assert status == 500 and "ZeroDivisionError" in answer["error"]["message"]
