@@ -149,10 +149,11 @@ def run(section: Section, limit_s: float, on_row: Callable[[dict[str, Any]], Non
 
     def read() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith("{"):
-                on_row(json.loads(line))
+        with process.stdout as lines:
+            for line in lines:
+                print(line, end="", flush=True)
+                if line.startswith("{"):
+                    on_row(json.loads(line))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()

@@ -1,12 +1,12 @@
 """Rollouts on one GPU beside vLLM: the `rollouts` section of `benchmarks/gpu.py`, which can also be run by itself.
 
-    python benchmarks/gpu_rollouts.py --output rollouts.json      # about 5 minutes on an H200 with vLLM installed
+    python benchmarks/gpu_rollouts.py --output rollouts.json      # about 4 minutes on an H200 with vLLM installed
     python benchmarks/gpu_rollouts.py --sides tandem vllm --shapes Qwen3-4B
 
 Shapes of known models with random weights in bfloat16, prompts of random token ids, temperature 1, no early end, the
-log-prob of every token. Each side runs in a process of its own and is timed on its second run of a workload, from the
-first request to the last answer, prefill included. By default the peer and HTTP are measured with the first shape only:
-vLLM takes over a minute to start.
+log-prob of every token. Each side runs in a process of its own and is timed from the first request to the last answer,
+prefill included, after as many requests with fewer new tokens. By default the peer and HTTP are measured with the first
+shape only: vLLM takes over a minute to start.
 
     tandem   the native engine through its Python interface
     http     the native engine behind its server, one request a prompt, token ids and log-probs in the answers
@@ -36,6 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_SECOND = 4.26e12
 START_TIMEOUT_S = 240
+WARM_UP_TOKENS = 64
 JSON = {"Content-Type": "application/json"}
 KEPT_MODELS = "TANDEM_BENCHMARK_MODELS"  # a folder where models are kept that several scripts use
 SIDES = ("tandem", "http", "vllm")
@@ -277,10 +278,10 @@ def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
     generate(prompts(4, 16), 1, 4)
     start_s = time.time() - began
     for workload in [workload for workload in WORKLOADS if workload.shape == shape]:
-        for _ in range(2):  # the second time counts
+        for new_tokens in (min(WARM_UP_TOKENS, workload.new_tokens), workload.new_tokens):  # the second time counts
             asked = prompts(workload.prompts, workload.prompt_tokens)
             began = time.time()
-            count = generate(asked, workload.samples, workload.new_tokens)
+            count = generate(asked, workload.samples, new_tokens)
             seconds = time.time() - began
         assert count == workload.num_tokens, f"{count} tokens came back, {workload.num_tokens} were asked for"
         yield {

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -16,14 +17,21 @@ ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "gpu.py"
 
 
-@pytest.fixture(scope="module")
-def scaling() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("scaling", ROOT / "benchmarks" / "scaling.py")
+@contextmanager
+def imported(name: str) -> Iterator[ModuleType]:
+    """A script of the benchmarks."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = sys.modules["scaling"] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["scaling"]
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def scaling() -> Iterator[ModuleType]:
+    with imported("scaling") as module:
+        yield module
 
 
 def test_the_tables_of_the_docs_are_those_of_the_simulation(scaling: ModuleType) -> None:
@@ -57,3 +65,24 @@ def test_a_section_of_the_benchmarks(tmp_path: Path, section: str, num_rows: int
     rows = json.loads(output.read_text())[section]
     assert len(rows) == num_rows and not any("error" in row for row in rows), done.stderr[-3000:]
     assert done.stdout.count("\n| ") >= num_rows, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "limit_s", "problem"),
+    [
+        ("print('{\"figure\": 1}'); print('a table'); raise SystemExit(3)", 3600, "exit status 3"),
+        ("import time; time.sleep(3600)", 1, "stopped after 1 s"),
+    ],
+)
+def test_a_section_that_fails_or_takes_too_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, limit_s: int, problem: str
+) -> None:
+    (tmp_path / "section.py").write_text(script)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    with imported("gpu") as gpu:
+        monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))
+        rows: list[dict[str, float]] = []
+        assert gpu.run(gpu.Section("section.py", (), (), 0), limit_s, rows.append, tiny=False) == problem
+        assert rows == ([{"figure": 1}] if limit_s == 3600 else [])
+        lines = gpu.table({"rl": []}, {"rl": problem})
+    assert lines[-1].startswith(f"| rl: {problem} |") and lines[-1].count("|") == lines[0].count("|")
