@@ -97,7 +97,9 @@ def build_engine(
         num_blocks * config.block_size,
     )
     core = EngineCore(parts, eos_token_ids)
-    return NativeEngine(core, config.seed, on_failure, check_when_idle=config.check_invariants)
+    return NativeEngine(
+        core, config.seed, on_failure, check_when_idle=config.check_invariants, gather=launcher is not None
+    )
 
 
 def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, device: torch.device) -> int:
