@@ -88,6 +88,7 @@ def train(model: Path, args: argparse.Namespace, exactly: bool, batch: PackedBat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="Qwen3-0.6B")
+    parser.add_argument("--modes", nargs="+", choices=["plain", "exact"], default=["plain", "exact"])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -98,9 +99,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         model = make_in_process(args.shape, Path(name) / args.shape)
-        for exactly in (False, True):
+        for exactly in (mode == "exact" for mode in args.modes):
             setup_torch(threads=None, seed=0, deterministic=exactly)
             generated_s, batch = generate(model, args, exactly)
+            print(f"{batch.num_loss_tokens / generated_s:,.0f} tokens/s generated", flush=True)
             trained_s, differences = train(model, args, exactly, batch)
             rows.append(
                 {

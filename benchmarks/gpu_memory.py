@@ -30,28 +30,34 @@ PROCESSES = {"tandem.entrypoints.inference": "inference", "tandem.entrypoints.tr
 
 
 class Watch:
-    """What processes take of the GPU, by the entrypoint they run; the most at any one time."""
+    """What processes take of the GPU, by the entrypoint they run, and what is taken of it altogether: the most at any
+    one time, in bytes."""
 
     def __init__(self) -> None:
         self.most: dict[str, int] = {}
-        self.whole = 0
-        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-        self._process = subprocess.Popen([*query, f"--loop-ms={LOOK_MS}"], stdout=subprocess.PIPE, text=True)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        queries = {"apps": "--query-compute-apps=pid,used_memory", "card": "--query-gpu=index,memory.used"}
+        self._processes, self._threads = [], []
+        for name, query in queries.items():
+            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--loop-ms={LOOK_MS}"]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            thread = threading.Thread(target=self._read, args=(name, process), daemon=True)
+            thread.start()
+            self._processes.append(process)
+            self._threads.append(thread)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            pid, _, used = line.partition(",")
-            name = entrypoint(pid.strip())
+    def _read(self, query: str, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            subject, _, used = line.partition(",")
+            name = "card" if query == "card" else entrypoint(subject.strip())
             if name is not None and used.strip().isdigit():
                 self.most[name] = max(self.most.get(name, 0), int(used) << 20)
 
     def stop(self) -> dict[str, int]:
-        self._process.terminate()
-        self._process.wait()
-        self._thread.join()
+        for process, thread in zip(self._processes, self._threads, strict=True):
+            process.terminate()
+            process.wait()
+            thread.join()
         return self.most
 
 
@@ -66,6 +72,7 @@ def entrypoint(pid: str) -> str | None:
 def estimated(deployment: str, command: list[str], gpu_bytes: int) -> dict[str, int]:
     """By process, as a dry run of the same command finds it."""
     config = parse(RLConfig, "rl", "", command[command.index("tandem.entrypoints.rl") + 1 :])
+    config = config.model_copy(update={"deployment": deployment})
     trainer = 1 if deployment == "split" else 0
     plan = GpuPlan(("0", "1"), ((0,),), (trainer,), (gpu_bytes, gpu_bytes))
     found = {
@@ -73,7 +80,8 @@ def estimated(deployment: str, command: list[str], gpu_bytes: int) -> dict[str, 
         for use in estimate_memory(config, ModelSpec.load(config.model.name), plan)
         for name, part in use.parts
     }
-    return {"trainer": sum(found.values())} if deployment == "colocated" else found
+    whole = sum(found.values())
+    return {"trainer": whole, "card": whole} if deployment == "colocated" else found | {"card": whole}
 
 
 def measure(shape: str, model: Path, deployment: str, scratch: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -85,10 +93,12 @@ def measure(shape: str, model: Path, deployment: str, scratch: Path, args: argpa
     figures = gpu_rl.measure(model, SHAPES[shape], 0, scratch, args, deployment)
     found = watch.stop()
     print(json.dumps(figures), flush=True)
-    return [
-        {"shape": shape, "deployment": deployment, "process": name, "estimate": expected.get(name), "measured": most}
+    rows = [
+        {"shape": shape, "deployment": deployment, "process": name, "estimate": expected[name], "measured": most}
         for name, most in sorted(found.items())
     ]
+    print("\n".join(table(rows)), flush=True)
+    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -17,6 +17,14 @@ def check_linear() -> None:
     torch.testing.assert_close(exact.linear(x, weight, None), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
+def check_tiles() -> None:
+    """Small products have small tiles, so that there are programs enough; float32 has one."""
+    few, many = (exact._choose_tile(rows, 1024, torch.bfloat16) for rows in (8, 16384))
+    assert few == (exact.PRODUCTS[-1], 32) and many == (exact.PRODUCTS[0], 512)
+    assert exact._choose_tile(256, 4096, torch.bfloat16) == (exact.PRODUCTS[2], 256)
+    assert exact._choose_tile(8, 64, torch.float32)[0] == exact._choose_tile(9999, 64, torch.float32)[0]
+
+
 def check_attention(window: int | None) -> None:
     """Of packed segments; and of one token by itself over a paged cache, to the bit."""
     packed = PackedAttention(torch.tensor([70, 5, 3, 9]), torch.tensor([-1, 0, 0, -1]))
@@ -50,6 +58,7 @@ def check_logprobs() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_linear()
+    check_tiles()
     check_attention(None)
     check_attention(7)
     check_logprobs()
