@@ -1,5 +1,5 @@
-"""The sums of exact mode (`models/exact.py`) on a GPU: Triton kernels whose tiles and order of summation never change
-with the batch. Engine and trainer launch the same ones."""
+"""The sums of exact mode (`models/exact.py`) on a GPU: Triton kernels whose order of summation never changes with the
+batch. Engine and trainer launch the same ones."""
 
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false

@@ -95,9 +95,10 @@ def _norm_rotate_write(
 
 
 @triton.jit
-def _write(k, v, cells, keys, values, k_stride, v_stride, block_stride, token_stride, head_stride,
-           HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PADDED_HEADS: tl.constexpr,
-           PADDED: tl.constexpr):  # fmt: skip
+def _write(
+    k, v, cells, keys, values, k_stride, v_stride, block_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head, i = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED)[None, :]
     mask = (head < HEADS) & (i < HEAD_DIM)
