@@ -43,7 +43,7 @@ class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions,
 
     deployment: Deployment | None = None
     """Where trainer and server run. split: two processes, each with its own GPUs. shared: two processes on one GPU, new
-    weights through the machine's memory. colocated: one process. None: shared on one GPU, split otherwise."""
+    weights through its memory. colocated: one process. None: shared on one GPU, split otherwise."""
 
     gpus: GpuConfig = GpuConfig()
     ray: RayConfig = RayConfig()
