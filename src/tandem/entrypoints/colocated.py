@@ -2,7 +2,7 @@
 
     main thread      the trainer's loop; signals are its own
     server thread    HTTP, as `inference` serves it
-    engine thread    the native engine, which takes every new version from memory
+    engine thread    the native engine, which computes with the trainer's own weights
 
 They are put together here, above both: neither knows of the other.
 """
@@ -19,15 +19,19 @@ from typing import TYPE_CHECKING
 
 from tandem.config.base import parse
 from tandem.config.colocated import ColocatedConfig
+from tandem.config.inference import InferenceConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
 from tandem.utils.log import printable, setup_logging
 from tandem.utils.processes import run_entrypoint
-from tandem.utils.run_dir import RunDir
+from tandem.utils.run_dir import RunDir, step_name
 
 if TYPE_CHECKING:
     import uvicorn
 
     from tandem.inference.engine import Engine
+    from tandem.inference.native.engine import NativeEngine
+    from tandem.transport.weights.memory import Memory
 
 logger = logging.getLogger(__name__)
 DESCRIPTION = "Trains on the batches of an orchestrator, and serves the model it trains."
@@ -52,20 +56,55 @@ def run(config: ColocatedConfig) -> None:
     with hold_run(trainer.output_dir, "trainer", ["trainer"]):
         server, engine, listening = open_server(config.inference)
 
-        import torch
-
         from tandem.inference.native.engine import NativeEngine
-        from tandem.inference.native.weights import MemorySource
         from tandem.trainer.rl.train import train_rl
-        from tandem.transport.weights.memory import OwnMemory
 
         run_dir = RunDir(trainer.output_dir)
-        memory = OwnMemory(getattr(torch, config.inference.model.dtype))
         assert isinstance(engine, NativeEngine)
-        engine.source = MemorySource(memory, run_dir.weights.resolve(), engine.source)
+        memory = connect(trainer, config.inference, engine)
         with serving(server, engine, listening):
             train_rl(trainer, memory)
             serve_until_finished(run_dir, trainer.max_steps)
+
+
+def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeEngine") -> "Memory":
+    """How weights get from one to the other: they are the same, or the engine copies the trainer's."""
+    import torch
+
+    from tandem.inference.native.weights import LiveSource, MemorySource
+    from tandem.transport.weights.live import LiveWeights
+    from tandem.transport.weights.memory import OwnMemory
+
+    folder = RunDir(trainer.output_dir).weights.resolve()
+    copied = OwnMemory(getattr(torch, inference.model.dtype))
+    through_copies = MemorySource(copied, folder, engine.source)
+    if (reason := why_copied(trainer, inference)) is not None:
+        logger.info("the engine has its own copy of the weights: %s", reason)
+        engine.source = through_copies
+        return copied
+    live = LiveWeights(
+        {name: parameter.detach() for name, parameter in engine.core.decoder.named_parameters()},
+        copied,
+        lambda version: engine.update_weights(folder / step_name(version), version),
+        trainer.rollout_timeout_s,
+    )
+    engine.source = LiveSource(live, folder, inference.model.name.resolve(), through_copies)
+    return live
+
+
+def why_copied(trainer: TrainerConfig, inference: InferenceConfig) -> str | None:
+    """Why the engine cannot compute with the trainer's own weights; None: it can."""
+    if (trainer.model, trainer.device) != (inference.model, inference.device):
+        return "trainer and inference differ in model or device"
+    if trainer.model.impl != "native":
+        return f"model.impl = {trainer.model.impl!r}"
+    if trainer.parallel.strategy == "zero3_offload":
+        return "parallel.strategy = 'zero3_offload'"
+    if trainer.sync_every > 1:
+        return f"sync_every = {trainer.sync_every}"
+    if trainer.lora is None and trainer.updates_per_batch * trainer.epochs_per_batch > 1:
+        return "there are several updates per batch, and the weights between two of them are no version"
+    return None
 
 
 @contextmanager

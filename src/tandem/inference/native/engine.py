@@ -108,8 +108,8 @@ class NativeEngine:
 
     def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         with self._one_update:
-            tensors = self.source.read(path, version, self.core.decoder)
-            self._call(lambda: self.core.swap_weights(tensors, version), mode)
+            weights = self.source.read(path, version, self.core.decoder)
+            self._call(lambda: self.core.swap_weights(weights, version), mode)
         logger.info("serving version %d from %s", version, path)
 
     def load_adapter(

@@ -3,12 +3,14 @@
 import logging
 import time
 from contextlib import closing
+from functools import partial
 
 import torch
 
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
+from tandem.models.precision import WorkingWeights
+from tandem.trainer.build import Trained, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses import needs_entropy_gradient
@@ -19,6 +21,7 @@ from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.transport.weights.live import LiveWeights
 from tandem.transport.weights.memory import Memory, MemoryFirst, SharedMemory
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
@@ -49,6 +52,8 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
         critic=config.loss.ppo if config.loss.type == "ppo" else None,
         exactly=exactly,
     )
+    live = memory if isinstance(memory, LiveWeights) else None
+    working = None if live is None else compute_with(trained, live)
     frozen_models = {
         stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks, exactly=exactly)
         for stream, path in frozen_model_paths(config.loss, config.model.name).items()
@@ -74,11 +79,16 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
     if start > 0:
         checkpoints.load(start)
         publish(weights.republish, version=start)
+    if live is not None and working is not None:
+        working.refresh()
+        live.begin(start if config.lora is None else 0)
     run_log.event("started", step=start, ranks=ranks.size)
     logger.info("ready on %s; waiting for the batch of step %d", ranks.device, start + 1)
 
     beside: dict[str, bytes] = {}
     with closing(weights), closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
+        if live is not None:
+            live.is_stopping = stop.is_asked
         for step in range(start + 1, config.max_steps + 1):
             waiting = time.monotonic()
             ranks.report(step, "waiting for the batch")
@@ -111,3 +121,18 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
             trained.publish(merged.publish, version=config.max_steps)
         checkpoints.finish(config.max_steps, beside=beside)
     run_log.event("finished", step=config.max_steps)
+
+
+def compute_with(trained: Trained, live: LiveWeights) -> WorkingWeights:
+    """Have the trainer compute with the weights that an engine serves, and write to them when that holds still. With
+    LoRA nothing is written to them."""
+    working = WorkingWeights(trained.decoder, live.tensors)
+
+    def write() -> None:
+        trained.optimizer.step()
+        trained.optimizer.zero_grad(set_to_none=True)
+        working.refresh()
+
+    if trained.lora is None:
+        trained.stepper.update = partial(live.defer, write)
+    return working

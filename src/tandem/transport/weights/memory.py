@@ -41,7 +41,12 @@ class HeldVersion:
 
 class Memory(Protocol):
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
-        """Keep a copy, since the trainer goes on with its own, until the next one comes."""
+        """Keep a copy, since the trainer goes on with its own, until the next one comes; or, where there is only one,
+        say where it lies."""
+        ...
+
+    def deliver(self, version: int) -> None:
+        """Returns when a whole model, which was announced, is what was held."""
         ...
 
 
@@ -67,6 +72,9 @@ class OwnMemory:
             self._held = held
         return held
 
+    def deliver(self, version: int) -> None:
+        """It is a copy."""
+
 
 class SharedMemory:
     """Memory without a name in any folder, which other processes of the same user reach by this one's descriptors. It
@@ -91,6 +99,9 @@ class SharedMemory:
             os.close(self._descriptors.popleft())
         place = Place(f"/proc/{os.getpid()}/fd/{descriptor}", layout)
         return HeldVersion(version, read_shared(place, version), None, place)
+
+    def deliver(self, version: int) -> None:
+        """It is a copy."""
 
     def close(self) -> None:
         while self._descriptors:
@@ -130,6 +141,7 @@ class MemoryFirst:
             self.files.publish(held.tensors, version)
             return
         announce(self.files.folder, version, held.place)
+        self.memory.deliver(version)
         self._writing = self._writer.submit(self.files.publish, held.tensors, version)
 
     def republish(self, tensors: Tensors, version: int) -> None:
