@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from tandem.config.base import FILES, Config
+from tandem.config.colocated import CacheOptions
 from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
@@ -33,7 +34,9 @@ SHARED_KEYS = tuple(
 )
 
 
-class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class RLConfig(
+    SlurmOptions, CacheOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions
+):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig
@@ -119,6 +122,11 @@ class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions,
             raise ValueError(
                 f"deployment = {self.deployment!r} with {given}: it needs the native engine, started by `rl`; set "
                 "inference.engine = 'native', or leave deployment out"
+            )
+        if self.release_cache is not None and self.deployment != "colocated":
+            raise ValueError(
+                f"release_cache = {self.release_cache} with deployment = {self.deployment!r}: only a trainer in the "
+                "engine's own process can have its memory; leave it out, or set deployment to 'colocated'"
             )
         if self.deployment == "colocated" and self.trainer.parallel.ranks > 1:
             raise ValueError(

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from socket import socket
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from tandem.config.colocated import ColocatedConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
+from tandem.inference.builders import build_native
 from tandem.utils.log import printable, setup_logging
 from tandem.utils.processes import run_entrypoint
 from tandem.utils.run_dir import RunDir, step_name
@@ -54,7 +57,7 @@ def run(config: ColocatedConfig) -> None:
     if trainer.loss.is_own:
         load_function(trainer.loss.type, trainer.loss.options, "loss")
     with hold_run(trainer.output_dir, "trainer", ["trainer"]):
-        server, engine, listening = open_server(config.inference)
+        server, engine, listening = open_server(config.inference, partial(build_native, releasable_cache=True))
 
         from tandem.inference.native.engine import NativeEngine
         from tandem.trainer.rl.train import train_rl
@@ -62,9 +65,28 @@ def run(config: ColocatedConfig) -> None:
         run_dir = RunDir(trainer.output_dir)
         assert isinstance(engine, NativeEngine)
         memory = connect(trainer, config.inference, engine)
+        room = None if config.release_cache is False else CacheRoom(engine, is_always_made=bool(config.release_cache))
         with serving(server, engine, listening):
-            train_rl(trainer, memory)
+            train_rl(trainer, memory, room)
             serve_until_finished(run_dir, trainer.max_steps)
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """The memory of the KV cache, which the trainer may have while it computes gradients."""
+
+    engine: "NativeEngine"
+    is_always_made: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.engine.core.cache.num_bytes
+
+    def release(self) -> None:
+        self.engine.release_cache()
+
+    def take_back(self) -> None:
+        self.engine.take_back_cache()
 
 
 def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeEngine") -> "Memory":

@@ -150,6 +150,12 @@ class EngineCore:
             self.cache.clear()
             self._cache_is_poisoned = False
 
+    def release_cache(self) -> None:
+        """What runs is computed again after `cache.take_back`, before which there is no step."""
+        self.scheduler.requeue_all()
+        self.scheduler.blocks.forget()
+        self.cache.release()
+
     def put_adapter(self, number: int, weights: AdapterWeights, version: int | None) -> None:
         """Load an adapter, or replace the one of this number: its sequences are computed again under the new one."""
         self.adapters.put(number, weights)

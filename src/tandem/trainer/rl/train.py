@@ -15,6 +15,7 @@ from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses import needs_entropy_gradient
 from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.memory import Room
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner, frozen_model_paths
@@ -29,15 +30,15 @@ from tandem.utils.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 
-def train_rl(config: TrainerConfig, memory: Memory | None = None) -> None:
-    """`memory`: where an engine in this process takes its weights from."""
+def train_rl(config: TrainerConfig, memory: Memory | None = None, room: Room | None = None) -> None:
+    """`memory`: where an engine in this process takes its weights from. `room`: what it can make."""
     if memory is None and config.share_weights:
         memory = SharedMemory(getattr(torch, config.model.dtype))
     with joined_ranks(config) as ranks:
-        _train(config, ranks, memory)
+        _train(config, ranks, memory, room)
 
 
-def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
+def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None, room: Room | None) -> None:
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
     exactly = config.deterministic and not config.parallel.compile
@@ -58,7 +59,7 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
         stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks, exactly=exactly)
         for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
-    learner = Learner(config, trained.stepper, frozen_models)
+    learner = Learner(config, trained.stepper, frozen_models, room)
     throughput = trained.throughput()
     run_dir.create()
     run_log = RunLog(run_dir, "trainer", enabled=ranks.is_first)
