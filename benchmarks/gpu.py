@@ -59,7 +59,8 @@ def offline_lines(rows: Rows) -> Iterator[Line]:
 def rl_lines(rows: Rows) -> Iterator[Line]:
     for row in rows:
         if "error" not in row:
-            yield f"rl, seconds a step, max_staleness = {row['max_staleness']}", row["step"], None, None
+            name = f"rl, seconds a step, {row['deployment']}, max_staleness = {row['max_staleness']}"
+            yield name, row["step"], None, None
 
 
 LINES = {"rollouts": rollout_lines, "training": training_lines, "offline": offline_lines, "rl": rl_lines}

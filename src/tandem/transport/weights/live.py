@@ -11,6 +11,7 @@ and an evaluation meets one version only. So the optimizer step is what a weight
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +60,8 @@ class LiveWeights:
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
         if adapter_config is not None:
             return self.adapters.hold(tensors, version, adapter_config)
-        return HeldVersion(version, dict(sorted(dict(tensors).items())), None)
+        live = dict(sorted(dict(tensors).items()))  # in the order of files
+        return HeldVersion(version, live, None, deliver=partial(self.deliver, version))
 
     def deliver(self, version: int) -> None:
         """Wait for the engine, then write. A run that is asked to end finishes its step: nobody else tells the engine

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,16 +37,13 @@ class HeldVersion:
     tensors: Mapping[str, Tensor]  # under their names in files
     adapter_config: Mapping[str, Any] | None  # None: a whole model
     place: Place | None = None  # where other processes find it
+    deliver: Callable[[], None] = lambda: None  # returns when the announced version is what the tensors hold
 
 
 class Memory(Protocol):
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
-        """Keep a copy, since the trainer goes on with its own, until the next one comes; or, where there is only one,
-        say where it lies."""
-        ...
-
-    def deliver(self, version: int) -> None:
-        """Returns when a whole model, which was announced, is what was held."""
+        """Keep a copy, since the trainer goes on with its own, until the next one comes; or, where there is only one
+        set of weights, say where it lies."""
         ...
 
 
@@ -72,9 +69,6 @@ class OwnMemory:
             self._held = held
         return held
 
-    def deliver(self, version: int) -> None:
-        """It is a copy."""
-
 
 class SharedMemory:
     """Memory without a name in any folder, which other processes of the same user reach by this one's descriptors. It
@@ -99,9 +93,6 @@ class SharedMemory:
             os.close(self._descriptors.popleft())
         place = Place(f"/proc/{os.getpid()}/fd/{descriptor}", layout)
         return HeldVersion(version, read_shared(place, version), None, place)
-
-    def deliver(self, version: int) -> None:
-        """It is a copy."""
 
     def close(self) -> None:
         while self._descriptors:
@@ -141,7 +132,7 @@ class MemoryFirst:
             self.files.publish(held.tensors, version)
             return
         announce(self.files.folder, version, held.place)
-        self.memory.deliver(version)
+        held.deliver()
         self._writing = self._writer.submit(self.files.publish, held.tensors, version)
 
     def republish(self, tensors: Tensors, version: int) -> None:

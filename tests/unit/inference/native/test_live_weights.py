@@ -138,4 +138,5 @@ def test_weights_that_were_written_in_part_are_not_served(
             engine.update_weights(tmp_path / step_name(1), 1)
         with pytest.raises(MemoryError):
             delivering.result(WAIT_S)
+    engine._thread.join(WAIT_S)
     assert engine.failure is not None
