@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tests import ports
+
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
 from tandem.utils.run_dir import RunDir, step_name
@@ -43,3 +45,19 @@ def test_every_deployment_ends_in_the_same_bits_resumed_in_another_too(
     assert [line["step"] for line in released] == [3] and released[0]["take_back_s"] > 0
     assert not colocated.log("inference").exists(), "there is no process of that name"
     assert read_json(colocated.config / "inference.json")["server"]["port"] == free_port
+
+
+def test_colocated_ranks_each_serve_the_weights_they_train_together(starter, tiny_model: Path, tmp_path: Path) -> None:
+    done = starter.run(
+        "rl",
+        *("@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model), "--max-steps", "3"),
+        *("--output-dir", str(tmp_path / "run"), "--inference.server.port", str(ports.free_pair())),
+        *("--deployment", "colocated", "--trainer.parallel.ranks", "2", "--trainer.parallel.strategy", "zero3"),
+        *(*ON_POLICY, *SHORT),
+    )
+    assert done.returncode == 0, done.stdout
+    lines = read_json_lines(RunDir(tmp_path / "run").metrics)
+    # A server that has another version than the trainer, or part of one, gives other log-probs.
+    assert [line["max/logprob_difference"] for line in lines if line["process"] == "trainer"] == [0.0] * 3
+    assert [line["servers/present"] for line in lines if "servers/present" in line] == [2] * 3
+    verify_manifest(RunDir(tmp_path / "run").weights / "latest", 3)

@@ -46,7 +46,8 @@ class RLConfig(
 
     deployment: Deployment | None = None
     """Where trainer and server run. split: two processes, each with its own GPUs. shared: two processes on one GPU, new
-    weights through the machine's memory. colocated: one process. None: shared on one GPU, split otherwise."""
+    weights through the machine's memory. colocated: one process, or one for each rank of the trainer. None: shared on
+    one GPU, split otherwise."""
 
     gpus: GpuConfig = GpuConfig()
     ray: RayConfig = RayConfig()
@@ -115,7 +116,7 @@ class RLConfig(
 
     @model_validator(mode="after")
     def _deployment_has_our_engine(self) -> "RLConfig":
-        """Only our own engine takes weights from memory, and only one rank has them whole."""
+        """Only our own engine takes weights from memory."""
         engine = None if self.inference is None else self.inference.engine
         if self.deployment in ("shared", "colocated") and engine != "native":
             given = "no inference section" if engine is None else f"inference.engine = {engine!r}"
@@ -127,11 +128,6 @@ class RLConfig(
             raise ValueError(
                 f"release_cache = {self.release_cache} with deployment = {self.deployment!r}: only a trainer in the "
                 "engine's own process can have its memory; leave it out, or set deployment to 'colocated'"
-            )
-        if self.deployment == "colocated" and self.trainer.parallel.ranks > 1:
-            raise ValueError(
-                f"deployment = 'colocated' with trainer.parallel.ranks = {self.trainer.parallel.ranks}: trainer and "
-                "server are one process; set ranks to 1, or deployment to 'split'"
             )
         return self
 

@@ -4,7 +4,7 @@
     server thread    HTTP, as `inference` serves it
     engine thread    the native engine, which computes with the trainer's own weights
 
-They are put together here, above both: neither knows of the other.
+They are put together here, above both: neither knows of the other. Of several ranks each is such a process.
 """
 
 import logging
@@ -25,6 +25,7 @@ from tandem.config.inference import InferenceConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
 from tandem.inference.builders import build_native
+from tandem.utils.devices import VISIBLE
 from tandem.utils.log import printable, setup_logging
 from tandem.utils.processes import run_entrypoint
 from tandem.utils.run_dir import RunDir, step_name
@@ -47,6 +48,7 @@ def main() -> None:
 
 
 def run(config: ColocatedConfig) -> None:
+    from tandem.launch.ranks import spread_over_ranks
     from tandem.utils.devices import refuse_missing_gpu
     from tandem.utils.registry import load_function
     from tandem.utils.run_lock import hold_run
@@ -57,18 +59,30 @@ def run(config: ColocatedConfig) -> None:
     if trainer.loss.is_own:
         load_function(trainer.loss.type, trainer.loss.options, "loss")
     with hold_run(trainer.output_dir, "trainer", ["trainer"]):
-        server, engine, listening = open_server(config.inference, partial(build_native, releasable_cache=True))
+        spread_over_ranks(__spec__.name, trainer.parallel.ranks, trainer.checkpoint.on_signal_timeout_s)
+        inference = of_this_rank(config.inference)
+        server, engine, listening = open_server(inference, partial(build_native, releasable_cache=True))
 
         from tandem.inference.native.engine import NativeEngine
         from tandem.trainer.rl.train import train_rl
 
         run_dir = RunDir(trainer.output_dir)
         assert isinstance(engine, NativeEngine)
-        memory = connect(trainer, config.inference, engine)
+        memory = connect(trainer, inference, engine)
         room = None if config.release_cache is False else CacheRoom(engine, is_always_made=bool(config.release_cache))
         with serving(server, engine, listening):
             train_rl(trainer, memory, room)
             serve_until_finished(run_dir, trainer.max_steps)
+
+
+def of_this_rank(inference: InferenceConfig) -> InferenceConfig:
+    """Each rank has an engine and a port. It sees one GPU, so that all its threads compute there."""
+    rank = int(os.environ.get("RANK", "0"))
+    if (visible := os.environ.get(VISIBLE)) and rank:
+        os.environ[VISIBLE] = visible.split(",")[int(os.environ["LOCAL_RANK"])]
+        os.environ["LOCAL_RANK"] = "0"
+    server = inference.server.model_copy(update={"port": inference.server.port + rank})
+    return inference.model_copy(update={"server": server})
 
 
 @dataclass(frozen=True)
@@ -120,8 +134,8 @@ def why_copied(trainer: TrainerConfig, inference: InferenceConfig) -> str | None
         return "trainer and inference differ in model or device"
     if trainer.model.impl != "native":
         return f"model.impl = {trainer.model.impl!r}"
-    if trainer.parallel.strategy == "zero3_offload":
-        return "parallel.strategy = 'zero3_offload'"
+    if trainer.parallel.ranks > 1 or trainer.parallel.strategy == "zero3_offload":
+        return "those are divided among ranks, or lie in CPU memory"
     if trainer.sync_every > 1:
         return f"sync_every = {trainer.sync_every}"
     if trainer.lora is None and trainer.updates_per_batch * trainer.epochs_per_batch > 1:

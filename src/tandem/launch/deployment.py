@@ -41,9 +41,11 @@ def share(plans: list[ProcessPlan]) -> list[ProcessPlan]:
 
 
 def colocate(plans: list[ProcessPlan], config_folder: Path, release_cache: bool | None = None) -> list[ProcessPlan]:
-    """The trainer's process takes the server in: it is called the trainer, and listens on the server's port."""
+    """The trainer's process takes the server in: it is called the trainer, and listens on the server's port. Of several
+    ranks each takes one in, on ports one after another."""
     named = {plan.name: plan for plan in plans}
-    server, trainer = named.pop("inference"), named["trainer"]
+    servers = [named.pop(name) for name in list(named) if name.startswith("inference")]
+    server, trainer = servers[0], named["trainer"]
     command = [sys.executable, "-m", "tandem.entrypoints.colocated"]
     for name in ("trainer", "inference"):
         command += [f"--{name}", "@", str(config_folder / f"{name}.json")]
@@ -54,7 +56,7 @@ def colocate(plans: list[ProcessPlan], config_folder: Path, release_cache: bool 
         command=command,
         environment=server.environment | trainer.environment,
         beside={"inference": server.config},
-        listens_as="inference",
+        listens_as="inference" if len(servers) == 1 else None,
     )
     # The server is waited for by the others, so its process is started first.
     return [named.pop("trainer"), *named.values()]

@@ -10,7 +10,7 @@ import torch
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
 from tandem.models.precision import WorkingWeights
-from tandem.trainer.build import Trained, agree_on_start, joined_ranks, load_trained
+from tandem.trainer.build import Publish, Trained, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses import needs_entropy_gradient
@@ -23,7 +23,7 @@ from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.transport.weights.live import LiveWeights
-from tandem.transport.weights.memory import Memory, MemoryFirst, SharedMemory
+from tandem.transport.weights.memory import Memory, MemoryFirst, OwnMemory, SharedMemory
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -73,7 +73,10 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None, room: Roo
         flush_beside=True,  # a run that goes on writes a damaged version again
     )
     weights = files if memory is None else MemoryFirst(memory, files)
-    publish = trained.publish if config.lora is None else trained.publish_adapter
+    publish = partial(
+        trained.publish if config.lora is None else trained.publish_adapter,
+        elsewhere=None if not isinstance(memory, OwnMemory) else hold_on_every_rank(memory, trained, ranks),
+    )
     checkpoints = Checkpointer(
         run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
     )
@@ -137,3 +140,10 @@ def compute_with(trained: Trained, live: LiveWeights) -> WorkingWeights:
     if trained.lora is None:
         trained.stepper.update = partial(live.defer, write)
     return working
+
+
+def hold_on_every_rank(memory: OwnMemory, trained: Trained, ranks: Ranks) -> Publish:
+    """Each rank has an engine, which takes what its own rank holds: nobody hears of a version before all of them do."""
+    if ranks.size > 1:
+        memory.when_held = lambda: ranks.all_max(torch.zeros(1, device=ranks.device))
+    return lambda tensors, version: memory.hold(tensors, version, trained.adapter_config)

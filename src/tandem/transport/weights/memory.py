@@ -52,6 +52,7 @@ class OwnMemory:
     """Of this process: the version that was published last, in the precision that is served."""
 
     dtype: torch.dtype
+    when_held: Callable[[], object] = lambda: None  # returns when all ranks hold it
     _held: HeldVersion | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -67,6 +68,7 @@ class OwnMemory:
         held = HeldVersion(version, dict(sorted(copies.items())), adapter_config)  # in the order of files
         with self._lock:
             self._held = held
+        self.when_held()
         return held
 
 
