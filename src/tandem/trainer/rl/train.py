@@ -10,6 +10,7 @@ import torch
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
 from tandem.models.precision import WorkingWeights
+from tandem.models.trainable import reload_frozen
 from tandem.trainer.build import Publish, Trained, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
@@ -121,6 +122,8 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None, room: Roo
             if ranks.is_first:
                 logger.info("step %d: loss %.4f, grad norm %.3f", step, stats["loss"], stats["grad_norm"])
         if config.lora is not None:
+            if live is not None:
+                reload_frozen(trained.decoder, config.model, ranks.device)
             merged = WeightsPublisher(run_dir.merged, config.model.name, config.model.dtype, keep=1)
             trained.publish(merged.publish, version=config.max_steps)
         checkpoints.finish(config.max_steps, beside=beside)
