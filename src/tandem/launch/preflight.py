@@ -174,7 +174,14 @@ def take_ports(config: RLConfig) -> dict[str, socket.socket]:
             host, port = server["server"]["host"], server["server"]["port"]
             taken[name] = listen_or_refuse(host, port, "inference.server.port")
     except UserError:
-        for listening in taken.values():
-            listening.close()
+        close_all(taken)
         raise
+    if config.deployment == "colocated" and len(taken) > 1:
+        close_all(taken)  # torchrun hands nothing on to the ranks that will listen there
+        return {}
     return taken
+
+
+def close_all(taken: dict[str, socket.socket]) -> None:
+    for listening in taken.values():
+        listening.close()

@@ -198,7 +198,7 @@ class InferenceClient:
         return InstanceChanged(f"another server than {instance} answers at {self.base_url}")
 
     def _check_versions(self, completions: list[Completion]) -> None:
-        unknown = {version for completion in completions for version in completion.versions} - self._versions
+        unknown = set().union(*(completion.versions for completion in completions)) - self._versions
         if unknown:
             raise ServerLost(
                 f"{self.base_url} returned tokens of version {min(unknown)}, which this run ({self.run}) has not "
