@@ -21,7 +21,7 @@ from tandem.config.base import parse
 from tandem.config.colocated import ColocatedConfig
 from tandem.entrypoints.inference import open_server
 from tandem.utils.log import printable, setup_logging
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 from tandem.utils.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -99,4 +99,4 @@ def serve_until_finished(run_dir: RunDir, max_steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)
