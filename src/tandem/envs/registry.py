@@ -78,6 +78,8 @@ def _load(path: str) -> Callable[..., Any]:
 
 def _check(environment: Any, config: EnvConfig) -> None:
     """What can be said before any of its tasks is tried."""
+    if environment is None:
+        raise UserError(f"env.id = {config.id!r} gave None, not an environment")
     rollout = getattr(environment, "rollout", None)
     if rollout is not None and not inspect.iscoroutinefunction(rollout):
         raise UserError(f"env.id = {config.id!r}: rollout must be `async def`: it waits for the model")
