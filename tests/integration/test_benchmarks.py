@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -16,18 +17,21 @@ ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "gpu.py"
 
 
-def load(name: str) -> ModuleType:
+@contextmanager
+def imported(name: str) -> Iterator[ModuleType]:
+    """A script of the benchmarks."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up
     spec.loader.exec_module(module)
-    return module
+    yield module
+    del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def scaling() -> Iterator[ModuleType]:
-    yield load("scaling")
-    del sys.modules["scaling"]
+    with imported("scaling") as module:
+        yield module
 
 
 def test_the_tables_of_the_docs_are_those_of_the_simulation(scaling: ModuleType) -> None:
@@ -100,4 +104,26 @@ def test_learning_curves_are_drawn_from_runs(tmp_path: Path, tiny_model: Path) -
     ],
 )
 def test_axes_have_round_numbers_around_all_points(low: float, high: float, expected: list[float]) -> None:
-    assert load("curve_plot").ticks(low, high) == pytest.approx(expected)
+    with imported("curve_plot") as plot:
+        assert plot.ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("script", "limit_s", "problem"),
+    [
+        ("print('{\"figure\": 1}'); print('a table'); raise SystemExit(3)", 3600, "exit status 3"),
+        ("import time; time.sleep(3600)", 1, "stopped after 1 s"),
+    ],
+)
+def test_a_section_that_fails_or_takes_too_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, limit_s: int, problem: str
+) -> None:
+    (tmp_path / "section.py").write_text(script)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    with imported("gpu") as gpu:
+        monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))
+        rows: list[dict[str, float]] = []
+        assert gpu.run(gpu.Section("section.py", (), (), 0), limit_s, rows.append, tiny=False) == problem
+        assert rows == ([{"figure": 1}] if limit_s == 3600 else [])
+        lines = gpu.table({"rl": []}, {"rl": problem})
+    assert lines[-1].startswith(f"| rl: {problem} |") and lines[-1].count("|") == lines[0].count("|")

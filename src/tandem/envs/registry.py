@@ -57,6 +57,13 @@ def make_environment(config: EnvConfig) -> Any:
     return environment if config.system_prompt is None else SystemPrompted(environment, config.system_prompt)
 
 
+def check_names(config: EnvConfig) -> None:
+    """UserError where there is no such environment, or no such reward function; neither is created."""
+    _find(config.id)
+    if config.reward is not None:
+        find_registered(REWARDS, config.reward, "env.reward")
+
+
 def _find(env_id: str) -> Callable[..., Any]:
     if HUB_NAME.fullmatch(env_id):
         return partial(_load(HUB_ENVIRONMENT), env_id)

@@ -129,6 +129,12 @@ class InferenceClient:
         await self._load("/update_weights", body)
         self.model = {}
 
+    async def check_root(self, folder: Path) -> None:
+        """Raises InferenceError unless the server takes our key, and weights from below this folder."""
+        await self.meet()
+        body = {"path": str(folder.resolve()), "version": 0, "check_only": True}
+        await self._post("/update_weights", body, self._met)
+
     async def load_adapter(self, path: Path, version: int) -> None:
         """Have a LoRA adapter serve in place of the one before; completions come from it from here on."""
         body = {
