@@ -116,8 +116,8 @@ def offline_lines(rows: Rows) -> Iterator[Line]:
 def rl_lines(rows: Rows) -> Iterator[Line]:
     for row in rows:
         if "error" not in row:
-            deployment = f"{row['deployment']}, " if "deployment" in row else ""
-            yield Line(f"rl, seconds a step, {deployment}max_staleness = {row['max_staleness']}", row["step"], digits=2)
+            name = f"rl, seconds a step, {row['deployment']}, max_staleness = {row['max_staleness']}"
+            yield Line(name, row["step"], digits=2)
 
 
 LINES = {

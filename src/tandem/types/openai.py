@@ -252,6 +252,9 @@ class UpdateWeightsRequest(ApiModel):
     run: RunName | None = None
     """The run whose weights these are; answers name it. A run whose weights were replaced by another's is refused."""
 
+    check_only: bool = False
+    """Load nothing; only say whether weights may be loaded from there."""
+
 
 class PauseRequest(ApiModel):
     mode: Literal["keep", "wait", "abort"] = "keep"

@@ -120,8 +120,8 @@ class NativeEngine:
 
     def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         with self._one_update:
-            tensors = self.source.read(path, version, self.core.decoder)
-            self._call(lambda: self.core.swap_weights(tensors, version), mode)
+            weights = self.source.read(path, version, self.core.decoder)
+            self._call(lambda: self.core.swap_weights(weights, version), mode)
         logger.info("serving version %d from %s", version, path)
 
     def load_adapter(
@@ -139,6 +139,14 @@ class NativeEngine:
         with self._one_update:
             adapter = self._adapters.remove(name)
             self._call(lambda: self.core.remove_adapter(adapter.number))
+
+    def release_cache(self) -> None:
+        """Give the memory of the KV cache away until `take_back_cache`; requests wait, and those that run are computed
+        again."""
+        self._call(self.core.release_cache)
+
+    def take_back_cache(self) -> None:
+        self._call(self.core.cache.take_back)
 
     def reset_prefix_cache(self) -> None:
         self._call(self.core.scheduler.blocks.forget)
@@ -221,7 +229,7 @@ class NativeEngine:
                 self._run_drained()
             if self._stopping:
                 return False
-            if scheduler.has_work and not self.paused:
+            if scheduler.has_work and not self.paused and not self.core.cache.is_released:
                 return True
             self.core.read_inflight()
             if self._check_when_idle:
