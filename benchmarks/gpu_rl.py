@@ -77,6 +77,8 @@ def command(
     server: dict[str, object] = {"server.port": port, "max-sequences": args.prompts * args.samples}
     if args.gpu_memory_utilization is not None:
         server["gpu-memory-utilization"] = args.gpu_memory_utilization
+    if args.release_cache and deployment == "colocated":
+        options["release-cache"] = True
     if deployment != "split":
         options |= {"deployment": deployment} | {f"inference.{name}": value for name, value in server.items()}
         return [sys.executable, "-m", "tandem.entrypoints.rl", *flags(options)]
@@ -119,6 +121,7 @@ def phases(folder: Path) -> dict[str, float]:
                 "trainer memory, GiB": training["memory_gib"],
             }
         )
+        steps[-1] |= {name: training[name] for name in ("release_s", "take_back_s") if name in training}
         if batch["version"] == step - 1:  # on-policy: the orchestrator has waited for these weights first
             steps[-1]["generation"] = batch["time"] - batch["batch_s"] - served.get(step - 1, batch["time"])
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
@@ -160,6 +163,7 @@ def main() -> None:
     parser.add_argument("--deployments", nargs="+", choices=["shared", "colocated", "split"], default=["shared"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--deterministic", action="store_true", help="exact mode")
+    parser.add_argument("--release-cache", action="store_true", help="colocated: release it in every step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)

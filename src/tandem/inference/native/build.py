@@ -12,6 +12,7 @@ from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.core import EngineCore, EngineParts
 from tandem.inference.native.engine import NativeEngine
+from tandem.inference.native.mapped_memory import MappedMemory
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
@@ -35,8 +36,11 @@ def build_engine(
     eos_token_ids: list[int],
     new_text: Callable[[], TextStream],
     on_failure: Callable[[str], None],
+    *,
+    releasable_cache: bool = False,
 ) -> NativeEngine:
-    """Load the model and lay out the cache; the engine is not started yet."""
+    """Load the model and lay out the cache; the engine is not started yet. `releasable_cache`: on a GPU, the memory of
+    the cache can be given away and taken back."""
     device = choose_device(config.device)
     library.load_for(device)
     dtype = getattr(torch, config.model.dtype)
@@ -60,6 +64,7 @@ def build_engine(
         dtype,
         device,
         heads_first=has_kernels,
+        memory=MappedMemory(device) if releasable_cache and device.type == "cuda" else None,
     )
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
@@ -99,7 +104,9 @@ def build_engine(
         num_blocks * config.block_size,
     )
     core = EngineCore(parts, eos_token_ids)
-    return NativeEngine(core, config.seed, on_failure, check_when_idle=config.check_invariants)
+    return NativeEngine(
+        core, config.seed, on_failure, check_when_idle=config.check_invariants, gather=launcher is not None
+    )
 
 
 def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, device: torch.device) -> int:

@@ -34,6 +34,7 @@ from tandem.inference.native.sampler import Drawn
 from tandem.inference.native.scheduler import Fork, Scheduler
 from tandem.inference.native.state import Request, Rows, Sample, SlotState, to_result
 from tandem.inference.native.stops import StopStrings
+from tandem.inference.native.weights import NewWeights
 from tandem.inference.structure import StructureRefused
 from tandem.models.decoder import Decoder
 from tandem.models.hf import copy_weights
@@ -136,14 +137,24 @@ class EngineCore:
             if self.scheduler.has_begun_one_of(request):
                 self._abort(request)
 
-    def swap_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        copy_weights(self.decoder, tensors)
+    def swap_weights(self, weights: NewWeights, version: int) -> None:
+        if callable(weights):
+            weights()
+            self.decoder.repack()
+        else:
+            copy_weights(self.decoder, weights)
         self.version = version
         self.scheduler.requeue_all()
         self.scheduler.blocks.forget()
         if self._cache_is_poisoned:
             self.cache.clear()
             self._cache_is_poisoned = False
+
+    def release_cache(self) -> None:
+        """What runs is computed again after `cache.take_back`, before which there is no step."""
+        self.scheduler.requeue_all()
+        self.scheduler.blocks.forget()
+        self.cache.release()
 
     def put_adapter(self, number: int, weights: AdapterWeights, version: int | None) -> None:
         """Load an adapter, or replace the one of this number: its sequences are computed again under the new one."""

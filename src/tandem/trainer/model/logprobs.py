@@ -31,7 +31,7 @@ def token_logprobs(
 
         return gpu.token_logprobs(hidden, output_weight, labels, temperature, entropy_gradient, exactly)
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
-    copy = rounded(output_weight.detach(), hidden)
+    copy = rounded(output_weight, hidden).detach()
     if len(labels) <= rows:
         return _chunk_logprobs(hidden, output_weight, copy, labels, temperature, entropy_gradient, exactly)
     options = temperature, entropy_gradient, exactly
