@@ -11,6 +11,7 @@ from tandem.models.memory import (
     DEFAULT,
     ITEMSIZE,
     UNKNOWN_GPU_BYTES,
+    USED_SHARE,
     MemoryUse,
     activation_bytes,
     fitting_tokens,
@@ -33,10 +34,12 @@ class GpuUse:
     place: int
     gpu_bytes: int | None
     parts: list[tuple[str, MemoryUse]]
+    released: int = 0  # of the KV cache, while gradients are computed
 
     @property
     def total(self) -> int:
-        return sum(use.total for _, use in self.parts)
+        """At any one time."""
+        return sum(use.total for _, use in self.parts) - self.released
 
     @property
     def fits(self) -> bool:
@@ -55,29 +58,43 @@ def estimate_memory(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> list[Gp
             if place in places
         ]
         parts = [(name, replace(use, weights=use.weights + held.server)) for name, use in parts]
+        released = 0
         if place in plan.trainer:
             taken = sum(use.total for _, use in parts)
+            room = sum(use.kv_cache for _, use in parts) if _makes_room(config, plan) else 0
             rank = plan.trainer.index(place)
-            use = trainer_memory(config, spec, len(plan.trainer), known, taken)
-            parts.append((f"trainer rank {rank}", replace(use, weights=use.weights + held.trainer)))
+            use = trainer_memory(config, spec, len(plan.trainer), known, taken - room)
+            use = replace(use, weights=use.weights + held.trainer)
+            parts.append((f"trainer rank {rank}", use))
+            released = room if config.release_cache or taken + use.total > USED_SHARE * known else 0
         if parts:
-            found.append(GpuUse(place, gpu_bytes, parts))
+            found.append(GpuUse(place, gpu_bytes, parts, released))
     return found
 
 
+def _makes_room(config: RLConfig, plan: GpuPlan) -> bool:
+    return choose_deployment(config, plan) == "colocated" and config.release_cache is not False
+
+
 class Held(NamedTuple):
-    """Bytes of the version that was published last, besides the weights that each process computes with."""
+    """Bytes of weights that a process has besides those it computes with; less than none where it has them in common
+    with another."""
 
     server: int = 0
     trainer: int = 0
 
 
 def held_bytes(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> Held:
-    """Shared, the trainer keeps it for the server, which takes a copy before it swaps. A LoRA adapter is small."""
-    deployment = choose_deployment(config, plan)
-    if deployment == "split" or config.trainer.lora is not None:
+    """Shared, the trainer keeps the version that it published last for the server, which takes a copy before it swaps.
+    Colocated, the server's weights are those that the trainer computes with, and with LoRA there are no others; of
+    several ranks, each holds the published version besides. A LoRA adapter is small."""
+    deployment, is_adapter = choose_deployment(config, plan), config.trainer.lora is not None
+    num_weights, itemsize = num_parameters(spec), ITEMSIZE[config.model.dtype]
+    size = num_weights * itemsize
+    if deployment == "colocated" and len(plan.trainer) == 1:
+        return Held(trainer=-size - (4 * num_weights if is_adapter and itemsize < 4 else 0))
+    if deployment == "split" or is_adapter:
         return Held()
-    size = num_parameters(spec) * ITEMSIZE[config.model.dtype]
     return Held(size, size) if deployment == "shared" else Held(server=size)
 
 
@@ -134,6 +151,11 @@ def table(uses: list[GpuUse], plan: GpuPlan) -> list[str]:
             rows.append((f"{use.place} ({plan.world[use.place]})", name, *(f"{n / 2**30:.1f}" for n in numbers)))
     lines = align(rows)
     for use in uses:
+        if use.released:
+            lines.append(
+                f"GPU {use.place}: the KV cache makes room while gradients are computed, "
+                f"{use.total / 2**30:.1f} GiB at any one time"
+            )
         if not use.fits:
             assert use.gpu_bytes is not None
             lines.append(

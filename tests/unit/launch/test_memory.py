@@ -12,7 +12,7 @@ from tandem.launch.describe import describe_run
 from tandem.launch.gpus import plan_gpus
 from tandem.launch.memory import estimate_memory, table
 from tandem.launch.plan import make_plan
-from tandem.models.memory import kv_bytes, num_parameters
+from tandem.models.memory import kv_bytes, num_adapter_parameters, num_parameters
 from tandem.models.spec import ModelSpec
 
 GIB = 2**30
@@ -50,10 +50,27 @@ def test_a_shared_gpu_adds_up_and_the_trainer_takes_what_is_left(make_config: Ma
     assert together.total == sum(use.total for _, use in together.parts) and together.fits
 
 
-def test_colocated_the_next_version_is_held_besides(make_config: MakeConfig) -> None:
-    (alone, _), _ = estimate(make_config(deployment="split"), 80, 80)
-    (use,), _ = estimate(make_config(deployment="colocated"), 80)
-    assert use.parts[0][1].weights == 2 * alone.parts[0][1].weights and use.parts[0][1].kv_cache > 0
+def test_colocated_the_weights_are_there_once(make_config: MakeConfig) -> None:
+    """In bfloat16 they are what the trainer would round its own to; its masters are float32."""
+    model = {"name": "some/model", "dtype": "bfloat16"}
+    (server, _), _ = estimate(make_config(deployment="split", model=model), 80, 80)
+    (use,), _ = estimate(make_config(deployment="colocated", model=model), 80)
+    assert use.parts[0][1] == server.parts[0][1]
+    assert use.parts[1][1].weights == 4 * num_parameters(SPEC) and use.released == 0
+    (use,), _ = estimate(make_config(deployment="colocated", model=model, trainer={"lora": {"rank": 8}}), 80)
+    assert use.parts[1][1].weights == 4 * num_adapter_parameters(SPEC, 8)
+
+
+def test_colocated_the_kv_cache_makes_room_where_it_must(make_config: MakeConfig) -> None:
+    options = {"deployment": "colocated", "seq_len": 4096, "model": {"name": "some/model", "dtype": "bfloat16"}}
+    options |= {"orchestrator": {"prompts_per_step": 64, "group_size": 8}, "inference": {"kv_cache_tokens": 100_000}}
+    (use,), plan = estimate(make_config(**options), 40)
+    cache = 100_000 * kv_bytes(SPEC, 2)
+    assert use.released == use.parts[0][1].kv_cache == cache and use.fits
+    assert use.total == sum(part.total for _, part in use.parts) - cache
+    assert any("makes room" in line for line in table([use], plan))
+    (kept,), _ = estimate(make_config(**options, release_cache=False), 40)
+    assert kept.released == 0 and kept.parts[1][1].activations < use.parts[1][1].activations
 
 
 def test_vllm_fills_its_share(make_config: MakeConfig) -> None:
