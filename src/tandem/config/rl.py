@@ -46,8 +46,8 @@ class RLConfig(
 
     deployment: Deployment | None = None
     """Where trainer and server run. split: two processes, each with its own GPUs. shared: two processes on one GPU, new
-    weights through the machine's memory. colocated: one process, or one for each rank of the trainer. None: shared on
-    one GPU, split otherwise."""
+    weights through its memory. colocated: one process, or one for each rank of the trainer. None: shared on one GPU,
+    split otherwise."""
 
     gpus: GpuConfig = GpuConfig()
     ray: RayConfig = RayConfig()
@@ -128,6 +128,15 @@ class RLConfig(
             raise ValueError(
                 f"release_cache = {self.release_cache} with deployment = {self.deployment!r}: only a trainer in the "
                 "engine's own process can have its memory; leave it out, or set deployment to 'colocated'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_scheduler(self) -> "RLConfig":
+        if self.slurm is not None and self.ray.address is not None:
+            raise ValueError(
+                f"slurm.nodes = {self.slurm.nodes} and ray.address = {self.ray.address!r} are both given: a SLURM "
+                "job or a Ray cluster places the processes of a run; leave one of them out"
             )
         return self
 

@@ -1,5 +1,6 @@
 """`inference`: serve a model over HTTP."""
 
+import gc
 import logging
 import os
 import signal
@@ -80,6 +81,7 @@ def serve_with_vllm(config: InferenceConfig) -> NoReturn:
 def serve(config: InferenceConfig) -> None:
     """Serve until told to stop; exits with 1 if the engine fails."""
     server, engine, listening = open_server(config)
+    gc.freeze()  # what is there stays: a collection that looked at it would stop everything for a sixth of a second
     server.run(sockets=[listening])
     if engine.failure is not None:
         print(f"inference: {printable(engine.failure)}", file=sys.stderr)

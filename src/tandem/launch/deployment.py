@@ -10,7 +10,7 @@ from tandem.launch.plan import ProcessPlan
 
 MEANINGS: dict[Deployment, str] = {
     "split": "trainer and server each have their own GPUs, new weights go through files",
-    "shared": "trainer and server are two processes on one machine, new weights go through its memory",
+    "shared": "trainer and server are two processes on one GPU or CPU, new weights go through its memory",
     "colocated": "trainer and server are one process",
 }
 

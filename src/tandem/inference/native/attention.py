@@ -64,7 +64,9 @@ class KVCache:
     def copy_blocks(self, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
         source, destination = (to_device(blocks, self.keys.device) for blocks in (sources, destinations))
         for cache in (self.keys, self.values):
-            cache.index_copy_(1, destination, cache.index_select(1, source))
+            # As it lies: where PyTorch has to be deterministic, it would copy all of a cache that is not contiguous.
+            whole = cache if cache.is_contiguous() else cache.transpose(2, 3)
+            whole.index_copy_(1, destination, whole.index_select(1, source))
 
     def clear(self) -> None:
         if not self.is_released:

@@ -50,7 +50,9 @@ def build_engine(
     if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
     # Triton comes with PyTorch wherever that has CUDA; without it, a GPU runs what a CPU runs.
-    has_kernels = device.type == "cuda" and find_spec("triton") is not None and not exactly
+    has_kernels = device.type == "cuda" and find_spec("triton") is not None
+    # What a row computes must not depend on the rows beside it: in exact mode it never does.
+    is_alone = config.deterministic and not exactly
     num_blocks = cache_blocks(config, spec, dtype.itemsize, cache_bytes(config, spec, dtype.itemsize, device))
     # One block more than sequences may have: a CUDA graph has padding rows, which write somewhere too.
     cache = KVCache(
@@ -70,7 +72,7 @@ def build_engine(
         state,
         blocks,
         config.tokens_per_step,
-        isolate=config.deterministic and not exactly,
+        isolate=is_alone,
         cache_prefixes=config.prefix_caching,
     )
     adapters = AdapterBank(decoder)
@@ -79,7 +81,7 @@ def build_engine(
         # Not at the top: it needs Triton.
         from tandem.inference.native.cuda.runner import CudaRunner
 
-        use_graphs = config.cuda_graphs and not config.deterministic
+        use_graphs = config.cuda_graphs and not is_alone
         launcher = CudaRunner(
             decoder, adapters, cache, state, device, use_graphs=use_graphs, share_prompts=not config.deterministic
         )
@@ -92,7 +94,7 @@ def build_engine(
         scheduler,
         launcher or Runner(decoder, adapters, cache, state, device),
         new_text,
-        None if config.deterministic else launcher,
+        None if is_alone else launcher,
     )
     logger.info(
         "native engine on %s, %s%s, KV cache of %d tokens",
@@ -102,7 +104,9 @@ def build_engine(
         num_blocks * config.block_size,
     )
     core = EngineCore(parts, eos_token_ids)
-    return NativeEngine(core, config.seed, on_failure, check_when_idle=config.check_invariants)
+    return NativeEngine(
+        core, config.seed, on_failure, check_when_idle=config.check_invariants, gather=launcher is not None
+    )
 
 
 def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, device: torch.device) -> int:

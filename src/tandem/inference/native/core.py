@@ -30,7 +30,7 @@ from tandem.inference.native.constraints import Constraints
 from tandem.inference.native.inflight import InflightStep, Launcher
 from tandem.inference.native.logit_processors import adjust
 from tandem.inference.native.runner import Runner
-from tandem.inference.native.sampler import Drawn, sample, sampling_rows
+from tandem.inference.native.sampler import Drawn
 from tandem.inference.native.scheduler import Fork, Scheduler
 from tandem.inference.native.state import Request, Rows, Sample, SlotState, to_result
 from tandem.inference.native.stops import StopStrings
@@ -235,7 +235,7 @@ class EngineCore:
         """A token for each of these rows, and the end of those that are finished by it."""
         state = self.state
         adjusted = self._constraints.apply(logits, adjust(logits, state, rows, self._eos_token_ids), rows)
-        drawn = sample(logits, sampling_rows(state, rows), adjusted, exactly=self.decoder.exact)
+        drawn = self.runner.sample(rows, logits, adjusted)
         positions = state.length[rows]
         state.append(rows, drawn.tokens, drawn.logprobs, self._versions(rows))
         self._conclude(rows, positions, drawn)

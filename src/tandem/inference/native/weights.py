@@ -20,9 +20,10 @@ from tandem.models.hf import check_tensors, named_tensors, read_tensors
 from tandem.models.lora import AdapterWeights, make_adapter, read_adapter
 from tandem.models.runtime import in_own_thread
 from tandem.models.spec import ModelSpec
+from tandem.transport.weights.device import read_announced
 from tandem.transport.weights.live import LiveWeights
 from tandem.transport.weights.manifest import MANIFEST, find_announced
-from tandem.transport.weights.memory import HeldVersion, OwnMemory, read_shared
+from tandem.transport.weights.memory import HeldVersion, OwnMemory
 from tandem.utils.run_dir import step_name
 from tandem.utils.waiting import Deadline, wait_for
 
@@ -52,7 +53,7 @@ class FileSource:
         if announced is None or announced[0] != version or announced[1] is None:
             return read_checked_weights(path, version, decoder)
         try:
-            tensors = read_shared(announced[1], version)
+            tensors = read_announced(announced[1], version, decoder.output_weight.device)
             check_tensors(named_tensors(decoder), tensors)
             return tensors
         except (ValueError, TypeError, AttributeError, OSError) as error:

@@ -10,6 +10,7 @@ import torch
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
 from tandem.models.precision import WorkingWeights
+from tandem.models.runtime import choose_device
 from tandem.models.trainable import reload_frozen
 from tandem.trainer.build import Publish, Trained, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
@@ -22,9 +23,10 @@ from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
+from tandem.transport.weights.device import shared_memory
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.transport.weights.live import LiveWeights
-from tandem.transport.weights.memory import Memory, MemoryFirst, OwnMemory, SharedMemory
+from tandem.transport.weights.memory import Memory, MemoryFirst, OwnMemory
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 def train_rl(config: TrainerConfig, memory: Memory | None = None, room: Room | None = None) -> None:
     """`memory`: where an engine in this process takes its weights from. `room`: what it can make."""
     if memory is None and config.share_weights:
-        memory = SharedMemory(getattr(torch, config.model.dtype))
+        memory = shared_memory(getattr(torch, config.model.dtype), choose_device(config.device))
     with joined_ranks(config) as ranks:
         _train(config, ranks, memory, room)
 
