@@ -20,7 +20,7 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from tandem.config.base import parse
-from tandem.config.colocated import ColocatedConfig
+from tandem.config.colocated import ColocatedConfig, why_copied
 from tandem.config.inference import InferenceConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
@@ -126,21 +126,6 @@ def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeE
     )
     engine.source = LiveSource(live, folder, inference.model.name.resolve(), through_copies)
     return live
-
-
-def why_copied(trainer: TrainerConfig, inference: InferenceConfig) -> str | None:
-    """Why the engine cannot compute with the trainer's own weights; None: it can."""
-    if (trainer.model, trainer.device) != (inference.model, inference.device):
-        return "trainer and inference differ in model or device"
-    if trainer.model.impl != "native":
-        return f"model.impl = {trainer.model.impl!r}"
-    if trainer.parallel.ranks > 1 or trainer.parallel.strategy == "zero3_offload":
-        return "those are divided among ranks, or lie in CPU memory"
-    if trainer.sync_every > 1:
-        return f"sync_every = {trainer.sync_every}"
-    if trainer.lora is None and trainer.updates_per_batch * trainer.epochs_per_batch > 1:
-        return "there are several updates per batch, and the weights between two of them are no version"
-    return None
 
 
 @contextmanager

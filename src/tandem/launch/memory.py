@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tandem.config.colocated import why_copied
 from tandem.config.rl import RLConfig
 from tandem.launch.deployment import choose_deployment
 from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
@@ -66,7 +67,8 @@ def estimate_memory(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> list[Gp
 
 
 class Held(NamedTuple):
-    """Bytes of the version that was published last, besides the weights that each process computes with."""
+    """Bytes besides the weights that each computes with: of the version that was published last. Below zero: of what
+    they have in common."""
 
     server: int = 0
     trainer: int = 0
@@ -74,11 +76,20 @@ class Held(NamedTuple):
 
 def held_bytes(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> Held:
     """Shared, the trainer keeps it for the server, which takes a copy before it swaps. A LoRA adapter is small."""
-    deployment = choose_deployment(config, plan)
-    if deployment == "split" or config.trainer.lora is not None:
+    deployment, lora = choose_deployment(config, plan), config.trainer.lora
+    count, itemsize = num_parameters(spec), ITEMSIZE[config.model.dtype]
+    if deployment == "colocated" and have_weights_in_common(config, plan):
+        # The server's are the trainer's masters, where those are in its precision or frozen, and its rounded copies.
+        masters = 4 * count if lora is not None or itemsize == 4 else 0
+        return Held(trainer=-masters - (count * itemsize if itemsize < 4 else 0))
+    if deployment == "split" or lora is not None:
         return Held()
-    size = num_parameters(spec) * ITEMSIZE[config.model.dtype]
-    return Held(size, size) if deployment == "shared" else Held(server=size)
+    return Held(count * itemsize, count * itemsize) if deployment == "shared" else Held(server=count * itemsize)
+
+
+def have_weights_in_common(config: RLConfig, plan: GpuPlan) -> bool:
+    assert config.inference is not None
+    return len(plan.trainer) == 1 and why_copied(config.trainer, config.inference) is None
 
 
 def server_memory(config: RLConfig, spec: ModelSpec, gpu_bytes: int, *, is_together: bool = False) -> MemoryUse:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tandem.config.colocated import ColocatedConfig
-from tandem.entrypoints.colocated import of_this_rank, why_copied
+from tandem.config.colocated import ColocatedConfig, why_copied
+from tandem.entrypoints.colocated import of_this_rank
 
 
 def configured(folder: Path, **trainer: Any) -> ColocatedConfig:
