@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,14 +64,14 @@ def run(config: ColocatedConfig) -> None:
         server, engine, listening = open_server(inference, partial(build_native, releasable_cache=True))
 
         from tandem.inference.native.engine import NativeEngine
-        from tandem.trainer.rl.train import train_rl
+        from tandem.trainer.rl.train import EngineBeside, train_rl
 
         run_dir = RunDir(trainer.output_dir)
         assert isinstance(engine, NativeEngine)
         memory = connect(trainer, inference, engine)
         room = None if config.release_cache is False else CacheRoom(engine, is_always_made=bool(config.release_cache))
-        with serving(server, engine, listening):
-            train_rl(trainer, memory, room)
+        with serving(server, engine, listening) as serve:
+            train_rl(trainer, EngineBeside(memory, room, serve))
             serve_until_finished(run_dir, trainer.max_steps)
 
 
@@ -129,8 +129,9 @@ def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeE
 
 
 @contextmanager
-def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> Iterator[None]:
-    """In a thread. An engine that fails ends the process: no batch would ever come."""
+def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> Iterator[Callable[[], None]]:
+    """In a thread, once what is yielded is called; whoever connects before that waits. An engine that fails ends the
+    process: no batch would ever come."""
     is_over = threading.Event()
 
     def serve() -> None:
@@ -140,13 +141,13 @@ def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> It
             os._exit(1)
 
     thread = threading.Thread(target=serve, name="server", daemon=True)
-    thread.start()
     try:
-        yield
+        yield thread.start
     finally:
         is_over.set()
         server.should_exit = True
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def serve_until_finished(run_dir: RunDir, max_steps: int) -> None:
