@@ -1,5 +1,6 @@
 """Real processes: started as a user starts them, ended by pid, read through the files they write."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,13 +11,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.patience import PATIENCE
+from tests.ports import free_port
 
 # Two cores are shared by everything a test starts: one thread each keeps spinning threads off each other.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200"}
 
 
+IN_TURN = Path(__file__).with_name("in_turn.py")
+
+
 def command(entrypoint: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"tandem.entrypoints.{entrypoint}", *arguments]
+
+
+def run_in_turn(*commands: list[str], num_ranks: int = 1) -> str:
+    """What several commands (an entrypoint and its arguments each) say, one after the other in one process."""
+    launcher = [sys.executable]
+    if num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run(
+        [*launcher, str(IN_TURN), json.dumps(commands), json.dumps([free_port() for _ in commands])],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=480 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 @dataclass

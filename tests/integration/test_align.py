@@ -3,8 +3,6 @@
 import asyncio
 import json
 import shutil
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.integration.processes import ENVIRONMENT, Starter, wait_until
-from tests.patience import PATIENCE
+from tests.integration.processes import Starter, run_in_turn, wait_until
 
 from tandem.rewards.server_client import RewardClient, RewardServerError
 from tandem.utils.files import read_json_lines
@@ -31,13 +28,17 @@ def preferences(tmp_path_factory: pytest.TempPathFactory, load_script: Callable[
 @pytest.fixture
 def align(starter: Starter, tmp_path: Path) -> Callable[..., RunDir]:
     def run(name: str, model: Path, data: Path, *arguments: str) -> RunDir:
-        run_dir = RunDir(tmp_path / name)
-        options = ["--model.name", str(model), "--data.path", str(data), "--output-dir", str(run_dir.root)]
-        done = starter.run("align", *arguments, *options)
+        words, run_dir = command(tmp_path / name, model, data, *arguments)
+        done = starter.run(*words)
         assert done.returncode == 0, done.stdout
         return run_dir
 
     return run
+
+
+def command(root: Path, model: Path, data: Path, *arguments: str) -> tuple[list[str], RunDir]:
+    options = ["--model.name", str(model), "--data.path", str(data), "--output-dir", str(root)]
+    return ["align", *arguments, *options], RunDir(root)
 
 
 def metrics(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -99,50 +100,70 @@ def test_dpo_makes_the_model_prefer_what_was_chosen(align, warm_model: Path, pre
 SHORT = ("--max-steps", "6", "--batch-size", "8", "--deterministic", "--checkpoint.every", "3", "--threads", "1")
 
 
-@pytest.mark.parametrize("loss_type", ["bco", "kto"])
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(
-    starter: Starter, align, warm_model: Path, preferences: Path, loss_type: str
-) -> None:
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path, warm_model: Path, preferences: Path) -> None:
     """What lies after step 3 is taken away; BCO's running shift has to come back with the rest."""
-    arguments = ("@", "examples/preference/kto.toml", "--loss.type", loss_type, *SHORT)
-    run_dir = align("run", warm_model, preferences / "labeled.jsonl", *arguments)
-    whole = metrics(run_dir)
-    weights = (run_dir.weights / "latest" / "model.safetensors").read_bytes()
-    shutil.rmtree(run_dir.checkpoints / "step_000006")
-    shutil.rmtree(run_dir.weights)  # or it would count as finished
-    align("run", warm_model, preferences / "labeled.jsonl", *arguments, "--resume")
-    assert metrics(run_dir) == whole
-    assert (run_dir.weights / "latest" / "model.safetensors").read_bytes() == weights
+    commands, runs = zip(
+        *(
+            command(
+                tmp_path / loss_type,
+                warm_model,
+                preferences / "labeled.jsonl",
+                *("@", "examples/preference/kto.toml", "--loss.type", loss_type, *SHORT),
+            )
+            for loss_type in ("bco", "kto")
+        ),
+        strict=True,
+    )
+    run_in_turn(*commands)
+    whole = [(metrics(run_dir), weights_of(run_dir)) for run_dir in runs]
+    for run_dir in runs:
+        shutil.rmtree(run_dir.checkpoints / "step_000006")
+        shutil.rmtree(run_dir.weights)  # or it would count as finished
+    said = run_in_turn(*([*words, "--resume"] for words in commands))
+    assert said.count("resuming after step 3") == 2, said
+    assert [(metrics(run_dir), weights_of(run_dir)) for run_dir in runs] == whole
+    assert whole[0] != whole[1]
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "strategy"), [("dpo", "ddp"), ("orpo", "zero2"), ("kto", "zero3"), ("reward", "zero2")]
-)
-def test_two_ranks_do_what_one_does(
-    align, tmp_path: Path, warm_model: Path, preferences: Path, loss_type: str, strategy: str
-) -> None:
-    data = preferences / ("labeled.jsonl" if loss_type == "kto" else "pairs.jsonl")
-    arguments = ["@", "examples/preference/dpo.toml", "--loss.type", loss_type, "--max-steps", "4"]
-    # Small enough that each rank has several micro-batches.
-    arguments += ["--batch-size", "10", "--seq-len", "32", "--tokens-per-microbatch", "80", "--optimizer.lr", "1e-4"]
-    arguments += ["--data.eval-size", "20", "--parallel.strategy", strategy]
-    alone = align("alone", warm_model, data, *arguments)
-    together = RunDir(tmp_path / "together")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--model.name", str(warm_model), "--data.path", str(data), "--output-dir", str(together.root)]
-    command = [*launcher, "-m", "tandem.entrypoints.align", *arguments, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240 * PATIENCE, env=ENVIRONMENT, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_alike(together, alone)
-    assert "eval/loss" in metrics(together)[-1]
+def weights_of(run_dir: RunDir) -> bytes:
+    return (run_dir.weights / "latest" / "model.safetensors").read_bytes()
 
 
-def test_the_reference_may_be_a_model_in_memory(align, warm_model: Path, preferences: Path) -> None:
-    arguments = ("@", "examples/preference/dpo.toml", "--max-steps", "4", "--batch-size", "8")
-    runs = [
-        align(source, warm_model, preferences / "pairs.jsonl", *arguments, "--loss.reference", source)
-        for source in ("precomputed", "model")
-    ]
+WAYS = {"dpo": "ddp", "orpo": "zero2", "kto": "zero3", "reward": "zero2"}
+
+
+def test_two_ranks_do_what_one_does(tmp_path: Path, warm_model: Path, preferences: Path) -> None:
+    def commands(folder: Path) -> tuple[tuple[list[str], ...], tuple[RunDir, ...]]:
+        made = []
+        for loss_type, strategy in WAYS.items():
+            data = preferences / ("labeled.jsonl" if loss_type == "kto" else "pairs.jsonl")
+            arguments = ["@", "examples/preference/dpo.toml", "--loss.type", loss_type, "--max-steps", "4"]
+            # Small enough that each rank has several micro-batches.
+            arguments += ["--batch-size", "10", "--seq-len", "32", "--tokens-per-microbatch", "80"]
+            arguments += ["--optimizer.lr", "1e-4", "--data.eval-size", "20", "--parallel.strategy", strategy]
+            made.append(command(folder / loss_type, warm_model, data, *arguments))
+        words, runs = zip(*made, strict=True)
+        return words, runs
+
+    for_one, alone = commands(tmp_path / "alone")
+    for_two, together = commands(tmp_path / "together")
+    run_in_turn(*for_one)
+    run_in_turn(*for_two, num_ranks=2)
+    for one, two in zip(alone, together, strict=True):
+        assert_alike(two, one)
+        assert "eval/loss" in metrics(two)[-1]
+
+
+def test_the_reference_may_be_a_model_in_memory(tmp_path: Path, warm_model: Path, preferences: Path) -> None:
+    arguments = ("@", "examples/preference/dpo.toml", "--max-steps", "4", "--batch-size", "8", "--loss.reference")
+    commands, runs = zip(
+        *(
+            command(tmp_path / source, warm_model, preferences / "pairs.jsonl", *arguments, source)
+            for source in ("precomputed", "model")
+        ),
+        strict=True,
+    )
+    run_in_turn(*commands)
     assert runs[0].reference.exists() and not runs[1].reference.exists()
     assert_alike(*runs)
 

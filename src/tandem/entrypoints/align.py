@@ -4,7 +4,7 @@ from functools import partial
 
 from tandem.config.align import AlignConfig
 from tandem.config.base import parse
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 
 def main() -> None:
@@ -35,4 +35,4 @@ def align(config: AlignConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

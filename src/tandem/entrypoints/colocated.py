@@ -27,7 +27,7 @@ from tandem.entrypoints.inference import open_server
 from tandem.inference.builders import build_native
 from tandem.utils.devices import VISIBLE
 from tandem.utils.log import printable, setup_logging
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 from tandem.utils.run_dir import RunDir, step_name
 
 if TYPE_CHECKING:
@@ -160,4 +160,4 @@ def serve_until_finished(run_dir: RunDir, max_steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

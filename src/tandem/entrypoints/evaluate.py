@@ -6,7 +6,7 @@ from typing import Any
 from tandem.config.base import parse
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.short_names import ORCHESTRATOR
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 DESCRIPTION = """\
 Asks a model the tasks of an environment, and tells how well it did.
@@ -70,4 +70,4 @@ async def evaluate_all(config: EvaluateConfig) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

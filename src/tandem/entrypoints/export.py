@@ -2,7 +2,7 @@
 
 from tandem.config.base import parse
 from tandem.config.export import ExportConfig
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 DESCRIPTION = """\
 Writes a checkpoint of a run as a Hugging Face model directory, for transformers, vLLM or `inference`.
@@ -37,4 +37,4 @@ def export(config: ExportConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -18,9 +18,10 @@ from tandem.config.vllm import take_vllm_flags
 from tandem.models.files import check_model_dir, within_positions
 from tandem.models.spec import ModelSpec
 from tandem.utils.devices import refuse_missing_gpu
+from tandem.utils.garbage import importing
 from tandem.utils.log import printable, setup_logging
 from tandem.utils.ports import listen_or_refuse
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
     import uvicorn
@@ -105,14 +106,15 @@ def open_server(
     listening = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
-    from tandem.data.tokenizer import Tokenizer
-    from tandem.inference.api.app import create_app
-    from tandem.inference.api.context import ApiOptions
-    from tandem.inference.api.prompts import SamplingDefaults
-    from tandem.inference.browsers import names_of
-    from tandem.inference.connections import make_server
-    from tandem.inference.roots import weight_roots
-    from tandem.inference.vocabulary import compare_vocabularies
+    with importing():
+        from tandem.data.tokenizer import Tokenizer
+        from tandem.inference.api.app import create_app
+        from tandem.inference.api.context import ApiOptions
+        from tandem.inference.api.prompts import SamplingDefaults
+        from tandem.inference.browsers import names_of
+        from tandem.inference.connections import make_server
+        from tandem.inference.roots import weight_roots
+        from tandem.inference.vocabulary import compare_vocabularies
 
     model_dir = config.model.name
     tokenizer = Tokenizer(model_dir)
@@ -158,4 +160,4 @@ def find_grammars(config: InferenceConfig, tokenizer: "Tokenizer", vocab_size: i
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -15,6 +15,7 @@ from tandem.models.files import check_model_dir, within_positions
 from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.devices import refuse_missing_gpu
+from tandem.utils.garbage import importing
 from tandem.utils.log import setup_logging
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.processes import Stopped, is_first_rank
@@ -67,7 +68,9 @@ def run_offline(
                 write_run_config(run_dir.config, resolved)
             if changes:
                 RunLog(run_dir, name).event("options_changed", changes=changes)
-        _train(name, config, data, load_train(), start_step)
+        with importing():
+            train = load_train()
+        _train(name, config, data, train, start_step)
 
 
 def _train(name: str, config: OfflineConfig, data: Dataset[Any], train: Train[Any], start_step: int) -> None:

@@ -10,7 +10,7 @@ from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.short_names import ORCHESTRATOR as SHORT
 from tandem.utils import event_loop
 from tandem.utils.files import read_json
-from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
+from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint, run_process
 from tandem.utils.run_dir import RunDir
 
 DESCRIPTION = "Writes training batches from the rollouts of a server."
@@ -86,4 +86,4 @@ def whole_config(config: OrchestratorConfig, run_dir: RunDir) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -10,7 +10,7 @@ from tandem.models.files import within_positions
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.log import setup_logging
 from tandem.utils.ports import listen_or_refuse
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -103,4 +103,4 @@ def reward_model_app(config: RewardServerConfig, api_key: str | None) -> "FastAP
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -9,7 +9,7 @@ from tandem.config.base import parse
 from tandem.config.rl import RLConfig
 from tandem.config.short_names import RL
 from tandem.utils.errors import UserError
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
     from tandem.launch.plan import ProcessPlan
@@ -155,4 +155,4 @@ def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -4,7 +4,7 @@ from functools import partial
 
 from tandem.config.base import parse
 from tandem.config.sft import SFTConfig
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 
 def main() -> None:
@@ -32,4 +32,4 @@ def fine_tune(config: SFTConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -8,7 +8,7 @@ from tandem.config.base import load_config
 from tandem.config.help import render_help
 from tandem.config.sweep import SweepConfig
 from tandem.utils.errors import UserError
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
     from tandem.launch.sweep.folder import Run
@@ -98,4 +98,4 @@ def write(file: Path) -> "tuple[Path, list[Run]]":
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

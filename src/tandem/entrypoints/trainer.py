@@ -2,7 +2,7 @@
 
 from tandem.config.base import parse
 from tandem.config.trainer import TrainerConfig
-from tandem.utils.processes import run_entrypoint
+from tandem.utils.processes import run_entrypoint, run_process
 
 
 def main() -> None:
@@ -13,6 +13,7 @@ def main() -> None:
 def train(config: TrainerConfig) -> None:
     from tandem.launch.ranks import spread_over_ranks
     from tandem.utils.devices import refuse_missing_gpu
+    from tandem.utils.garbage import importing
     from tandem.utils.log import setup_logging
     from tandem.utils.registry import load_function
     from tandem.utils.run_lock import hold_run
@@ -24,10 +25,11 @@ def train(config: TrainerConfig) -> None:
     with hold_run(config.output_dir, "trainer", ["trainer"]):
         spread_over_ranks("tandem.entrypoints.trainer", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
 
-        from tandem.trainer.rl.train import train_rl
+        with importing():
+            from tandem.trainer.rl.train import train_rl
 
         train_rl(config)
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

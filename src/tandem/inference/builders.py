@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tandem.config.inference import InferenceConfig
+from tandem.utils.garbage import importing
 from tandem.utils.registry import find_registered
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ def find_builder(name: str) -> EngineBuilder:
 def build_native(
     config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure, *, releasable_cache: bool = False
 ) -> "NativeEngine":
-    from tandem.data.text_stream import TextStream
-    from tandem.inference.native.build import build_engine
-    from tandem.models.runtime import setup_torch
+    with importing():
+        from tandem.data.text_stream import TextStream
+        from tandem.inference.native.build import build_engine
+        from tandem.models.runtime import setup_torch
 
     setup_torch(threads=config.threads, seed=config.seed, deterministic=config.deterministic)
     # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a

@@ -55,3 +55,30 @@ asyncio.run(main())
 def test_what_is_new_is_collected_often_and_everything_while_little_is_there() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+IMPORTING = """
+import gc
+from tandem.utils.garbage import importing
+from tandem.utils.processes import run_entrypoint
+
+def body():
+    before = gc.get_stats()[0]["collections"]
+    with importing():
+        modules = [[] for _ in range(100_000)]
+        assert gc.get_stats()[0]["collections"] == before
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000
+    try:
+        with importing():
+            raise ImportError
+    except ImportError:
+        assert gc.isenabled()
+
+run_entrypoint("rl", body)
+assert gc.get_freeze_count() == 0
+"""
+
+
+def test_nothing_is_collected_while_modules_are_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr

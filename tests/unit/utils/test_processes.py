@@ -100,3 +100,55 @@ def test_cores_are_counted_where_nobody_says_which_may_be_used(monkeypatch: pyte
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert usable_cores() == 6
+
+
+ENDING = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from tandem.utils.processes import run_entrypoint, run_process
+
+class Module:
+    def __del__(self):
+        print("taken apart")
+
+module = Module()
+pool = ThreadPoolExecutor(1)
+
+def say_late():
+    time.sleep(0.2)
+    print("thread")
+
+def body():
+    atexit.register(print, "exit function")
+    pool.submit(print, "pool").result()
+    threading.Thread(target=say_late).start()
+    {leave}
+
+run_process(lambda: run_entrypoint("rl", body))
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "code", "error"),
+    [
+        ("pass", 0, ""),
+        ("raise SystemExit(0)", 0, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(143)", 143, ""),
+        ("raise SystemExit('in vain')", 1, "in vain\n"),
+        ("from tandem.utils.errors import UserError; raise UserError('a mistake')", 2, "rl: a mistake\n"),
+    ],
+)
+def test_a_process_leaves_with_its_code_when_all_is_written(leave: str, code: int, error: str) -> None:
+    """Threads end, and exit functions are called; only the modules stay as they are."""
+    done = subprocess.run([sys.executable, "-c", ENDING.format(leave=leave)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, error)
+    ended = ["pool", "thread", "exit function"]
+    assert done.stdout.splitlines() == (ended if error != "in vain\n" else [*ended, "taken apart"])
+
+
+def test_an_output_that_cannot_be_written_is_told() -> None:
+    script = "from tandem.utils.processes import run_process; run_process(lambda: print('x'))"
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode != 0 and "No space left on device" in done.stderr
