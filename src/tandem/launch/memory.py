@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tandem.config.colocated import why_copied
 from tandem.config.rl import RLConfig
 from tandem.launch.deployment import choose_deployment
 from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
@@ -77,25 +78,29 @@ def _makes_room(config: RLConfig, plan: GpuPlan) -> bool:
 
 
 class Held(NamedTuple):
-    """Bytes of weights that a process has besides those it computes with; less than none where it has them in common
-    with another."""
+    """Bytes besides the weights that each computes with: of the version that was published last. Below zero: of what
+    they have in common."""
 
     server: int = 0
     trainer: int = 0
 
 
 def held_bytes(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> Held:
-    """Shared, the trainer keeps the version that it published last for the server, which takes a copy before it swaps.
-    Colocated, the server's weights are those that the trainer computes with, and with LoRA there are no others; of
-    several ranks, each holds the published version besides. A LoRA adapter is small."""
-    deployment, is_adapter = choose_deployment(config, plan), config.trainer.lora is not None
-    num_weights, itemsize = num_parameters(spec), ITEMSIZE[config.model.dtype]
-    size = num_weights * itemsize
-    if deployment == "colocated" and len(plan.trainer) == 1:
-        return Held(trainer=-size - (4 * num_weights if is_adapter and itemsize < 4 else 0))
-    if deployment == "split" or is_adapter:
+    """Shared, the trainer keeps it for the server, which takes a copy before it swaps. A LoRA adapter is small."""
+    deployment, lora = choose_deployment(config, plan), config.trainer.lora
+    count, itemsize = num_parameters(spec), ITEMSIZE[config.model.dtype]
+    if deployment == "colocated" and have_weights_in_common(config, plan):
+        # The server's are the trainer's masters, where those are in its precision or frozen, and its rounded copies.
+        masters = 4 * count if lora is not None or itemsize == 4 else 0
+        return Held(trainer=-masters - (count * itemsize if itemsize < 4 else 0))
+    if deployment == "split" or lora is not None:
         return Held()
-    return Held(size, size) if deployment == "shared" else Held(server=size)
+    return Held(count * itemsize, count * itemsize) if deployment == "shared" else Held(server=count * itemsize)
+
+
+def have_weights_in_common(config: RLConfig, plan: GpuPlan) -> bool:
+    assert config.inference is not None
+    return len(plan.trainer) == 1 and why_copied(config.trainer, config.inference) is None
 
 
 def server_memory(config: RLConfig, spec: ModelSpec, gpu_bytes: int, *, is_together: bool = False) -> MemoryUse:

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.shapes import QWEN3_0_6B
 
 from tandem.config.rl import RLConfig
@@ -12,7 +14,7 @@ from tandem.launch.describe import describe_run
 from tandem.launch.gpus import plan_gpus
 from tandem.launch.memory import estimate_memory, table
 from tandem.launch.plan import make_plan
-from tandem.models.memory import kv_bytes, num_adapter_parameters, num_parameters
+from tandem.models.memory import kv_bytes, num_parameters
 from tandem.models.spec import ModelSpec
 
 GIB = 2**30
@@ -50,15 +52,28 @@ def test_a_shared_gpu_adds_up_and_the_trainer_takes_what_is_left(make_config: Ma
     assert together.total == sum(use.total for _, use in together.parts) and together.fits
 
 
-def test_colocated_the_weights_are_there_once(make_config: MakeConfig) -> None:
-    """In bfloat16 they are what the trainer would round its own to; its masters are float32."""
-    model = {"name": "some/model", "dtype": "bfloat16"}
-    (server, _), _ = estimate(make_config(deployment="split", model=model), 80, 80)
-    (use,), _ = estimate(make_config(deployment="colocated", model=model), 80)
-    assert use.parts[0][1] == server.parts[0][1]
-    assert use.parts[1][1].weights == 4 * num_parameters(SPEC) and use.released == 0
-    (use,), _ = estimate(make_config(deployment="colocated", model=model, trainer={"lora": {"rank": 8}}), 80)
-    assert use.parts[1][1].weights == 4 * num_adapter_parameters(SPEC, 8)
+@pytest.mark.parametrize(
+    ("dtype", "trainer", "common"),
+    [
+        ("float32", {}, 4),  # bytes of a parameter that are there once: the masters
+        ("bfloat16", {}, 2),  # rounded copies
+        ("bfloat16", {"lora": {"rank": 8}}, 6),  # both, of what is frozen
+    ],
+)
+def test_colocated_weights_are_there_once(make_config: MakeConfig, dtype: str, trainer: Any, common: int) -> None:
+    options = {"model": {"name": "some/model", "dtype": dtype}, "trainer": trainer}
+    (server, alone), _ = estimate(make_config(deployment="split", **options), 80, 80)
+    (use,), _ = estimate(make_config(deployment="colocated", **options), 80)
+    weights = [part.weights for _, part in use.parts]
+    once = [server.parts[0][1].weights, alone.parts[0][1].weights - common * num_parameters(SPEC)]
+    assert weights == once and weights[1] >= 0 and use.parts[0][1].kv_cache > 0
+
+
+def test_colocated_copies_take_their_memory(make_config: MakeConfig) -> None:
+    """The server's own weights, and the version that was published last."""
+    (alone, _), _ = estimate(make_config(deployment="split"), 80, 80)
+    (use,), _ = estimate(make_config(deployment="colocated", sync_every=2), 80)
+    assert use.parts[0][1].weights == 2 * alone.parts[0][1].weights
 
 
 def test_colocated_the_kv_cache_makes_room_where_it_must(make_config: MakeConfig) -> None:
