@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 from multidict import CIMultiDict
 
@@ -146,8 +147,7 @@ class Connection(asyncio.Protocol):
             self._parser = Parser()  # the answer is not kept: thousands of connections may lie idle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's, as in a Ray worker, is none by its class
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None or self._waiting.done():  # more than was asked for

@@ -78,6 +78,20 @@ def test_a_connection_is_used_again_and_says_all_that_a_server_needs() -> None:
     assert {"Content-Length: 7", "Content-Type: application/json", "Authorization: Bearer secret"} < set(lines)
 
 
+def test_transports_of_other_event_loops_do() -> None:
+    """Ray runs its workers on uvloop, whose transports are not asyncio's by their class."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def ask() -> None:
+        async with serving(Bytes(OK)) as port, asyncio.timeout(60 * PATIENCE):
+            pool = Connections("127.0.0.1", port, {})
+            assert (await pool.request("GET", "/")).body == b"ok"
+            await pool.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(ask())
+
+
 CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=1\r\nabc\r\n2\r\nde\r\n0\r\nLate: yes\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n" + OK
 NOTHING = b"HTTP/1.1 204 No Content\r\nX: 1\r\n\r\n"
