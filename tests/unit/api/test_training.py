@@ -205,7 +205,7 @@ class Alternating:
 
 def test_filtered_groups_are_replaced_by_other_prompts(tiny_model: Path, tmp_path: Path) -> None:
     rows = [("a", "often"), ("b", "never"), ("c", "often")]
-    filters = {"equal_rewards": True}
+    filters = {"equal_rewards": True, "max_refills": 1000}  # groups scored side by side may share out their rewards
     backend, metrics = run_with(tiny_model, tmp_path, DataBuffer(rows), Alternating(), filters=filters, num_steps=3)
     assert [batch.packed.num_sequences for batch in backend.batches] == [4, 4, 4]
     assert {row["answer"] for step in (1, 2, 3) for row in samples(backend, step)} == {"often"}
