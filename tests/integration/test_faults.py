@@ -38,14 +38,14 @@ def ended_within(process: subprocess.Popen[str], children: dict[str, int], secon
     return output
 
 
-@pytest.mark.parametrize("name", ["inference", "orchestrator", "trainer"])
-def test_a_killed_process_ends_the_run_and_is_named(running, name, tmp_path):
+def test_a_killed_process_ends_the_run_and_is_named(running, tmp_path):
+    """The server, whose return the others would await for minutes; the supervisor treats all of them alike."""
     process, children = running
-    os.kill(children[name], signal.SIGKILL)
+    os.kill(children["inference"], signal.SIGKILL)
     output = ended_within(process, children, 10)
     assert process.returncode == 1
-    assert f"the {name} process ended with signal SIGKILL" in output
-    assert str(RunDir(tmp_path / "run").log(name)) in output
+    assert "the inference process ended with signal SIGKILL" in output
+    assert str(RunDir(tmp_path / "run").log("inference")) in output
 
 
 def test_an_orchestrator_that_waits_in_vain_says_for_whom(starter, warm_model, tmp_path, free_port):

@@ -27,33 +27,48 @@ def run_ranks(world_size: int, model: Path, folder: Path, ways: list[dict]) -> l
     return [load_file(folder / f"{number}.safetensors") for number in range(len(ways))]
 
 
-def test_the_update_does_not_depend_on_ranks_micro_batches_or_sharding(tiny_model: Path, tmp_path: Path) -> None:
-    plain = [{"bound": bound, "parallel": {}} for bound in BOUNDS]
-    alone = run_ranks(1, tiny_model, tmp_path / "one", plain)
-    sharded = [
-        {"bound": bound, "parallel": {"strategy": strategy}}
-        for strategy in ("ddp", "zero2", "zero3", "zero3_offload")
-        for bound in BOUNDS
-    ] + [{"bound": 60, "parallel": {"strategy": "zero3", "gradient_checkpointing": 2}}]
-    results = alone[1:] + run_ranks(2, tiny_model, tmp_path / "two", sharded)
+STRATEGIES = ("ddp", "zero2", "zero3", "zero3_offload")
+PLAIN = [{"bound": bound, "parallel": {}} for bound in BOUNDS]
+SHARDED = [{"bound": bound, "parallel": {"strategy": strategy}} for strategy in STRATEGIES for bound in BOUNDS] + [
+    {"bound": 60, "parallel": {"strategy": "zero3", "gradient_checkpointing": 2}}
+]
+PASSES = [{"passes": "bfloat16", "parallel": {"strategy": strategy}} for strategy in STRATEGIES[:3]]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    """To start ranks takes longer than what they do: those of one and of two do everything they are asked for here."""
+    ways = [*PLAIN, {"passes": "bfloat16", "parallel": {}}]
+    return run_ranks(1, tiny_model, tmp_path_factory.mktemp("ranks") / "one", ways)
+
+
+@pytest.fixture(scope="module")
+def of_two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    return run_ranks(2, tiny_model, tmp_path_factory.mktemp("ranks") / "two", SHARDED + PASSES)
+
+
+def test_the_update_does_not_depend_on_ranks_micro_batches_or_sharding(
+    alone: list[dict[str, torch.Tensor]], of_two: list[dict[str, torch.Tensor]], tiny_model: Path, tmp_path: Path
+) -> None:
     # With four there are ranks without a micro-batch of their own, and ranks with fewer than others: they need dummies.
-    several = [way for way in sharded if way["bound"] in (max(BOUNDS), min(BOUNDS))]
-    results += run_ranks(4, tiny_model, tmp_path / "four", several)
+    several = [way for way in SHARDED if way["bound"] in (max(BOUNDS), min(BOUNDS))]
+    of_four = run_ranks(4, tiny_model, tmp_path / "four", several)
     start = load_file(tiny_model / "model.safetensors")
     expected = alone[0]
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
-    for found in results:
+    for found in [*alone[1 : len(PLAIN)], *of_two[: len(SHARDED)], *of_four]:
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
-def test_every_pass_says_the_same_to_the_bit_however_the_model_is_divided(tiny_model: Path, tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, tiny_model, tmp_path / "one", [{"passes": "bfloat16", "parallel": {}}])
-    ways = [{"passes": "bfloat16", "parallel": {"strategy": strategy}} for strategy in ("ddp", "zero2", "zero3")]
-    for found in [alone, *run_ranks(2, tiny_model, tmp_path / "two", ways)]:
+def test_every_pass_says_the_same_to_the_bit_however_the_model_is_divided(
+    alone: list[dict[str, torch.Tensor]], of_two: list[dict[str, torch.Tensor]]
+) -> None:
+    expected = alone[-1]["learning"]
+    for found in [alone[-1], *of_two[-len(PASSES) :]]:
         assert set(found) == {"learning", "recomputed", "reference"}
-        assert all(torch.equal(logprobs, alone["learning"]) for logprobs in found.values())
+        assert all(torch.equal(logprobs, expected) for logprobs in found.values())
 
 
 @pytest.mark.parametrize("failure", ["dies", "hangs"])

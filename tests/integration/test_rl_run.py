@@ -6,7 +6,6 @@ import statistics
 import subprocess
 from pathlib import Path
 
-import pytest
 from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
 
@@ -143,26 +142,15 @@ def test_three_files_do_what_one_does(starter, rl_arguments, tmp_path, warm_mode
         assert read_json(three / "dry_run" / f"{name}.json") == expected
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_metrics_reach_a_tracker_once(starter, rl_arguments, tmp_path, tracker):
-    done = starter.run(
-        "rl",
-        *rl_arguments,
-        *("--max-steps", "2", "--orchestrator.prompts-per-step", "2"),
-        *("--orchestrator.metrics.report-to", tracker, "--orchestrator.metrics.wandb-mode", "offline"),
-    )
-    succeed(done)
-    folder = tmp_path / "run" / tracker
-    assert any(path.is_file() and path.stat().st_size > 0 for path in folder.rglob("*"))
-
-
-def test_completions_are_sampled_and_ended_as_asked(starter, rl_arguments, tmp_path):
+def test_completions_are_sampled_and_ended_as_asked_and_trackers_are_told(starter, rl_arguments, tmp_path):
     """With top_k = 1 there is one completion a prompt; what ends it is no part of what is scored."""
     environment = ("--orchestrator.env.system-prompt", "Backwards.", "--seq-len", "128")
     sampling = ("--orchestrator.sampling.top-k", "1", "--orchestrator.sampling.stop", '["e", "o"]')
     evaluation = ("--orchestrator.eval.temperature", "1", "--orchestrator.eval.top-k", "1")
     steps = ("--max-steps", "1", "--orchestrator.prompts-per-step", "8", "--trainer.tokens-per-microbatch", "4096")
-    succeed(starter.run("rl", *rl_arguments, *environment, *sampling, *evaluation, *steps))
+    trackers = ("--orchestrator.metrics.report-to", '["tensorboard", "wandb"]')
+    offline = ("--orchestrator.metrics.wandb-mode", "offline")
+    succeed(starter.run("rl", *rl_arguments, *environment, *sampling, *evaluation, *steps, *trackers, *offline))
     run_dir = RunDir(tmp_path / "run")
     trained, held_out = read_json_lines(run_dir.samples(1)), read_json_lines(run_dir.eval_samples(0))
     assert {sample["messages"][0]["content"] for sample in trained + held_out} == {"Backwards."}
@@ -170,3 +158,6 @@ def test_completions_are_sampled_and_ended_as_asked(starter, rl_arguments, tmp_p
     for samples in (trained, held_out):
         stopped = [sample for sample in samples if sample["num_tokens"] > len(sample["completion"])]
         assert stopped and not any({"e", "o"} & {*sample["completion"]} for sample in samples)
+    for tracker in ("tensorboard", "wandb"):
+        written = (tmp_path / "run" / tracker).rglob("*")
+        assert any(path.is_file() and path.stat().st_size > 0 for path in written)

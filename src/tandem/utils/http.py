@@ -1,17 +1,22 @@
-"""An HTTP client of one server: requests that fail on their way are sent again, refusals are read for their reason."""
+"""An HTTP client of one server: requests that fail on their way are sent again, refusals are read for their reason.
+
+aiohttp is imported with the first request that needs it: most processes have none, and start sooner.
+"""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
 from tandem.utils.connections import Connections
+
+if TYPE_CHECKING:
+    import aiohttp
 
 OK = 200
 BUSY = 429
@@ -69,8 +74,10 @@ class HttpClient:
         self._connections: Connections | None = None
 
     @property
-    def session(self) -> aiohttp.ClientSession:
+    def session(self) -> "aiohttp.ClientSession":
         if self._session is None:
+            import aiohttp
+
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s),
@@ -88,8 +95,10 @@ class HttpClient:
     @asynccontextmanager
     async def open(
         self, method: str, route: str, body: Any = None, timeout_s: float | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> "AsyncIterator[aiohttp.ClientResponse]":
         """One attempt, to be read as it comes. Raises Unreachable, while it is read too."""
+        import aiohttp
+
         timeout_s = timeout_s or self.timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         content = {} if body is None else {"data": json_bytes(body), "headers": JSON_HEADERS}

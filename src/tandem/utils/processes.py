@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 from tandem.utils.errors import NOT_WRITABLE, UserError, shorten_lines
@@ -140,13 +141,17 @@ def _exit(message: str, code: int) -> NoReturn:
     raise SystemExit(code) from None
 
 
-def run_process(main: Callable[[], None]) -> None:
-    """Call the `main` of an entrypoint as all that this process does.
+def run_process(main: FunctionType) -> None:
+    """Call the `main` of the module that this process was started with.
 
     At its end Python takes every module apart, which takes half a second where torch was imported, and the memory goes
     back to the kernel all the same. So the process leaves as those of multiprocessing do: threads and exit functions
-    come first, the modules stay. An error that is none of ours ends it as Python ends.
+    come first, the modules stay. An error that is none of ours ends it as Python ends. Where another program runs the
+    module (`runpy.run_module`), that goes on after it.
     """
+    if main.__globals__ is not vars(sys.modules["__main__"]):
+        main()
+        return
     code: Any = 0
     try:
         main()

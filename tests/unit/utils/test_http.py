@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -95,3 +97,9 @@ def test_bodies_are_json_whatever_the_text() -> None:
     """Half of a surrogate pair comes from data files that were written carelessly."""
     assert json.loads(json_bytes({"text": "ä\ud83d", "n": 1.5})) == {"text": "ä\ud83d", "n": 1.5}
     assert json_bytes({"text": "ä"}) == '{"text":"ä"}'.encode()
+
+
+def test_who_sends_nothing_needs_no_aiohttp() -> None:
+    """Environments and rewards are known to every process of a run; few of them send requests."""
+    probe = "import sys, tandem.launch.preflight, tandem.envs.worker; sys.exit('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe]).returncode == 0

@@ -152,3 +152,12 @@ def test_an_output_that_cannot_be_written_is_told() -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode != 0 and "No space left on device" in done.stderr
+
+
+def test_a_program_that_runs_a_command_goes_on_after_it(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(
+        "from tandem.utils.processes import run_process\ndef main(): pass\nrun_process(main)\n"
+    )
+    script = "import runpy; runpy.run_module('command', run_name='__main__'); print('after')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "after\n"), done.stderr
