@@ -222,6 +222,20 @@ def test_held_out_rows_are_evaluated_when_due(tiny_model: Path, tmp_path: Path) 
         run_with(tiny_model, tmp_path, DataBuffer(["a"]), Alternating(), eval={})
 
 
+def test_an_answer_to_somebody_elses_message_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    class Behind(FakeWorker):
+        """Its first answer was not received: from then on each is the one before."""
+
+        last: Any = None
+
+        def call(self, message: dict[str, Any]) -> dict[str, Any]:
+            before, self.last = self.last or {"status": "ready"}, super().call(message)
+            return before
+
+    with pytest.raises(UserError, match=r"answered `generate` with {'status': 'ready'}"):
+        train(tiny_model, tmp_path, [Behind("behind")])
+
+
 class ResumedBackend(FakeBackend):
     """After two steps of a run that had set a task aside."""
 
