@@ -14,11 +14,11 @@ from tandem.utils.errors import UserError
     [
         ("10.0.0.1", "is neither 'auto' nor HOST:PORT"),
         ("local", "is neither 'auto' nor HOST:PORT"),
-        (f"127.0.0.1:{free_port()}", r"no Ray cluster answers there \(.*refused"),
+        ("127.0.0.1:FREE", r"no Ray cluster answers there \(.*refused"),
         ("127.0.0.1:99999", "no Ray cluster answers there"),
     ],
 )
 def test_an_address_where_nothing_is_is_refused(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
     with pytest.raises(UserError, match=message):
-        cluster.connect(address)
+        cluster.connect(address.replace("FREE", str(free_port())))
