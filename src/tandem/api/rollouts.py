@@ -26,7 +26,7 @@ from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.orchestrator.tasks import encode_tasks, request_seed, sampling_options
 from tandem.types.rollout import Completion, Group, SamplingRequest
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shorten
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -122,9 +122,11 @@ class RolloutManager:
         for sampler in await self._open_samplers(model_dir, run_dir):
             self._pool.add(sampler)
 
-    async def generate_batch(self, num_prompts: int) -> list[Group]:
-        """The next prompts of the data buffer, each with its rollouts and rewards. Any number will do. Another prompt
-        takes the place of one that is filtered, or whose rollouts cannot be scored."""
+    async def generate_batch(self, num_prompts: int | None = None) -> list[Group]:
+        """The next prompts of the data buffer, each with its rollouts and rewards. Any number will do; left out, it is
+        config.prompts_per_step. Another prompt takes the place of one that is filtered, or cannot be scored."""
+        assert self.config is not None, "start comes first"
+        num_prompts = self.config.prompts_per_step if num_prompts is None else num_prompts
         making = [asyncio.ensure_future(self._make_kept_group()) for _ in range(num_prompts)]
         try:
             return sorted(await asyncio.gather(*making), key=lambda group: group.order)
@@ -301,6 +303,11 @@ class RemoteSampler:
     async def sample(self, jobs: Sequence[Job]) -> list[list[Completion]]:
         asked = [{"prompt_ids": job.prompt_ids, "sampling": asdict(job.sampling)} for job in jobs]
         answer = await self._call({"cmd": "generate", "prompts": asked})
+        if "completions" not in answer:
+            raise UserError(
+                f"{self.name} answered `generate` with {shorten(str(answer), 200)}; whoever sends it messages has to "
+                "receive their answers"
+            )
         completions = [[Completion(**one) for one in group] for group in answer["completions"]]
         if [len(group) for group in completions] != [job.sampling.n for job in jobs]:
             raise SamplerGone(

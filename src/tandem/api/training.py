@@ -144,7 +144,7 @@ async def _loop(
     history: list[Metrics] = []
     if manager.evaluator is not None and not done:
         history.append({"step": 0, "eval/reward": await manager.evaluate(0, backend.run_dir)})
-    generating = asyncio.ensure_future(manager.generate_batch(config.prompts_per_step))
+    generating = asyncio.ensure_future(manager.generate_batch())
     try:
         for step in range(done + 1, config.num_steps + 1):
             started = time.monotonic()
@@ -153,7 +153,7 @@ async def _loop(
             left_out, state = manager.filter.take_metrics(), _state(step, manager.data_buffer)
             is_last = step == config.num_steps
             if config.overlap and not is_last:
-                generating = asyncio.ensure_future(manager.generate_batch(config.prompts_per_step))
+                generating = asyncio.ensure_future(manager.generate_batch())
             batch = _make_batch(groups, step, config, backend.run_dir)
             trained = await backend.train(replace(batch, orchestrator_state=state.encode()))
             if step % config.sync_every == 0 or is_last:
@@ -162,7 +162,7 @@ async def _loop(
                 if manager.evaluator is not None and manager.evaluator.is_due(previous, served, config.num_steps):
                     trained["eval/reward"] = await manager.evaluate(served, backend.run_dir)
             if not config.overlap and not is_last:
-                generating = asyncio.ensure_future(manager.generate_batch(config.prompts_per_step))
+                generating = asyncio.ensure_future(manager.generate_batch())
             times = {"generate_s": generated_s, "step_s": time.monotonic() - started}
             own = batch_metrics(groups, step) | RewardShaping(config.orchestrator).metrics(groups) | left_out | times
             run_log.metrics(step, own)

@@ -205,7 +205,7 @@ class Alternating:
 
 def test_filtered_groups_are_replaced_by_other_prompts(tiny_model: Path, tmp_path: Path) -> None:
     rows = [("a", "often"), ("b", "never"), ("c", "often")]
-    filters = {"equal_rewards": True}
+    filters = {"equal_rewards": True, "max_refills": 1000}  # groups scored side by side may share out their rewards
     backend, metrics = run_with(tiny_model, tmp_path, DataBuffer(rows), Alternating(), filters=filters, num_steps=3)
     assert [batch.packed.num_sequences for batch in backend.batches] == [4, 4, 4]
     assert {row["answer"] for step in (1, 2, 3) for row in samples(backend, step)} == {"often"}
@@ -220,6 +220,20 @@ def test_held_out_rows_are_evaluated_when_due(tiny_model: Path, tmp_path: Path) 
     assert [line["step"] for line in read_metrics(backend.run_dir) if "eval/reward" in line] == [0, 2, 4, 5]
     with pytest.raises(UserError, match="give DataBuffer eval_rows"):
         run_with(tiny_model, tmp_path, DataBuffer(["a"]), Alternating(), eval={})
+
+
+def test_an_answer_to_somebody_elses_message_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    class Behind(FakeWorker):
+        """Its first answer was not received: from then on each is the one before."""
+
+        last: Any = None
+
+        def call(self, message: dict[str, Any]) -> dict[str, Any]:
+            before, self.last = self.last or {"status": "ready"}, super().call(message)
+            return before
+
+    with pytest.raises(UserError, match=r"answered `generate` with {'status': 'ready'}"):
+        train(tiny_model, tmp_path, [Behind("behind")])
 
 
 class ResumedBackend(FakeBackend):
