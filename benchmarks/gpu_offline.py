@@ -1,11 +1,16 @@
-"""`sft` and `align` on one GPU, as users start them: the `offline` section of `benchmarks/gpu.py`, which can also be
-run by itself.
+"""`sft` and `align` on one GPU, as users start them, beside TRL: the `offline` section of `benchmarks/gpu.py`, which
+can also be run by itself.
 
-    python benchmarks/gpu_offline.py --output offline.json
+    python benchmarks/gpu_offline.py --output offline.json            # with TRL and datasets installed
+    python benchmarks/gpu_offline.py --peers                          # ours alone
 
 The shape of Qwen3-0.6B with random weights, bfloat16, 16,384 tokens a step or nearly so: `sft` on plain text of 4,096
 tokens, the whole model and a LoRA adapter of rank 16; `align` (DPO, reference log-probs precomputed) on pairs of 1,920
 tokens that share a prompt of 128. Medians over the steps after the first three, from metrics.jsonl.
+
+TRL gets the same rows, in batches of as many, in bfloat16 by autocast over float32 weights, as ours has. It computes a
+pair's prompt twice; tokens are counted once on both sides, so that the ratio is that of the time. `TRL` keeps all
+activations, as ours does; `TRL, checkpointing` is how it comes: with gradient checkpointing, slower and smaller.
 """
 
 import argparse
@@ -15,6 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,9 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "sft, LoRA": ("sft", ["--lora.rank", "16"]),
     "align, DPO": ("align", ["--loss.type", "dpo"]),
 }
+# What TRL calls the ways it has too.
+TRL_KINDS = {"sft": "sft", "align, DPO": "dpo"}
+PEERS = {"TRL": [], "TRL, checkpointing": ["--gradient-checkpointing"]}
 
 
 def write_rows(folder: Path, vocab_size: int, length: int) -> dict[str, Path]:
@@ -55,22 +65,67 @@ def measure(way: str, model: Path, rows: dict[str, Path], folder: Path, args: ar
     flags = ["--model.name", str(model), "--model.dtype", "bfloat16", "--data.path", str(rows[entrypoint])]
     flags += ["--output-dir", str(output), "--max-steps", str(args.steps), "--batch-size", "4"]
     flags += ["--seq-len", str(args.length), "--checkpoint.every", "None", "--optimizer.lr", "1e-6", *options]
-    command = [sys.executable, "-m", f"tandem.entrypoints.{entrypoint}", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run([sys.executable, "-m", f"tandem.entrypoints.{entrypoint}", *flags])
     if done.returncode:
-        print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
-        return {"way": way, "error": f"exit status {done.returncode}"}
+        return {"error": f"exit status {done.returncode}"}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if line["step"] > WARM_UP_STEPS and "tokens_per_s" in line]
-    found = {"way": way, "tokens": timed[0]["num_tokens"], "peak_gib": timed[-1]["memory_gib"]}
+    found = {"tokens": timed[0]["num_tokens"], "peak_gib": timed[-1]["memory_gib"]}
     return found | {"tokens_per_s": statistics.median(line["tokens_per_s"] for line in timed)}
 
 
+def measure_trl(way: str, peer: str, tokens: int, model: Path, rows: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """`tokens`: of a step, as ours counts them."""
+    if find_spec("trl") is None:
+        return {"error": "TRL is not installed"}
+    flags = ["--gpu", "--dtype", "bfloat16", "--batch-size", "4", "--seq-len", str(args.length), *PEERS[peer]]
+    script = str(Path(__file__).with_name("trl_offline.py"))
+    done = run([sys.executable, script, TRL_KINDS[way], str(model), str(rows), "--steps", str(args.steps), *flags])
+    if done.returncode:
+        return {"error": f"exit status {done.returncode}"}
+    found = json.loads(done.stdout.splitlines()[-1])
+    step_s = statistics.median(found["step_s"][WARM_UP_STEPS:])
+    return {"tokens": tokens, "peak_gib": found["memory_bytes"] / 2**30, "tokens_per_s": tokens / step_s}
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print((done.stdout + done.stderr)[-3000:], file=sys.stderr)
+    return done
+
+
+def measure_all(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    model = make_in_process(args.shape, folder / args.shape)
+    rows = write_rows(folder, SHAPES[args.shape].vocab_size, args.length)
+    tokens: dict[str, int] = {}
+    for way in args.ways:
+        found = measure(way, model, rows, folder, args)
+        tokens[way] = found.get("tokens", 0)
+        yield {"way": way, "side": "ours"} | found
+    for peer in args.peers:
+        for way in [way for way in args.ways if way in TRL_KINDS and tokens[way]]:
+            found = measure_trl(way, peer, tokens[way], model, rows[WAYS[way][0]], args)
+            yield {"way": way, "side": peer} | found
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| offline | tokens a step | tokens/s | peak memory, GiB |", "|---|---|---|---|"]
+    lines = [
+        "| offline | | tokens a step | tokens/s | ratio | peak memory, GiB | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    mine = {row["way"]: row for row in rows if row["side"] == "ours"}
     for row in rows:
-        cells = [row["error"]] if "error" in row else [f"{row['tokens']:,}", f"{row['tokens_per_s']:,.0f}"]
-        lines.append(f"| {row['way']} | {' | '.join(cells)} | {row.get('peak_gib', 0.0):.1f} |")
+        cells = [row["way"], row["side"]]
+        if "error" in row:
+            cells += [row["error"], *["–"] * 4]
+        else:
+            own, is_own = mine[row["way"]], row["side"] == "ours"
+            cells += [f"{row['tokens']:,}", f"{row['tokens_per_s']:,.0f}"]
+            cells.append("" if is_own else f"{own['tokens_per_s'] / row['tokens_per_s']:.2f}")
+            cells.append(f"{row['peak_gib']:.1f}")
+            cells.append("" if is_own else f"{own['peak_gib'] / row['peak_gib']:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
@@ -78,21 +133,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="Qwen3-0.6B")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=10)
+    known = list(PEERS) if find_spec("trl") else []
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(PEERS), default=known, help="default: all, with TRL installed"
+    )
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = make_in_process(args.shape, folder / args.shape)
-        data = write_rows(folder, SHAPES[args.shape].vocab_size, args.length)
-        for way in args.ways:
-            rows.append(measure(way, model, data, folder, args))
-            print(json.dumps(rows[-1]), flush=True)
+        for row in measure_all(Path(name), args):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if args.output:
+                args.output.write_text(json.dumps(rows, indent=1))
     print("\n".join(table(rows)))
-    if args.output:
-        args.output.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

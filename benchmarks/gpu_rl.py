@@ -1,7 +1,12 @@
-"""`rl` on one GPU, trainer and server as two processes on it: the `rl` section of `benchmarks/gpu.py`, which can also
-be run by itself.
+"""`rl` on one GPU: the `rl` section of `benchmarks/gpu.py`, which can also be run by itself.
 
-    python benchmarks/gpu_rl.py --output rl.json        # some 2 minutes on an H200
+    python benchmarks/gpu_rl.py --output rl.json                      # some 2 minutes on an H200
+    python benchmarks/gpu_rl.py --deployments split shared --staleness 0
+    python benchmarks/gpu_rl.py --deterministic                       # in exact mode
+
+    shared      trainer and server as two processes on the card, weights through its memory
+    colocated   both in one process
+    split       as on two cards, weights through files; here the server is started by itself, on the same card
 
 32 prompts of 128 tokens × 8 completions of 512, the shape of Qwen3-0.6B with random weights, bfloat16, GRPO with
 default options, on-policy (max_staleness = 0) and overlapped (1). Medians over the steps after the first two.
@@ -20,6 +25,7 @@ On-policy these follow one another and add up to the step. Overlapped, generatio
 import argparse
 import json
 import os
+import shlex
 import socket
 import statistics
 import subprocess
@@ -36,9 +42,19 @@ WARM_UP_STEPS = 2
 PHASES = ("generation", "batch", "reading", "training", "publishing", "loading")
 
 
-def command(model: Path, shape: Shape, staleness: int, folder: Path, args: argparse.Namespace) -> list[str]:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def flags(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def command(
+    model: Path, shape: Shape, staleness: int, folder: Path, args: argparse.Namespace, deployment: str = "shared"
+) -> list[str]:
+    port = free_port()
     environment = {"prompt_tokens": args.prompt_tokens, "vocab_size": shape.vocab_size}
     options: dict[str, object] = {
         "output-dir": folder,
@@ -56,12 +72,24 @@ def command(model: Path, shape: Shape, staleness: int, folder: Path, args: argpa
         "orchestrator.env.args": json.dumps(environment),
         "trainer.optimizer.lr": 1e-6,
         "trainer.checkpoint.every": None,
-        "inference.server.port": port,
-        "inference.max-sequences": args.prompts * args.samples,
-        "inference.gpu-memory-utilization": args.gpu_memory_utilization,
+        "deterministic": str(args.deterministic).lower(),
     }
-    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "tandem.entrypoints.rl", *flags]
+    server: dict[str, object] = {"server.port": port, "max-sequences": args.prompts * args.samples}
+    if args.gpu_memory_utilization is not None:
+        server["gpu-memory-utilization"] = args.gpu_memory_utilization
+    if args.release_cache and deployment == "colocated":
+        options["release-cache"] = True
+    if deployment != "split":
+        options |= {"deployment": deployment} | {f"inference.{name}": value for name, value in server.items()}
+        return [sys.executable, "-m", "tandem.entrypoints.rl", *flags(options)]
+    options["orchestrator.client.base-url"] = f"http://127.0.0.1:{port}"
+    common = ("model.name", "model.dtype", "seq-len", "deterministic")
+    server |= {"server.weight-roots": json.dumps([str(folder)])} | {name: options[name] for name in common}
+    serve, train = (
+        shlex.join([sys.executable, "-m", f"tandem.entrypoints.{name}", *flags(given)])
+        for name, given in (("inference", server), ("rl", options))
+    )
+    return ["bash", "-c", f"{serve} & server=$!; {train}; status=$?; kill -INT $server; wait $server; exit $status"]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -93,21 +121,27 @@ def phases(folder: Path) -> dict[str, float]:
                 "trainer memory, GiB": training["memory_gib"],
             }
         )
+        steps[-1] |= {name: training[name] for name in ("release_s", "take_back_s") if name in training}
         if batch["version"] == step - 1:  # on-policy: the orchestrator has waited for these weights first
             steps[-1]["generation"] = batch["time"] - batch["batch_s"] - served.get(step - 1, batch["time"])
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
 
 
-def measure(model: Path, shape: Shape, staleness: int, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
-    folder = scratch / f"staleness_{staleness}"
-    log = scratch / f"staleness_{staleness}.log"
+def measure(
+    model: Path, shape: Shape, staleness: int, scratch: Path, args: argparse.Namespace, deployment: str
+) -> dict[str, Any]:
+    folder = scratch / f"{deployment}_{staleness}"
+    log = scratch / f"{deployment}_{staleness}.log"
     began = time.time()
     with log.open("wb") as output:
         # The environment is imported by its path, which need not be on the path of modules.
         done = subprocess.run(
-            command(model, shape, staleness, folder, args), stdout=output, stderr=subprocess.STDOUT, env=os.environ
+            command(model, shape, staleness, folder, args, deployment),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ,
         )
-    row: dict[str, Any] = {"max_staleness": staleness, "whole_run_s": time.time() - began}
+    row: dict[str, Any] = {"deployment": deployment, "max_staleness": staleness, "whole_run_s": time.time() - began}
     if done.returncode:
         print(log.read_text()[-4000:], file=sys.stderr)
         return row | {"error": f"exit status {done.returncode}"}
@@ -117,7 +151,7 @@ def measure(model: Path, shape: Shape, staleness: int, scratch: Path, args: argp
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| rl, seconds | step | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 2) + "|"]
     for row in rows:
-        name = f"max_staleness = {row['max_staleness']}"
+        name = f"{row['deployment']}, max_staleness = {row['max_staleness']}"
         cells = [row["error"]] if "error" in row else [f"{row[phase]:.2f}" for phase in ("step", *PHASES)]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
@@ -126,7 +160,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="Qwen3-0.6B")
+    parser.add_argument("--deployments", nargs="+", choices=["shared", "colocated", "split"], default=["shared"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--deterministic", action="store_true", help="exact mode")
+    parser.add_argument("--release-cache", action="store_true", help="colocated: release it in every step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
@@ -139,9 +176,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         model = make_in_process(args.shape, scratch / args.shape)
-        for staleness in args.staleness:
-            rows.append(measure(model, SHAPES[args.shape], staleness, scratch, args))
-            print(json.dumps(rows[-1]), flush=True)
+        for deployment in args.deployments:
+            for staleness in args.staleness:
+                rows.append(measure(model, SHAPES[args.shape], staleness, scratch, args, deployment))
+                print(json.dumps(rows[-1]), flush=True)
     print("\n".join(table(rows)))
     if args.output:
         args.output.write_text(json.dumps(rows, indent=1))

@@ -1,12 +1,12 @@
 """Rollouts on one GPU beside vLLM: the `rollouts` section of `benchmarks/gpu.py`, which can also be run by itself.
 
-    python benchmarks/gpu_rollouts.py --output rollouts.json      # about 5 minutes on an H200 with vLLM installed
+    python benchmarks/gpu_rollouts.py --output rollouts.json      # about 4 minutes on an H200 with vLLM installed
     python benchmarks/gpu_rollouts.py --sides tandem vllm --shapes Qwen3-4B
 
 Shapes of known models with random weights in bfloat16, prompts of random token ids, temperature 1, no early end, the
-log-prob of every token. Each side runs in a process of its own and is timed on its second run of a workload, from the
-first request to the last answer, prefill included. By default the peer and HTTP are measured with the first shape only:
-vLLM takes over a minute to start.
+log-prob of every token. Each side runs in a process of its own and is timed from the first request to the last answer,
+prefill included, after as many requests with fewer new tokens. By default the peer and HTTP are measured with the first
+shape only: vLLM takes over a minute to start.
 
     tandem   the native engine through its Python interface
     http     the native engine behind its server, one request a prompt, token ids and log-probs in the answers
@@ -36,7 +36,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_SECOND = 4.26e12
 START_TIMEOUT_S = 240
+WARM_UP_TOKENS = 64
 JSON = {"Content-Type": "application/json"}
+KEPT_MODELS = "TANDEM_BENCHMARK_MODELS"  # a folder where models are kept that several scripts use
 SIDES = ("tandem", "http", "vllm")
 
 
@@ -188,7 +190,8 @@ def settings_of(model: Path) -> dict[str, Any]:
 
 
 def load_http(model: Path) -> Generate:
-    """The server in a process of its own, asked as the orchestrator asks."""
+    """The server in a process of its own, asked as the orchestrator asks: by one process that keeps its connections."""
+    import aiohttp
     import orjson
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -197,8 +200,24 @@ def load_http(model: Path) -> Generate:
     flags += ["--no-prefix-caching", "--gpu-memory-utilization", "0.8", "--log-level", "warning"]
     command = "import sys; from tandem.entrypoints.inference import main; main()"
     server = subprocess.Popen([sys.executable, "-c", command, *flags])
+    loop = asyncio.new_event_loop()
 
-    async def one(session: Any, prompt: list[int], samples: int, new_tokens: int) -> int:
+    async def start() -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=600)
+        session = aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout)
+        began = time.time()
+        while time.time() - began < START_TIMEOUT_S:
+            try:
+                async with session.get("/health") as answer:
+                    if answer.status == 200:
+                        return session
+            except aiohttp.ClientError:
+                assert server.poll() is None, "the server ended"
+            await asyncio.sleep(0.2)
+        raise TimeoutError(f"no server within {START_TIMEOUT_S} s")
+
+    async def one(prompt: list[int], samples: int, new_tokens: int) -> int:
         body = {"model": str(model), "prompt": prompt, "n": samples, "max_tokens": new_tokens, "temperature": 1.0,
                 "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "detokenize": False}  # fmt: skip
         async with session.post("/v1/completions", data=orjson.dumps(body), headers=JSON) as answer:
@@ -207,30 +226,17 @@ def load_http(model: Path) -> Generate:
         return sum(len(choice["token_ids"]) for choice in choices)
 
     async def ask(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
-        import aiohttp
-
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=600)
-        url = f"http://127.0.0.1:{port}"
-        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
-            began = time.time()
-            while time.time() - began < START_TIMEOUT_S:
-                try:
-                    async with session.get("/health") as answer:
-                        if answer.status == 200:
-                            break
-                except aiohttp.ClientError:
-                    assert server.poll() is None, "the server ended"
-                await asyncio.sleep(0.2)
-            return sum(await asyncio.gather(*(one(session, prompt, samples, new_tokens) for prompt in prompts)))
+        return sum(await asyncio.gather(*(one(prompt, samples, new_tokens) for prompt in prompts)))
 
     def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
         if not prompts:
+            loop.run_until_complete(session.close())
             server.send_signal(signal.SIGTERM)
             server.wait(60)
             return 0
-        return asyncio.run(ask(prompts, samples, new_tokens))
+        return loop.run_until_complete(ask(prompts, samples, new_tokens))
 
+    session = loop.run_until_complete(start())
     return generate
 
 
@@ -272,10 +278,10 @@ def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
     generate(prompts(4, 16), 1, 4)
     start_s = time.time() - began
     for workload in [workload for workload in WORKLOADS if workload.shape == shape]:
-        for _ in range(2):  # the second time counts
+        for new_tokens in (min(WARM_UP_TOKENS, workload.new_tokens), workload.new_tokens):  # the second time counts
             asked = prompts(workload.prompts, workload.prompt_tokens)
             began = time.time()
-            count = generate(asked, workload.samples, workload.new_tokens)
+            count = generate(asked, workload.samples, new_tokens)
             seconds = time.time() - began
         assert count == workload.num_tokens, f"{count} tokens came back, {workload.num_tokens} were asked for"
         yield {
@@ -304,7 +310,10 @@ def run(sides: list[str] | None, shapes: list[str]) -> Iterator[dict[str, Any]]:
 
 def make_in_process(shape: str, folder: Path) -> Path:
     """In a process of its own, so that this one holds no GPU memory."""
-    subprocess.run([sys.executable, __file__, "--make", shape, str(folder)], check=True, cwd=ROOT)
+    if KEPT_MODELS in os.environ:
+        folder = Path(os.environ[KEPT_MODELS]) / shape
+    if not folder.exists():
+        subprocess.run([sys.executable, __file__, "--make", shape, str(folder)], check=True, cwd=ROOT)
     return folder
 
 
@@ -349,9 +358,9 @@ def main() -> None:
     for row in run(args.sides, args.shapes):
         rows.append(row)
         print(json.dumps(row), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(rows, indent=1))
     print("\n".join(table(rows)))
-    if args.output:
-        args.output.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -182,17 +182,18 @@ def free_memory() -> None:
 
 
 def run(shapes: list[str], peers: list[str]) -> Iterator[dict[str, Any]]:
-    """One row of the table after the other. Compiling takes the peer long: for one work of the first shape."""
-    for name in shapes:
-        works = works_of(name)
-        ways = [("ours", work) for work in works]
+    """One row of the table after the other. Compiling takes the peer long: for one work of the first shape, last."""
+    ways: list[tuple[str, str, Work]] = []
+    for shape in shapes:
+        works = works_of(shape)
+        ways += [("ours", shape, work) for work in works]
         if "eager" in peers:
-            ways += [("hf eager", work) for work in works]
-        if "compiled" in peers and name == shapes[0]:
-            ways.append(("hf compiled", works[0]))
-        for way, work in ways:
-            yield {"section": "training", "shape": name, "work": work.name, "way": way} | _figures(name, work, way)
-            torch._dynamo.reset()
+            ways += [("hf eager", shape, work) for work in works]
+    if "compiled" in peers:
+        ways.append(("hf compiled", shapes[0], works_of(shapes[0])[0]))
+    for way, shape, work in ways:
+        yield {"section": "training", "shape": shape, "work": work.name, "way": way} | _figures(shape, work, way)
+        torch._dynamo.reset()
 
 
 def works_of(shape: str) -> list[Work]:

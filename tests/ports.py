@@ -22,3 +22,11 @@ _PORTS = _free_ports()
 
 def free_port() -> int:
     return next(_PORTS)
+
+
+def free_pair() -> int:
+    """The first of two neighbours."""
+    first, second = free_port(), free_port()
+    while second != first + 1:
+        first, second = second, free_port()
+    return first

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from tandem.api.backend import PyTorchTrainingBackend, TrainingFailed
     from tandem.api.cluster_backend import ClusterTrainingBackend
     from tandem.api.data_buffer import DataBuffer, Prompt
-    from tandem.api.engines import NativeEngine, SGLangEngine, VLLMEngine
+    from tandem.api.engines import NativeEngine, VLLMEngine
     from tandem.api.pool import NoSamplersLeft
     from tandem.api.rewards import MathReward, Reward
     from tandem.api.rollouts import RemoteRolloutManager, RolloutManager
     from tandem.api.run import RunFailed, rl
+    from tandem.api.sglang import SGLangEngine
     from tandem.api.training import RLTrainingConfig, run_rl_training
     from tandem.launch.cluster import Cluster, NodeConfig, WorkerDied
+    from tandem.orchestrator.client import InferenceError
     from tandem.utils.errors import UserError
 
 __version__ = "0.1.0"
@@ -26,13 +28,15 @@ _PLACES = {
     "tandem.api.backend": ("PyTorchTrainingBackend", "TrainingFailed"),
     "tandem.api.cluster_backend": ("ClusterTrainingBackend",),
     "tandem.api.data_buffer": ("DataBuffer", "Prompt"),
-    "tandem.api.engines": ("NativeEngine", "SGLangEngine", "VLLMEngine"),
+    "tandem.api.engines": ("NativeEngine", "VLLMEngine"),
     "tandem.api.pool": ("NoSamplersLeft",),
     "tandem.api.rewards": ("MathReward", "Reward"),
     "tandem.api.rollouts": ("RemoteRolloutManager", "RolloutManager"),
     "tandem.api.run": ("RunFailed", "rl"),
+    "tandem.api.sglang": ("SGLangEngine",),
     "tandem.api.training": ("RLTrainingConfig", "run_rl_training"),
     "tandem.launch.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
+    "tandem.orchestrator.client": ("InferenceError",),
     "tandem.utils.errors": ("UserError",),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
@@ -41,6 +45,7 @@ __all__ = [
     "Cluster",
     "ClusterTrainingBackend",
     "DataBuffer",
+    "InferenceError",
     "MathReward",
     "NativeEngine",
     "NoSamplersLeft",
@@ -62,11 +67,19 @@ __all__ = [
     "run_rl_training",
 ]
 
+_HINTS = {
+    "create_nccl_configs": ": Cluster.start sets what torch.distributed.init_process_group() needs in every worker",
+    "MultiNodeFSDPBackend": ": that is ClusterTrainingBackend(workers, model_name, strategy='fsdp', output_dir=…)",
+    "MathRewardModel": ": that is MathReward",
+    "RolloutConfig": ": sampling is part of RLTrainingConfig",
+    "MiniRay": ": Ray places workers here, through Cluster and NodeConfig",
+}
+
 
 def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
     if module is None:
-        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}{_HINTS.get(name, '')}")
     return getattr(import_module(module), name)
 
 

@@ -1,4 +1,6 @@
-"""Exact mode on a GPU: over 10,000 sampled tokens, the engine's log-probs are the trainer's to the bit."""
+"""Exact mode on a GPU: over 10,000 sampled tokens, the engine's log-probs are the trainer's to the bit.
+
+`pytest -s` prints how much they differ without it."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,9 +45,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_engine_and_trainer_agree_to_the_bit(model: Path, dtype: str) -> None:
-    tree: dict[str, Any] = {"seq_len": 1024, "max_sequences": 64, "tokens_per_step": 300, "deterministic": True}
+@pytest.mark.filterwarnings("default")  # torch warns itself where it compiles
+@pytest.mark.parametrize(("dtype", "exactly"), [("bfloat16", True), ("float32", True), ("bfloat16", False)])
+def test_engine_and_trainer_agree_to_the_bit(model: Path, dtype: str, exactly: bool) -> None:
+    """Batches of all sizes as requests begin and end, chunked prefill, groups, prefix-cache hits, penalties beside."""
+    tree: dict[str, Any] = {"seq_len": 1024, "max_sequences": 64, "tokens_per_step": 300, "deterministic": exactly}
     tree |= {"model": {"name": model, "dtype": dtype}, "device": "cuda", "kv_cache_tokens": 60_000}
     engine = build_engine(InferenceConfig.model_validate(tree), [], lambda: None, print)  # type: ignore[arg-type,return-value]
     rng = np.random.default_rng(0)
@@ -53,7 +57,7 @@ def test_engine_and_trainer_agree_to_the_bit(model: Path, dtype: str) -> None:
     requests = [
         GenerationRequest(
             common[: 40 * (number % 6)] + rng.integers(0, VOCAB, 1 + 31 * number % 400).tolist(),
-            Sampling(100 + 10 * number, 0.9, seed=number),
+            Sampling(100 + 10 * number, 0.9, seed=number, presence_penalty=0.1 * (number == 7)),
             n=1 + number % 8,
         )
         for number in range(20)
@@ -80,8 +84,30 @@ def test_engine_and_trainer_agree_to_the_bit(model: Path, dtype: str) -> None:
     assert packed.num_loss_tokens >= 10_000
     device = torch.device("cuda")
     decoder = load_trainable(ModelConfig(name=model, dtype=dtype), device)  # type: ignore[arg-type]
-    compute_exactly(decoder, device)
+    if exactly:
+        compute_exactly(decoder, device)
     language_model = LanguageModel(decoder)
+    differences = []
     for part in divide(packed, 0, 1, tokens_per_microbatch=4096):
         logprobs = language_model(Inputs.of(part, device), 0.9)[0].detach().cpu().numpy()
-        np.testing.assert_array_equal(logprobs, part.streams["logprobs"])
+        differences.append(np.abs(logprobs - part.streams["logprobs"]))
+    found = np.concatenate(differences)
+    print(f"\n{dtype}, exact = {exactly}: {len(found)} tokens, mean {found.mean():.2e}, largest {found.max():.2e}")
+    assert (found.max() == 0) == exactly
+    assert found.mean() < 0.05
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 3072), (4096, 1024), (1000, 72)])
+def test_a_product_is_the_same_in_every_tile(outputs: int, inputs: int) -> None:
+    """So tiles may be chosen by the number of rows."""
+    from tandem.models.gpu import exact
+
+    x, weight = (torch.randn(size, inputs, device="cuda").bfloat16() for size in (5000, outputs))
+    whole = exact.linear(x, weight, None)
+    expected = x.float() @ weight.float().T
+    assert (whole.float() - expected).norm() / expected.norm() < 1e-2
+    chosen = set()
+    for rows in (1, 3, 17, 64, 130, 256, 1000, 2049, 5000):
+        chosen.add(exact._choose_tile(rows, outputs, x.dtype)[0])
+        assert torch.equal(exact.linear(x[-rows:], weight, None), whole[-rows:])
+    assert len(chosen) > 2, "the sizes above use few of the tiles"

@@ -266,8 +266,9 @@ CONFIG = {
 }
 
 
-def make_core(spec: ModelSpec, device: torch.device, *, with_kernels: bool) -> EngineCore:
+def make_core(spec: ModelSpec, device: torch.device, *, with_kernels: bool, exactly: bool = False) -> EngineCore:
     decoder = new_decoder(spec, seed=0).requires_grad_(False).to(device)
+    assert not exactly or decoder.compute_exactly(device)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(10 if parameter.ndim > 1 else 1)  # the next token is then far from uniform
@@ -292,22 +293,33 @@ def generate(core: EngineCore, requests: list[GenerationRequest]) -> list[Genera
     return [sample for number in range(len(requests)) for sample in results[number].samples]
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "exactly"), [("Qwen3ForCausalLM", False), ("Qwen2ForCausalLM", False), ("Qwen3ForCausalLM", True)]
+)
 def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, exactly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Head norms and biases; chunked prompts, groups that share theirs, and steps launched ahead."""
+    """Head norms and biases; chunked prompts, groups that share theirs, steps launched ahead, a row that is drawn from
+    other logits than the model's."""
     monkeypatch.setattr(cuda_runner, "WORTH_SHARING_BYTES", 1)
     spec = ModelSpec.from_config(CONFIG | {"architectures": [architecture]})
     rng = np.random.default_rng(0)
     requests = [
         GenerationRequest(
-            rng.integers(2, 64, length).tolist(), Sampling(3, temperature, top_k=top_k), n, top_logprobs=top
+            rng.integers(2, 64, length).tolist(),
+            Sampling(3, temperature, top_k=top_k, presence_penalty=penalty),
+            n,
+            top_logprobs=top,
         )
-        for length, temperature, top_k, n, top in [(5, 1.0, 0, 1, 0), (22, 0.0, 0, 2, 2), (1, 0.7, 5, 1, 0)]
+        for length, temperature, top_k, n, top, penalty in [
+            (5, 1.0, 0, 1, 0, 0.0),
+            (22, 0.0, 0, 2, 2, 0.0),
+            (1, 0.7, 5, 1, 2, 0.5),
+        ]
     ]
-    expected = generate(make_core(spec, torch.device("cpu"), with_kernels=False), requests)
-    for mine, theirs in zip(generate(make_core(spec, DEVICE, with_kernels=True), requests), expected, strict=True):
+    expected = generate(make_core(spec, torch.device("cpu"), with_kernels=False, exactly=exactly), requests)
+    found = generate(make_core(spec, DEVICE, with_kernels=True, exactly=exactly), requests)
+    for mine, theirs in zip(found, expected, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
         for here, there in zip(mine.top_logprobs or [], theirs.top_logprobs or [], strict=True):

@@ -1,7 +1,8 @@
 """`deployment`: weights go through memory, or one process trains and serves, and nothing else about a run changes."""
 
-import shutil
 from pathlib import Path
+
+from tests import ports
 
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
@@ -24,22 +25,39 @@ def test_every_deployment_ends_in_the_same_bits_resumed_in_another_too(
         assert done.returncode == 0, done.stdout
         return RunDir(tmp_path / name)
 
-    def weights(run_dir: RunDir) -> bytes:
-        return (run_dir.weights / step_name(3) / "model.safetensors").read_bytes()
+    def weights(run_dir: RunDir, step: int) -> bytes:
+        return (run_dir.weights / step_name(step) / "model.safetensors").read_bytes()
 
     split = run("split", 3)
-    shared = run("other", 3, "--deployment", "shared")
-    assert weights(shared) == weights(split)
+    shared = run("other", 2, "--deployment", "shared")
+    assert weights(shared, 2) == weights(split, 2)
     assert "cannot be read from memory" not in shared.log("inference").read_text()
-    verify_manifest(shared.weights / "latest", 3)
+    verify_manifest(shared.weights / "latest", 2)
     shared.log("inference").unlink()
 
-    shutil.rmtree(tmp_path / "other" / "checkpoints" / step_name(3))  # as if it had been killed before
-    colocated = run("other", 3, "--deployment", "colocated", "--resume")
-    assert weights(colocated) == weights(split)
+    colocated = run("other", 3, "--deployment", "colocated", "--release-cache", "True", "--resume")
+    assert weights(colocated, 3) == weights(split, 3)
     assert colocated.samples(3).read_text() == split.samples(3).read_text()
     names = ("logprob_difference", "max/logprob_difference")
     lines = [line for line in read_json_lines(colocated.metrics) if names[0] in line]
     assert [[line[name] for name in names] for line in lines] == [[0.0, 0.0]] * 3
+    released = [line for line in read_json_lines(colocated.metrics) if "release_s" in line]
+    assert [line["step"] for line in released] == [3] and released[0]["take_back_s"] > 0
     assert not colocated.log("inference").exists(), "there is no process of that name"
     assert read_json(colocated.config / "inference.json")["server"]["port"] == free_port
+
+
+def test_colocated_ranks_each_serve_the_weights_they_train_together(starter, tiny_model: Path, tmp_path: Path) -> None:
+    done = starter.run(
+        "rl",
+        *("@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model), "--max-steps", "3"),
+        *("--output-dir", str(tmp_path / "run"), "--inference.server.port", str(ports.free_pair())),
+        *("--deployment", "colocated", "--trainer.parallel.ranks", "2", "--trainer.parallel.strategy", "zero3"),
+        *(*ON_POLICY, *SHORT),
+    )
+    assert done.returncode == 0, done.stdout
+    lines = read_json_lines(RunDir(tmp_path / "run").metrics)
+    # A server that has another version than the trainer, or part of one, gives other log-probs.
+    assert [line["max/logprob_difference"] for line in lines if line["process"] == "trainer"] == [0.0] * 3
+    assert [line["servers/present"] for line in lines if "servers/present" in line] == [2] * 3
+    verify_manifest(RunDir(tmp_path / "run").weights / "latest", 3)

@@ -89,19 +89,21 @@ def logprobs_of(model: Any, batch: PackedBatch) -> torch.Tensor:
 
 
 def test_a_resumed_run_ends_like_an_uninterrupted_one(starter, rl_arguments, tmp_path):
-    """What lies after step 2 is taken away."""
+    """What lies after step 2 is taken away. It goes on in one process, where the base model is there once, rounded."""
     on_policy = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestrator.prompts-per-step", "4"]
     arguments = [*rl_arguments, *LORA, *on_policy, "--checkpoint.every", "2", "--max-steps", "4"]
+    arguments += ["--model.dtype", "bfloat16"]
     run_dir = RunDir(tmp_path / "run")
     succeed(starter.run("rl", *arguments))
     weights = run_dir.weights / step_name(4) / "adapter_model.safetensors"
-    whole = weights.read_bytes()
+    merged = run_dir.merged / "latest" / "model.safetensors"
+    whole = weights.read_bytes(), merged.read_bytes()
     shutil.rmtree(run_dir.checkpoints / step_name(4))
     shutil.rmtree(weights.parent)
-    resumed = starter.run("rl", *arguments, "--resume")
+    resumed = starter.run("rl", *arguments, "--deployment", "colocated", "--resume")
     succeed(resumed)
     assert "resuming after step 2" in resumed.stdout
-    assert weights.read_bytes() == whole
+    assert (weights.read_bytes(), merged.read_bytes()) == whole
     differences = [line["max/logprob_difference"] for line in trainer_metrics(run_dir).values()]
     assert differences == [0.0] * 4
 

@@ -152,7 +152,8 @@ def test_sft_goes_on_with_another_number_of_ranks(starter, sft_arguments, tmp_pa
 
 
 def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
-    """Every second step has a checkpoint: a kill costs one or two steps, which are done again."""
+    """Every second step has a checkpoint: a kill costs one or two steps, which are done again. In one process or in
+    several, which makes no difference to the bits."""
     max_steps, num_kills, draw = 8, 2, random.Random(2)
     arguments = [
         *(*rl_arguments, "--orchestrator.prompts-per-step", "4", "--max-steps", str(max_steps)),
@@ -164,7 +165,8 @@ def test_rl_killed_ends_in_the_same_bits(starter, rl_arguments, tmp_path):
     arguments += ["--output-dir", str(cut.root)]
     killed = 0
     while (killed < num_kills or newest_checkpoint(cut) is None) and not is_done(cut, max_steps):
-        process = starter.start("rl", *arguments, how_to_go_on(cut))
+        deployment = ("colocated", "split")[killed % 2]
+        process = starter.start("rl", *arguments, "--deployment", deployment, how_to_go_on(cut))
         wait_for_steps(process, cut, draw.randint(5, 7))  # lines of orchestrator and trainer: two or three steps
         time.sleep(draw.uniform(0, 0.3))
         killed += kill(process)

@@ -75,7 +75,7 @@ def test_resume_without_overlap_loses_no_task(starter, rl_arguments, tmp_path):
     assert len(trained) == len(set(trained)) == 32
 
 
-def test_a_server_kept_alive_serves_run_after_run(starter, rl_arguments, warm_model, free_port, tmp_path):
+def test_a_server_kept_alive_serves_run_after_run(starter, warm_model, free_port, tmp_path, tmp_path_factory):
     server = starter.start(
         "inference",
         "--model.name",
@@ -93,13 +93,16 @@ def test_a_server_kept_alive_serves_run_after_run(starter, rl_arguments, warm_mo
     shared = tmp_path / "no_inference.toml"
     lines = Path("examples/reverse_text/rl.toml").read_text().split("[inference]")[0]
     shared.write_text(lines)
+    arguments = [
+        *("@", str(shared), "--model.name", str(warm_model), "--max-steps", "3"),
+        *("--orchestrator.client.base-url", f"http://127.0.0.1:{free_port}/v1"),
+    ]
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "run"
+    refused = starter.run("rl", *arguments, "--output-dir", str(elsewhere))
+    assert refused.returncode == 2 and "--server.weight-roots" in refused.stdout and not (elsewhere / "config").exists()
     first_rewards = []
     for name in ("one", "two"):
-        arguments = [
-            *("@", str(shared), "--model.name", str(warm_model), "--output-dir", str(tmp_path / name)),
-            *("--orchestrator.client.base-url", f"http://127.0.0.1:{free_port}", "--max-steps", "3"),
-        ]
-        succeed(starter.run("rl", *arguments))
+        succeed(starter.run("rl", *arguments, "--output-dir", str(tmp_path / name)))
         first_rewards.append(read_json_lines(RunDir(tmp_path / name).metrics)[0]["eval/reward"])
     assert first_rewards[0] == first_rewards[1]  # the second run starts from version 0 again
     assert server.poll() is None

@@ -1,12 +1,12 @@
-"""A Ray cluster of two real raylets on this machine, each with a loopback address of its own."""
+"""A Ray cluster of real raylets on this machine, two or three, each with a loopback address of its own."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+HEAD, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 # A dead node is noticed within seconds, also on a machine that is five times slower.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "0",
@@ -25,23 +25,22 @@ NUM_CPUS = 16  # places for workers, not cores
 @dataclass
 class Raylets:
     cluster: Any
-    second: Any = None
+    added: dict[str, Any] = field(default_factory=dict)  # nodes beside the head, by their address
 
     @property
     def address(self) -> str:
         return self.cluster.address
 
-    def add_second(self) -> None:
-        """The second node, again if it was killed."""
-        if self.second is None:
-            self.second = self.cluster.add_node(
-                node_ip_address=SECOND, num_cpus=NUM_CPUS, object_store_memory=STORE_BYTES
+    def add(self, address: str) -> None:
+        """A node, again if it was killed."""
+        if address not in self.added:
+            self.added[address] = self.cluster.add_node(
+                node_ip_address=address, num_cpus=NUM_CPUS, object_store_memory=STORE_BYTES
             )
 
-    def kill_second(self) -> None:
+    def kill(self, address: str) -> None:
         """As if its machine had lost its power."""
-        self.cluster.remove_node(self.second, allow_graceful=False)
-        self.second = None
+        self.cluster.remove_node(self.added.pop(address), allow_graceful=False)
 
 
 @contextmanager
@@ -60,7 +59,7 @@ def raylets() -> Iterator[Raylets]:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         running = Raylets(cluster)
-        running.add_second()
+        running.add(SECOND)
         yield running
     finally:
         ray.shutdown()

@@ -1,4 +1,4 @@
-"""A real SLURM on one machine: slurmctld and two slurmd, each a node with four CPUs and four GPUs that are none.
+"""A real SLURM on one machine: slurmctld and three slurmd, each a node with four CPUs and four GPUs that are none.
 
 Everything lies in a folder of its own, listens on ports of its own, and ends with the fixture, by its pid.
 """
@@ -18,7 +18,7 @@ from tests.patience import PATIENCE
 from tests.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "srun")
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3")
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -52,7 +52,7 @@ CompleteWait=0
 GresTypes=gpu
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 Gres=gpu:4\n"
-PARTITION = "PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=02:00:00 State=UP\n"
+PARTITION = "PartitionName=debug Nodes=ALL Default=YES MaxTime=02:00:00 State=UP\n"
 
 
 def why_no_slurm() -> str | None:
@@ -143,7 +143,7 @@ def _configure(folder: Path) -> None:
     host = socket.gethostname().partition(".")[0]
     nodes = "".join(NODE.format(name=name, host=host, port=free_port()) for name in NODES)
     (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, port=free_port()) + nodes + PARTITION)
-    (folder / "gres.conf").write_text(f"NodeName=n1,n2 Name=gpu File={folder}/gpu[0-3]\n")
+    (folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File={folder}/gpu[0-3]\n")
 
 
 def _start_all(cluster: Cluster) -> None:
@@ -157,9 +157,9 @@ def _start_all(cluster: Cluster) -> None:
 
     def are_idle() -> bool:
         listed = cluster.run("sinfo", "--noheader", "--Node", "--format=%N %T")
-        return listed.stdout.split() == ["n1", "idle", "n2", "idle"]
+        return listed.stdout.split() == [word for node in NODES for word in (node, "idle")]
 
-    _wait_until(are_idle, cluster, "two idle nodes")
+    _wait_until(are_idle, cluster, "idle nodes")
 
 
 def _wait_until(condition, cluster: Cluster, what: str) -> None:

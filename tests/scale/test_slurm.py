@@ -1,10 +1,17 @@
-"""Sweeps and runs on a real SLURM with two nodes."""
+"""Sweeps and runs on a real SLURM with three nodes."""
 
 import csv
 import json
+import os
 import random
+import re
 import shutil
+import signal
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,7 +22,8 @@ from tests.scale.slurm_cluster import Cluster, printed
 from tandem.models.cpu import library
 from tandem.utils.files import read_json, read_json_lines, write_json
 
-STEPS = 30
+STEPS = 20
+MINUTES = 3  # that a run has left once it is to end by its time limit, and to save a checkpoint in
 MAX_JOBS = 2
 SWEEP = """\
 execution:
@@ -89,6 +97,84 @@ def jobs_of(folder: Path, kind: str) -> list[str]:
     return [jobs[kind] for jobs in read_json(folder / "sweep" / "jobs.json").values()]
 
 
+@dataclass(frozen=True)
+class RlRun:
+    cluster: Cluster
+    job: str
+    run: Path
+    gate: Path
+    places: list[str] = field(default_factory=list)  # the nodes of each of its steps
+
+    def steps(self, process: str) -> list[dict]:
+        return [line for line in read_json_lines(self.run / "metrics.jsonl") if line["process"] == process]
+
+    def events(self, name: str, process: str = "trainer") -> list[dict]:
+        lines = read_json_lines(self.run / "events.jsonl")
+        return [line for line in lines if (line["process"], line["event"]) == (process, name)]
+
+    def is_over(self) -> bool:
+        return self.cluster.jobs().get(self.job) not in ("PENDING", "RUNNING", "COMPLETING")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        wait_until(lambda: self.is_over() or condition(), 240, f"{what}:\n{printed(self.run)}")
+        assert not self.is_over(), printed(self.run)
+
+    def show(self, name: str) -> str:
+        (value,) = re.findall(rf"\b{name}=(\S+)", self.cluster.run("scontrol", "show", "job", self.job).stdout)
+        return value
+
+    def num_restarts(self) -> int:
+        return int(self.show("Restarts"))
+
+    def limit_to(self, minutes: int) -> None:
+        changed = self.cluster.run("scontrol", "update", f"jobid={self.job}", f"TimeLimit={minutes}")
+        assert changed.returncode == 0, changed.stderr
+
+
+@pytest.fixture(scope="module")
+def rl_run(slurm_cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RlRun:
+    """Trainer ranks on two nodes, the server on a third. After two steps its time limit is near; it waits while other
+    tests run."""
+    folder = tmp_path_factory.mktemp("rl")
+    run, gate = folder / "run", folder / "gate"
+    (folder / "reward.py").write_text(REWARD.format(gate=str(gate)))
+    done = slurm_cluster.run(
+        *command("rl", "@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model)),
+        *("--output-dir", str(run), "--max-steps", str(STEPS), "--orchestrator.env.reward"),
+        *(f"{folder}/reward.py:first_half", "--orchestrator.env.score-timeout-s", "3000"),
+        *("--orchestrator.prompts-per-step", "8", "--orchestrator.eval.every", "None"),
+        *("--orchestrator.sampling.max-tokens", "8", "--trainer.optimizer.lr", "2e-3", "--trainer.threads", "1"),
+        *("--inference.threads", "1", "--orchestrator.eval.num-prompts", "4"),
+        *("--checkpoint.on-signal-timeout-s", "100", "--slurm.signal-s", str(60 * MINUTES)),
+        *("--slurm.nodes", "3", "--slurm.inference-nodes", "1", "--slurm.time", "1:00:00"),
+        *("--slurm.cpus-per-task", "1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    started = RlRun(slurm_cluster, done.stdout.split()[2], run, gate)
+    started.wait_until(lambda: len(started.steps("trainer")) >= 2, "two steps")
+    listed = slurm_cluster.run("squeue", "--steps", "--noheader", f"--jobs={started.job}", "--format=%N")
+    started.places.extend(listed.stdout.split())
+    hours, minutes, _ = started.show("RunTime").split(":")
+    started.limit_to(60 * int(hours) + int(minutes) + MINUTES)  # SLURM looks at it within half a minute
+
+    def give_time() -> None:
+        """Once it is queued again, before the same happens to it again."""
+        while not started.is_over() and started.num_restarts() == 0:
+            time.sleep(0.5)
+        started.limit_to(60)
+
+    threading.Thread(target=give_time, daemon=True).start()
+    return started
+
+
+def test_rl_trains_on_two_nodes_and_samples_on_a_third(rl_run: RlRun) -> None:
+    assert rl_run.events("started")[0]["ranks"] == 2
+    assert read_json(rl_run.run / "config" / "orchestrator.json")["client"]["base_url"].startswith(
+        "http://127.0.0.1:11"
+    )
+    assert sorted(rl_run.places) == ["n1", "n3", "n[1-2]"], "the script, the server, the ranks"
+
+
 def test_twelve_runs_as_an_array(slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "other")
     write_pairs(tmp_path)
@@ -99,7 +185,8 @@ def test_twelve_runs_as_an_array(slurm_cluster: Cluster, tiny_model: Path, tmp_p
     jobs = jobs_of(tmp_path, "run")
     most, deadline = 0, time.monotonic() + 300 * PATIENCE
     while any(slurm_cluster.jobs().get(job) in ("PENDING", "RUNNING", "COMPLETING") for job in jobs):
-        most = max(most, list(slurm_cluster.jobs().values()).count("RUNNING"))
+        states = slurm_cluster.jobs()
+        most = max(most, [states.get(job) for job in jobs].count("RUNNING"))
         assert time.monotonic() < deadline, printed(tmp_path)
         time.sleep(0.3)
     assert most <= MAX_JOBS
@@ -132,68 +219,71 @@ def test_what_failed_is_submitted_again_and_evaluated_after(
     assert row["state"] == "finished" and 0 <= float(row["evaluation/reward"]) <= 1, printed(tmp_path)
 
 
-def test_rl_over_two_nodes_is_queued_again_and_ends_right(
-    slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Server on one node, orchestrator and trainer on the other; the signal is the one before a time limit."""
-    run, gate = tmp_path / "run", tmp_path / "gate"
-    (tmp_path / "reward.py").write_text(REWARD.format(gate=str(gate)))
-    done = slurm_cluster.run(
-        *command("rl", "@", "examples/reverse_text/rl.toml", "--model.name", str(tiny_model)),
-        *("--output-dir", str(run), "--max-steps", str(STEPS), "--orchestrator.env.reward"),
-        *(f"{tmp_path}/reward.py:first_half", "--orchestrator.env.score-timeout-s", "3000"),
-        *("--orchestrator.prompts-per-step", "8", "--orchestrator.eval.every", "None"),
-        *("--orchestrator.sampling.max-tokens", "8", "--trainer.optimizer.lr", "2e-3", "--trainer.threads", "1"),
-        *("--inference.threads", "1", "--orchestrator.eval.num-prompts", "4"),
-        *("--checkpoint.on-signal-timeout-s", "100"),
-        *("--slurm.nodes", "2", "--slurm.time", "1:00:00", "--slurm.cpus-per-task", "1"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    job = done.stdout.split()[2]
-
-    def steps(process: str) -> list[dict]:
-        return [line for line in read_json_lines(run / "metrics.jsonl") if line["process"] == process]
-
-    def is_over() -> bool:
-        return slurm_cluster.jobs().get(job) not in ("PENDING", "RUNNING", "COMPLETING")
-
-    wait_until(lambda: is_over() or len(steps("trainer")) >= 2, 240, f"two steps:\n{printed(run)}")
-    assert not is_over(), printed(run)
-    assert slurm_cluster.run("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    restarted = lambda: "Restarts=1" in slurm_cluster.run("scontrol", "show", "job", job).stdout  # noqa: E731
-    wait_until(lambda: is_over() or restarted(), 240, f"the job to be queued again:\n{printed(run)}")
-    gate.touch()
-    slurm_cluster.wait([job], 480, run)
-    assert slurm_cluster.jobs().get(job) == "COMPLETED", printed(run)
-    rewards = {line["step"]: line["reward/mean"] for line in steps("orchestrator") if "reward/mean" in line}
-    assert sorted(rewards) == list(range(1, STEPS + 1))
-    early, late = [sum(rewards[step] for step in some) / 3 for some in ((1, 2, 3), (STEPS - 2, STEPS - 1, STEPS))]
-    assert late > early + 0.15, rewards
-    events = [(event["process"], event["event"]) for event in read_json_lines(run / "events.jsonl")]
-    assert events.count(("trainer", "started")) == 2 and events.count(("trainer", "finished")) == 1
-    assert "resuming after step" in (run / "slurm" / f"slurm-{job}.out").read_text()
-    assert read_json(run / "config" / "orchestrator.json")["client"]["base_url"].startswith("http://127.0.0.1:11")
-
-
-def test_sft_over_two_nodes_is_one_torchrun(slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"abc{letter}"}) + "\n" for letter in "defghijk"))
-    config = tmp_path / "sft.json"
-    model = {"name": str(tiny_model)}
-    options = {
-        "model": model,
-        "data": {"path": str(rows)},
+def test_align_over_two_nodes_is_evaluated_after(slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    run, results = tmp_path / "run", tmp_path / "evaluation"
+    config = {
+        "model": {"name": str(tiny_model)},
+        "data": {"path": str(tmp_path / "pairs.jsonl")},
         "max_steps": 2,
         "batch_size": 4,
         "device": "cpu",
         "threads": 1,
+        "output_dir": str(run),
+        "slurm": {"nodes": 2, "time": "0:30:00"},
     }
-    write_json(config, options | {"output_dir": str(tmp_path / "run"), "slurm": {"nodes": 2, "time": "0:30:00"}})
-    dry = slurm_cluster.run(*command("sft", "@", str(config), "--dry-run"))
+    write_json(tmp_path / "align.json", config)
+    dry = slurm_cluster.run(*command("align", "@", str(tmp_path / "align.json"), "--dry-run"))
     assert dry.returncode == 0 and "nothing was submitted" in dry.stdout, dry.stdout + dry.stderr
-    done = slurm_cluster.run(*command("sft", "@", str(config)))
-    assert done.returncode == 0, done.stdout + done.stderr
-    slurm_cluster.wait([done.stdout.split()[2]], 240, tmp_path)
-    events = read_json_lines(tmp_path / "run" / "events.jsonl")
-    found = [(event["event"], event.get("ranks")) for event in events]
+    trained = slurm_cluster.run(*command("align", "@", str(tmp_path / "align.json")))
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    job = trained.stdout.split()[2]
+    asked = slurm_cluster.run(
+        *command("evaluate", "--model", str(run / "weights" / "latest"), "--env", "reverse-text", "--threads", "1"),
+        *("--num-prompts", "2", "--max-tokens", "4", "--output-dir", str(results), "--slurm.time", "0:30:00"),
+        *("--slurm.dependency", f"afterok:{job}", "--slurm.kill-on-invalid-dep", "yes"),
+    )
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    slurm_cluster.wait([job, asked.stdout.split()[2]], 240, tmp_path)
+    found = [(event["event"], event.get("ranks")) for event in read_json_lines(run / "events.jsonl")]
     assert found[0] == ("started", 2) and found[-1] == ("finished", None), printed(tmp_path)
+    (evaluated,) = read_json(results / "results.json")["results"]
+    assert 0 <= evaluated["scores"]["reward"] <= 1
+
+
+def test_rl_goes_on_after_its_time_limit_and_after_its_server_was_killed(rl_run: RlRun) -> None:
+    rl_run.wait_until(lambda: rl_run.num_restarts() > 0, "the job to be queued again")
+    stopped = rl_run.events("stopped")[0]
+    assert stopped["signal"] == "SIGTERM" and stopped["step"] >= 2, "a checkpoint, not only an end"
+
+    def goes_on() -> bool:
+        again = rl_run.events("started")[1:]
+        return bool(again) and max(line["step"] for line in rl_run.steps("trainer")) > again[-1]["step"]
+
+    rl_run.wait_until(goes_on, "a step after the restart")
+    (log,) = (rl_run.run / "slurm").glob("inference-*.log")
+    before = log.read_text().count("Application startup complete")
+    assert kill_processes(f"tandem.entrypoints.inference\0@\0{rl_run.run}/slurm/inference.json") == 1
+    rl_run.gate.touch()
+    rl_run.cluster.wait([rl_run.job], 480, rl_run.run)
+    assert rl_run.cluster.jobs().get(rl_run.job) == "COMPLETED", printed(rl_run.run)
+    assert "ended with exit code 137 and is started again in 1 s" in log.read_text()
+    assert log.read_text().count("Application startup complete") == before + 1
+    rewards = {line["step"]: line["reward/mean"] for line in rl_run.steps("orchestrator") if "reward/mean" in line}
+    assert sorted(rewards) == list(range(1, STEPS + 1))
+    early, late = [sum(rewards[step] for step in some) / 3 for some in ((1, 2, 3), (STEPS - 2, STEPS - 1, STEPS))]
+    assert late > early + 0.15, rewards
+    starts = rl_run.events("started")
+    assert len(starts) > 1 and all(line["ranks"] == 2 for line in starts) and starts[-1]["step"] >= 2
+    assert len(rl_run.events("finished")) == 1
+
+
+def kill_processes(words: str) -> int:
+    """Those whose command line has these words, as a machine that is short of memory does; how many."""
+    killed = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if words in (folder / "cmdline").read_text():
+                os.kill(int(folder.name), signal.SIGKILL)
+                killed += 1
+    return killed

@@ -3,6 +3,7 @@
 One server serves nearly all tests; each that needs certain weights loads them first.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -37,8 +38,11 @@ from tests.scale.vllm_server import (
 )
 from tokenizers import Tokenizer
 
+from tandem import UserError, VLLMEngine
+from tandem.api.pool import Job
 from tandem.transport.weights.manifest import write_manifest
 from tandem.types.identity import ServerIdentity
+from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.files import read_json, read_json_lines, write_json
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
@@ -528,6 +532,26 @@ def test_what_would_end_the_engine_is_refused(server: VllmServer, tiny_model: Pa
         assert answer.status_code == 400, answer.text
         assert f"token id {beyond} is outside" in answer.json()["error"]["message"]
     assert server.http.post("/update_weights", json={"path": "/etc", "version": 0}).status_code == 400
+
+
+def test_the_python_api_asks_a_server_that_runs(
+    server: VllmServer, tiny_model: Path, counting: dict[int, Path], tmp_path: Path
+) -> None:
+    url = str(server.http.base_url)
+
+    async def run() -> list[list[Completion]]:
+        async with VLLMEngine(tiny_model, base_url=f"{url}/v1", api_key=KEY) as engine:
+            texts = await engine.generate(["hello", "world"], n=3, max_tokens=8)
+            assert [len(group) for group in texts] == [3, 3]
+            await engine.update_weights(counting[6], 6)
+            answer = asyncio.get_running_loop().create_future()
+            return await engine.sample([Job(PROMPT, SamplingRequest(2, 4, 1e-5, seed=1), answer)])
+
+    (group,) = asyncio.run(run())
+    assert [(one.versions, one.token_ids) for one in group] == [([6] * 4, [FIRST_TOKEN + 6] * 4)] * 2
+    for key, root, problem in ((KEY, Path("/nowhere"), "--server.weight-roots"), ("wrong", tmp_path, "401")):
+        with pytest.raises(UserError, match=problem):
+            asyncio.run(VLLMEngine(tiny_model, base_url=url, api_key=key).start(weight_roots=[root]))
 
 
 def test_rl_on_a_server_that_runs(server: VllmServer, tiny_model: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tandem.transport.weights.manifest import MANIFEST
 from tandem.types.rollout import TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import Follower
+from tandem.utils.hub import fetch_model, is_to_be_fetched
 from tandem.utils.metrics import RunLog, parse_metrics_line
 from tandem.utils.processes import SUPERVISOR_PID
 from tandem.utils.provenance import write_run_config
@@ -87,15 +88,20 @@ class PyTorchTrainingBackend:
         self.clean = clean
         self.max_restarts = max_restarts
         self.run_dir = RunDir(self.config.output_dir)
-        self.model_dir = self.config.model.name
         self._writer = RolloutWriter(self.run_dir.rollouts, KEEP_ROLLOUTS)
         self._num_restarts = 0
         self._metrics = Follower(self.run_dir.metrics)
         self._held = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def model_dir(self) -> Path:
+        return self.config.model.name
+
     async def start(self, config: "RLTrainingConfig") -> int:
         """Returns the step that it goes on after. The trainer loads its model meanwhile."""
+        if is_to_be_fetched(self.model_dir):
+            await asyncio.to_thread(fetch_model, self.model_dir)
         self.config = self._validated(
             {
                 "max_steps": config.num_steps,

@@ -11,6 +11,7 @@ from tandem.api.backend import PyTorchTrainingBackend
 from tandem.config.trainer import TrainerConfig
 from tandem.launch.cluster import Cluster, RemoteWorker, WorkerDied
 from tandem.utils.errors import UserError
+from tandem.utils.hub import is_hub_name
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_lock import TOKEN
 
@@ -33,7 +34,10 @@ class ClusterTrainingBackend(PyTorchTrainingBackend):
             raise UserError("ClusterTrainingBackend has no workers; give it what Cluster.start returned")
         self.cluster: Cluster = workers[0].cluster
         folder = Path(output_dir).resolve()  # nodes need not run in this directory
-        super().__init__(Path(model_name).resolve(), 1, None, strategy, output_dir=folder, **options)
+        model = Path(model_name)
+        super().__init__(
+            model if is_hub_name(model) else model.resolve(), 1, None, strategy, output_dir=folder, **options
+        )
         self._threads = ThreadPoolExecutor(len(workers), "trainer ranks")
         self._ranks: dict[RemoteWorker, Future[dict[str, Any]]] = {}
 

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from tandem.config.environment import EnvConfig
+from tandem.config.explain import explain_validation_error
 from tandem.envs.registry import make_environment
 from tandem.orchestrator.tasks import TaskOrder
 from tandem.rewards.calls import prompt_of
@@ -35,27 +38,32 @@ class Prompt(str):
 class DataBuffer:
     """`sample(n)` gives the next `n` tasks: every one once, then every one again in another order.
 
-    `position` counts what was given; set it to go on where another run was.
+    `eval_rows` are held out for evaluation. `position` counts what was given; set it to go on where another run was.
+    Tasks whose places are in `set_aside` are left out.
     """
 
-    def __init__(self, rows: Iterable[Row], seed: int = 0) -> None:
+    def __init__(self, rows: Iterable[Row], seed: int = 0, *, eval_rows: Iterable[Row] = ()) -> None:
         self.tasks: Sequence[Task] = [_task(number, row) for number, row in enumerate(rows)]
         if not self.tasks:
             raise UserError("DataBuffer has no rows; give at least one prompt")
-        self.environment: Any = None  # whose reward counts where no other is given
+        self.eval_tasks: Sequence[Task] = [_task(number, row) for number, row in enumerate(eval_rows)]
+        self.env: EnvConfig | None = None  # whose reward, or whose episodes, count where no reward is given
+        self.has_conversations = False
         self.position = 0
         self._order = TaskOrder(self.tasks, seed)
 
     @classmethod
     def from_env(cls, env: str | Mapping[str, Any], seed: int = 0) -> "DataBuffer":
-        """The training tasks of an environment, with its reward: a name (`reverse-text`, `./my_env.py:Mine`), or the
-        table that `[orchestrator.env]` would hold. Single turns; conversations are for `rl`."""
-        config = EnvConfig.model_validate({"id": env} if isinstance(env, str) else env)
+        """The tasks of an environment, with its reward, or its conversations: a name (`reverse-text`,
+        `./my_env.py:Mine`), or the table that `[orchestrator.env]` would hold."""
+        try:
+            config = EnvConfig.model_validate({"id": env} if isinstance(env, str) else env)
+        except ValidationError as error:
+            raise UserError(f"DataBuffer.from_env: {explain_validation_error(EnvConfig, error)}") from error
         environment = make_environment(config)
-        if not hasattr(environment, "score"):
-            raise UserError(f"env.id = {config.id!r} has conversations, which need `rl`: tandem.rl(config)")
-        buffer = cls(environment.train_tasks, seed)
-        buffer.environment = environment
+        buffer = cls(environment.train_tasks, seed, eval_rows=environment.eval_tasks)
+        buffer.env = config
+        buffer.has_conversations = not hasattr(environment, "score")
         return buffer
 
     def __len__(self) -> int:
@@ -63,9 +71,24 @@ class DataBuffer:
 
     def sample(self, n: int) -> list[Task]:
         """The next `n` tasks; `n` need not divide anything."""
-        first = self.position
-        self.position += n
-        return [self._order[order] for order in range(first, first + n)]
+        return [self.tasks[self.place(self.next_order())] for _ in range(n)]
+
+    @property
+    def set_aside(self) -> set[int]:
+        return self._order.set_aside
+
+    def next_order(self) -> int:
+        """The number of the next task, counted over all epochs."""
+        if self._order.is_exhausted:
+            raise UserError(f"all {len(self)} tasks of the data buffer are set aside")
+        self.position += 1
+        while self.place(self.position - 1) in self.set_aside:
+            self.position += 1
+        return self.position - 1
+
+    def place(self, order: int) -> int:
+        """Where the task of this number is among `tasks`."""
+        return self._order.place(order)
 
 
 def _task(number: int, row: Row) -> Task:

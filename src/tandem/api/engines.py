@@ -5,13 +5,10 @@ with training nor brings it down.
 """
 
 import asyncio
-import os
+import secrets
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,17 +21,17 @@ from tandem.config.explain import explain_validation_error
 from tandem.config.inference import InferenceConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.launch.server import ServerProcess
-from tandem.orchestrator.client import InferenceClient, InstanceChanged, ServerLost
+from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
 from tandem.transport.weights.manifest import is_adapter
 from tandem.types.identity import new_run_name
 from tandem.types.rollout import Completion, Message, SamplingRequest
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient
-from tandem.utils.ports import listen
-from tandem.utils.processes import SUPERVISOR_PID
+from tandem.utils.hub import fetch_model, is_to_be_fetched
 
 SLOTS = 64  # prompts under way in one engine
 OUTAGE_S = 60.0
+KEY_VARIABLE = "TANDEM_ENGINE_KEY"
 
 
 class InferenceEngine:
@@ -64,19 +61,18 @@ class InferenceEngine:
                 raise UserError(f"gpu_id = {gpu_id} and gpu_ids = {list(gpu_ids)} are both given; give one of them")
             gpu_ids = [gpu_id]
         self.gpu_ids = gpu_ids
-        self._environment = gpu_environment(gpu_ids, "gpu_ids")
+        key = api_key if api_key is not None or base_url is not None else secrets.token_hex(16)
+        self._environment = gpu_environment(gpu_ids, "gpu_ids") | ({} if key is None else {KEY_VARIABLE: key})
         model = {"name": str(model_name), **options.pop("model", {})}
+        self._options = {"engine": self.engine, "model": model, **self._with_gpu(options)}
         try:
-            self.config = InferenceConfig.model_validate(
-                {"engine": self.engine, "model": model, **self._with_gpu(options)}
-            )
+            self.config = InferenceConfig.model_validate(self._options)
             self._client_config = ClientConfig.model_validate(
-                {"base_url": base_url or "http://127.0.0.1", "api_key": api_key, "outage_timeout_s": OUTAGE_S}
+                {"base_url": base_url or "http://127.0.0.1", "api_key": key, "outage_timeout_s": OUTAGE_S}
             )
         except ValidationError as error:
             raise UserError(f"{type(self).__name__}: {explain_validation_error(InferenceConfig, error)}") from error
-        self.model_dir = self.config.model.name
-        self.base_url = base_url
+        self.base_url = None if base_url is None else self._client_config.base_urls[0]
         self.slots = SLOTS
         self._server: ServerProcess | None = None
         self._client: InferenceClient | None = None
@@ -90,17 +86,29 @@ class InferenceEngine:
         return f"{type(self).__name__}{where}" if self.base_url is None else f"the server at {self.base_url}"
 
     @property
+    def model_dir(self) -> Path:
+        return self.config.model.name
+
+    @property
     def is_started(self) -> bool:
         return self._client is not None
 
     async def start(self, folder: Path | None = None, weight_roots: Sequence[Path] = ()) -> None:
-        """Returns when the engine serves its model. Its log goes to `folder`; weights may be loaded from below
-        `weight_roots`, besides where the model is."""
+        """Returns when the engine serves its model. Its log goes to `folder`; weights will come from below
+        `weight_roots`, which a server that was started by others has to allow."""
+        if is_to_be_fetched(self.model_dir):
+            await asyncio.to_thread(fetch_model, self.model_dir)
+            self.config = InferenceConfig.model_validate(self._options)  # its name leads to the cache now
+            self._served = (self.model_dir, 0)
         if folder is None:
             folder = self._own_folder = Path(tempfile.mkdtemp(prefix="tandem-engine-"))
         self._folder = folder
         self._roots = [str(root.resolve()) for root in weight_roots]
-        await self._open()
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         if self._client is not None:
@@ -166,22 +174,32 @@ class InferenceEngine:
         assert self._folder is not None
         url = self.base_url
         if url is None:
-            config = await self._server_config()
-            config["server"]["weight_roots"] += self._roots
-            self._server = ServerProcess(config, self._folder, self._environment)
+            self._server = ServerProcess(await self._server_config(), self._folder, self._environment)
             url = self._server.url
             http = HttpClient(url, timeout_s=600)
             try:
-                await self._server.wait_until_well(http)
+                await self._server.wait_until_well(http, self._check_processes)
             finally:
                 await http.close()
         self._client = InferenceClient(self._client_config, new_run_name(self._folder), url)
         self._client.on_trouble = self._check
         await self._client.wait_until_ready()
+        if self.base_url is not None:
+            await self._check_roots()
         await self._guarded(self._load(self.model_dir, 0))
 
+    async def _check_roots(self) -> None:
+        """One that others have started may not know our run directory."""
+        for root in self._roots:
+            try:
+                await self._running.check_root(Path(root))
+            except InferenceError as error:
+                raise UserError(f"{self.name} refuses this run: {error}") from error
+
     async def _server_config(self) -> dict[str, Any]:
-        return self.config.model_dump(mode="json", exclude_unset=True) | {"server": {"weight_roots": []}}
+        """Nobody but us has its key, so it may load weights from wherever we say."""
+        config = self.config.model_dump(mode="json", exclude_unset=True)
+        return config | {"server": config.get("server", {}) | {"weight_roots": ["/"], "api_key_var": KEY_VARIABLE}}
 
     async def _ask(self, job: Job) -> list[Completion]:
         while True:
@@ -213,11 +231,15 @@ class InferenceEngine:
         return self._client
 
     def _check(self) -> None:
+        try:
+            self._check_processes()
+        except UserError as error:
+            raise SamplerGone(f"{self.name}: {error}") from error
+
+    def _check_processes(self) -> None:
+        """UserError with the last lines of one that has ended."""
         if self._server is not None:
-            try:
-                self._server.check("ended")
-            except UserError as error:
-                raise SamplerGone(f"{self.name}: {error}") from error
+            self._server.check("ended")
 
 
 class NativeEngine(InferenceEngine):
@@ -244,55 +266,3 @@ class VLLMEngine(InferenceEngine):
 
     def _with_gpu(self, options: dict[str, Any]) -> dict[str, Any]:
         return options  # vLLM computes on what it was built for
-
-
-class SGLangEngine(InferenceEngine):
-    """SGLang behind our API: a running SGLang server at `sglang_url`, or one that is started on the GPU."""
-
-    engine = "sglang"
-
-    def __init__(
-        self, model_name: str | Path, gpu_id: int | None = None, *, sglang_url: str | None = None, **options: Any
-    ) -> None:
-        if sglang_url is None and options.get("base_url") is None and find_spec("sglang") is None:
-            raise UserError(
-                "SGLangEngine: sglang is not installed here; install it, or start `python -m sglang.launch_server` "
-                "elsewhere and give sglang_url='http://…:30000'"
-            )
-        sglang = {} if sglang_url is None else {"sglang": {"base_url": sglang_url}}
-        super().__init__(model_name, gpu_id, **sglang, **options)
-        self.sglang_url = sglang_url
-        self._sglang: subprocess.Popen[bytes] | None = None
-
-    async def close(self) -> None:
-        await super().close()
-        if self._sglang is not None:
-            self._sglang.terminate()
-            await asyncio.to_thread(self._sglang.wait)
-            self._sglang = None
-
-    def _with_gpu(self, options: dict[str, Any]) -> dict[str, Any]:
-        return options
-
-    async def _server_config(self) -> dict[str, Any]:
-        config = await super()._server_config()
-        if self.sglang_url is None:
-            config["sglang"] = {"base_url": self._start_sglang()}
-        return config
-
-    def _start_sglang(self) -> str:
-        """Our server waits for it, `sglang.startup_timeout_s` at most."""
-        assert self._folder is not None
-        with listen("127.0.0.1", 0) as listening:
-            port = listening.getsockname()[1]
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model_dir)]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "sglang.log").open("wb") as log:
-            self._sglang = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._environment | {SUPERVISOR_PID: str(os.getpid())},
-            )
-        return f"http://127.0.0.1:{port}"

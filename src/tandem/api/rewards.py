@@ -56,32 +56,29 @@ class MathReward(Reward):
 class RewardedTasks:
     """What the orchestrator's rollouts ask of an environment: the score of a completion, within a time limit.
 
-    `reward`: an object with `score(prompt, response)`, a function of completion and answer, a name of ours, or None for
-    the environment's own."""
+    `reward`: an object with `score(prompt, response)`, a function of completion and answer, or a name of ours."""
 
-    train_tasks: Sequence[Task] = ()
-    eval_tasks: Sequence[Task] = ()
-
-    def __init__(self, reward: Scorer | Callable[..., Any] | str | None, environment: Any, timeout_s: float) -> None:
-        if reward is None and environment is None:
-            raise UserError("there is no reward; give RolloutManager one, or take the data from DataBuffer.from_env")
+    def __init__(
+        self,
+        reward: Scorer | Callable[..., Any] | str,
+        timeout_s: float,
+        train_tasks: Sequence[Task] = (),
+        eval_tasks: Sequence[Task] = (),
+    ) -> None:
         self.timeout_s = timeout_s
-        self._environment = environment
-        self._call = None if reward is None else _call_of(reward)
-        is_async = inspect.iscoroutinefunction(environment.score) if self._call is None else self._call.is_async
-        self._is_async = is_async
+        self.train_tasks = train_tasks
+        self.eval_tasks = eval_tasks
+        self._call = _call_of(reward)
 
     async def score(self, task: Task, completion: str) -> Score:
         async with asyncio.timeout(self.timeout_s):
-            if self._is_async:
+            if self._call.is_async:
                 return await self._score(task, completion)
             # In a thread: a reward that computes does not keep the next requests waiting.
             score = await asyncio.to_thread(self._score, task, completion)
             return await score if inspect.isawaitable(score) else score
 
     def _score(self, task: Task, completion: str) -> Any:
-        if self._call is None:
-            return self._environment.score(task, completion)
         arguments = self._call.arguments(task, completion)
         return self._call(arguments | ({"prompt": Prompt.of(task)} if "prompt" in arguments else {}))
 

@@ -2,7 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,12 +14,20 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.pool import Job, Sampler, SamplerGone, SamplerPool
 from tandem.api.rewards import RewardedTasks, Scorer
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.process import open_environment
+from tandem.envs.protocol import Environment
+from tandem.envs.trial import try_environment
 from tandem.launch.cluster import WorkerDied
-from tandem.orchestrator.failures import TaskFailed
+from tandem.orchestrator.conversations import open_episodes
+from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.failures import FailureLedger, TaskFailed, TooManyFailures
+from tandem.orchestrator.filters import GroupFilter
 from tandem.orchestrator.rollouts import RolloutMaker
-from tandem.orchestrator.tasks import request_seed, sampling_options
-from tandem.types.rollout import Completion, Group, SamplingRequest, Task
+from tandem.orchestrator.shaping import RewardShaping
+from tandem.orchestrator.tasks import encode_tasks, request_seed, sampling_options
+from tandem.types.rollout import Completion, Group, SamplingRequest
 from tandem.utils.errors import UserError
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -42,9 +53,8 @@ class RolloutManager:
         self.reward = reward
         self.config = config
         self._data_buffer = data_buffer
-        self._order = 0  # of the next prompt
         self._pool: SamplerPool | None = None
-        self._closing: list[InferenceEngine] = []
+        self._closing = AsyncExitStack()
 
     @property
     def data_buffer(self) -> DataBuffer:
@@ -65,27 +75,55 @@ class RolloutManager:
         self._data_buffer = self._data_buffer or data_buffer
 
     async def start(self, config: "RLTrainingConfig", model_dir: Path, run_dir: RunDir) -> None:
-        """Returns when all that completes prompts is ready."""
+        """Returns when all that completes prompts is ready, and all prompts are known to fit."""
         self.config = config
-        tokenizer = Tokenizer(model_dir)
-        self._tokenizer = tokenizer
-        self._order = self.data_buffer.position
-        scored = RewardedTasks(self.reward, self.data_buffer.environment, config.reward_timeout_s)
+        tokenizer, options = Tokenizer(model_dir), config.orchestrator
+        environment = await self._open_environment(config)
+        self._tasks = environment.train_tasks
+        self._prompts = encode_tasks("training", environment.train_tasks, tokenizer, options)
         self._pool = SamplerPool()
-        self._maker = RolloutMaker(self._pool, scored, tokenizer, tries=1, record=lambda attempt: None)
+        self._run_log = RunLog(run_dir, "orchestrator")
+        self._ledger = FailureLedger(run_dir, config.max_failed_share)
+        self.filter = GroupFilter(config.filters, RewardShaping(options), config.prompts_per_step)
+        episodes = open_episodes(environment, tokenizer, config.seq_len)
+        make_maker = partial(RolloutMaker, self._pool, environment, tokenizer, episodes=episodes)
+        tries = config.reward_tries if self.data_buffer.env is None else self.data_buffer.env.tries
+        self._maker = make_maker(tries=tries, record=self._ledger.training_attempt)
+        self.evaluator: Evaluator | None = None
+        if config.eval is not None:
+            self.evaluator = Evaluator(
+                make_maker(tries=1, record=self._ledger.evaluation_attempt),
+                config.eval,
+                environment.eval_tasks,
+                encode_tasks("held-out", environment.eval_tasks, tokenizer, options),
+                config.max_tokens,
+                config.seed,
+                self._run_log,
+                sampling_options(config.eval, config.stop),
+                solved_reward=config.solved_reward,
+            )
         for sampler in await self._open_samplers(model_dir, run_dir):
             self._pool.add(sampler)
 
     async def generate_batch(self, num_prompts: int) -> list[Group]:
-        """The next prompts of the data buffer, each with its rollouts and rewards. Any number will do."""
-        tasks = self.data_buffer.sample(num_prompts)
-        first, self._order = self._order, self._order + num_prompts
-        making = [asyncio.ensure_future(self._make_group(task, first + number)) for number, task in enumerate(tasks)]
+        """The next prompts of the data buffer, each with its rollouts and rewards. Any number will do. Another prompt
+        takes the place of one that is filtered, or whose rollouts cannot be scored."""
+        making = [asyncio.ensure_future(self._make_kept_group()) for _ in range(num_prompts)]
         try:
-            return list(await asyncio.gather(*making))
+            return sorted(await asyncio.gather(*making), key=lambda group: group.order)
+        except TooManyFailures as error:
+            raise UserError(str(error)) from error
         finally:
             for one in making:
                 one.cancel()
+
+    async def evaluate(self, version: int, run_dir: RunDir) -> float:
+        """Mean reward on the held-out tasks, by what is served now."""
+        assert self.evaluator is not None, "config.eval comes first"
+        try:
+            return await self.evaluator.run(version, run_dir)
+        except TooManyFailures as error:
+            raise UserError(str(error)) from error
 
     async def update_weights(self, path: Path, version: int) -> None:
         """All that completes prompts serves this version from here on."""
@@ -93,25 +131,58 @@ class RolloutManager:
         await self._pool.load(path, version)
 
     async def close(self) -> None:
-        """Engines that it has started end; what was started before goes on."""
+        """Engines that it has started end, and the environment's process; what was started before goes on."""
         if self._pool is not None:
             await self._pool.close()
-        for engine in self._closing:
-            await engine.close()
-        self._closing = []
+        await self._closing.aclose()
+
+    async def _open_environment(self, config: "RLTrainingConfig") -> Environment:
+        """Users' environments run in a process of their own, under their time limits, as under `rl`."""
+        buffer = self.data_buffer
+        if config.eval is not None and not buffer.eval_tasks:
+            raise UserError("eval is given, and the data buffer has no held-out tasks; give DataBuffer eval_rows")
+        if self.reward is not None:
+            if buffer.has_conversations:
+                raise UserError("a reward is given, and the data buffer's environment scores its own conversations")
+            return RewardedTasks(self.reward, config.reward_timeout_s, buffer.tasks, buffer.eval_tasks)
+        if buffer.env is None:
+            raise UserError("there is no reward; give RolloutManager one, or take the data from DataBuffer.from_env")
+        environment = await self._closing.enter_async_context(open_environment(buffer.env))
+        await try_environment(environment, buffer.env)
+        return environment
 
     async def _open_samplers(self, model_dir: Path, run_dir: RunDir) -> Sequence[Sampler]:
         if not self.engines:
             raise UserError("there is nothing to generate with; give inference_engines, or inference_workers")
-        self._closing = [engine for engine in self.engines if not engine.is_started]
+        ours = [engine for engine in self.engines if not engine.is_started]
+        for engine in ours:
+            self._closing.push_async_callback(engine.close)
+        logs = [run_dir.root / "logs" / f"engine_{self.engines.index(engine)}" for engine in ours]
         starting = [
-            engine.start(run_dir.root / "logs" / f"engine_{self.engines.index(engine)}", [run_dir.root])
-            for engine in self._closing
+            asyncio.ensure_future(engine.start(log, [run_dir.root])) for engine, log in zip(ours, logs, strict=True)
         ]
-        await asyncio.gather(*starting)
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for one in starting:  # where one fails, the others end before they are closed
+                one.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
         return self.engines
 
-    async def _make_group(self, task: Task, order: int) -> Group:
+    async def _make_kept_group(self) -> Group:
+        """A group that is trained on. Which ones are does not depend on the order they come in: as many are under way
+        as are missing."""
+        while True:
+            order = self.data_buffer.next_order()
+            try:
+                group = await self._make_group(order)
+            except TaskFailed as error:
+                self._set_aside(order, error)
+                continue
+            if (kept := self.filter(group)) is not None:
+                return kept
+
+    async def _make_group(self, order: int) -> Group:
         assert self.config is not None
         config = self.config
         request = SamplingRequest(
@@ -121,17 +192,16 @@ class RolloutManager:
             seed=request_seed(config.seed, "train", order),
             options=sampling_options(config, config.stop),
         )
-        prompt = self._tokenizer.encode_chat(task.messages, add_generation_prompt=True)
-        needed = len(prompt) + config.max_tokens
-        if needed > config.seq_len:
-            raise UserError(
-                f"seq_len = {config.seq_len} is too short: task {task.index} has {len(prompt)} tokens, plus "
-                f"max_tokens = {config.max_tokens}; the smallest that fits is {needed}"
-            )
-        try:
-            return await self._maker.make_group(task, prompt, order, request)
-        except TaskFailed as error:
-            raise UserError(f"task {task.index} could not be scored: {error}") from error
+        place = self.data_buffer.place(order)
+        return await self._maker.make_group(self._tasks[place], self._prompts[place], order, request)
+
+    def _set_aside(self, order: int, error: TaskFailed) -> None:
+        place = self.data_buffer.place(order)
+        self.data_buffer.set_aside.add(place)
+        self._run_log.event("task_set_aside", task=self._tasks[place].index, order=order, reason=str(error))
+        if len(self.data_buffer.set_aside) == len(self.data_buffer):
+            raise self._ledger.too_many(f"all {len(self.data_buffer)} training tasks failed and are set aside")
+        self._ledger.check()
 
 
 class Worker(Protocol):
@@ -187,7 +257,10 @@ class RemoteRolloutManager(RolloutManager):
             "options": self.options,
             "weight_roots": [str(run_dir.root.resolve())],
         }
-        remote = [RemoteSampler(worker, message) for worker in self.workers]
+        # One thread for each: a call blocks it until the worker answers, and rewards need threads too.
+        threads = ThreadPoolExecutor(len(self.workers), "inference workers")
+        self._closing.callback(threads.shutdown, wait=False)
+        remote = [RemoteSampler(worker, message, threads) for worker in self.workers]
         await asyncio.gather(*(one.open() for one in remote))
         engines = await super()._open_samplers(model_dir, run_dir) if self.engines else ()
         return [*remote, *engines]
@@ -198,9 +271,10 @@ class RemoteSampler:
 
     slots = 1
 
-    def __init__(self, worker: Worker, first_message: dict[str, Any]) -> None:
+    def __init__(self, worker: Worker, first_message: dict[str, Any], threads: Executor) -> None:
         self.worker = worker
         self.first_message = first_message
+        self.threads = threads
         self._turn = asyncio.Lock()
 
     @property
@@ -224,7 +298,7 @@ class RemoteSampler:
         await self._call({"cmd": "update_weights", "path": str(path.resolve()), "version": version})
 
     async def revive(self) -> bool:
-        if not await asyncio.to_thread(self.worker.restart):
+        if not await asyncio.get_running_loop().run_in_executor(self.threads, self.worker.restart):
             return False
         await self.open()
         return True
@@ -232,7 +306,7 @@ class RemoteSampler:
     async def _call(self, message: dict[str, Any]) -> dict[str, Any]:
         async with self._turn:
             try:
-                answer = await asyncio.to_thread(self.worker.call, message)
+                answer = await asyncio.get_running_loop().run_in_executor(self.threads, self.worker.call, message)
             except WorkerDied as error:
                 raise SamplerGone(str(error)) from error
         if "error" in answer:

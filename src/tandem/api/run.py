@@ -12,6 +12,7 @@ from tandem.config.rl import RLConfig
 from tandem.config.sources import read_config_file
 from tandem.entrypoints.rl import launch
 from tandem.utils.errors import UserError
+from tandem.utils.hub import fetch_model, is_to_be_fetched
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
 
@@ -45,6 +46,14 @@ def parse(config: Given, options: Mapping[str, Any]) -> RLConfig:
             )
         return config
     tree = read_config_file(Path(config)) if isinstance(config, str | Path) else dict(config)
+    parsed = _validated(tree, options)
+    if not is_to_be_fetched(parsed.model.name):
+        return parsed
+    fetch_model(parsed.model.name)
+    return _validated(tree, options)
+
+
+def _validated(tree: Mapping[str, Any], options: Mapping[str, Any]) -> RLConfig:
     try:
         return RLConfig.model_validate({FILES: tree, **options})
     except ValidationError as error:

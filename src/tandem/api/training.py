@@ -4,39 +4,39 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tandem.api.data_buffer import DataBuffer
 from tandem.api.engines import InferenceEngine
 from tandem.api.rollouts import RemoteRolloutManager, RolloutManager, Worker
 from tandem.config.advantages import AdvantageConfig
-from tandem.config.sampling import SamplingConfig
-from tandem.config.shared import SeedOptions, SyncOptions
-from tandem.orchestrator.advantages import make_advantage_function
+from tandem.config.batches import BatchOptions
+from tandem.config.explain import explain_validation_error
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.sampling import EvalConfig, SamplingConfig
+from tandem.config.shared import ModelConfig, SeedOptions, SyncOptions
+from tandem.orchestrator.advantages import make_batch_advantages
 from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.samples import write_samples
+from tandem.orchestrator.shaping import RewardShaping
+from tandem.orchestrator.state import OrchestratorState
 from tandem.types.rollout import Group, TrainBatch
-from tandem.utils.metrics import RunLog
+from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.run_dir import RunDir
 
 Metrics = dict[str, float]
 
 
-class RLTrainingConfig(SamplingConfig, SyncOptions, SeedOptions):
+class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
     """What `run_rl_training` does. Whatever is about one part is given there: learning rate and loss to the training
     backend, memory to the engines."""
 
     num_steps: int = Field(ge=1)
     """Training steps."""
-
-    prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts (groups) in a training batch."""
-
-    group_size: int = Field(default=8, ge=1)
-    """Rollouts of each prompt."""
 
     advantage: str = "grpo"
     """How rewards become advantages, as in orchestrator.advantage.type: grpo, dr_grpo, rloo, …, or your own."""
@@ -44,16 +44,37 @@ class RLTrainingConfig(SamplingConfig, SyncOptions, SeedOptions):
     overlap: bool = False
     """Generate the next batch while this one is trained on: faster, and rollouts are one version older."""
 
+    eval: EvalConfig | None = None
+    """Evaluate on held-out tasks, before the first step, after the last, and every so many. Left out: never."""
+
     seq_len: int = Field(default=2048, ge=2)
     """Longest sequence, prompt and completion together, in tokens."""
 
     reward_timeout_s: float = Field(default=60.0, gt=0)
-    """How long the reward may take for one completion."""
+    """How long the reward may take for one completion. That of an environment has the environment's own limits."""
+
+    reward_tries: int = Field(default=3, ge=1)
+    """Attempts at a task whose rewards fail, before the task is set aside."""
+
+    @property
+    def orchestrator(self) -> OrchestratorConfig:
+        """The same for the orchestrator's parts."""
+        shared = {name: getattr(self, name) for name in (*BatchOptions.model_fields, "seq_len", "seed", "sync_every")}
+        return OrchestratorConfig(
+            **shared,
+            model=ModelConfig(name=Path()),  # the backend's; none of these parts looks at it
+            sampling=SamplingConfig(**{name: getattr(self, name) for name in SamplingConfig.model_fields}),
+            advantage=AdvantageConfig(type=self.advantage),
+            eval=self.eval or EvalConfig(),
+            max_staleness=self.sync_every - 1 + self.overlap,
+        )
 
     @model_validator(mode="after")
-    def _compares_within_groups(self) -> "RLTrainingConfig":
-        if self.group_size < 2 and AdvantageConfig(type=self.advantage).is_group_relative:
-            raise ValueError("group_size = 1 leaves nothing to compare; set it to 2 or more")
+    def _suits_the_orchestrator(self) -> "RLTrainingConfig":
+        try:
+            _ = self.orchestrator
+        except ValidationError as error:
+            raise ValueError(explain_validation_error(OrchestratorConfig, error)) from None
         return self
 
 
@@ -94,39 +115,57 @@ async def run_rl_training(
     """
     manager = rollout_manager or _make_manager(inference_workers, config)
     manager.join(engines=inference_engines, workers=inference_workers, data_buffer=data_buffer)
+    refuse_missing_trackers(config.metrics.report_to)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(backend.close)
         done = await backend.start(config)
         stack.push_async_callback(manager.close)
         await manager.start(config, backend.model_dir, backend.run_dir)
         if done:
+            state = OrchestratorState.load(backend.run_dir, done)
+            manager.data_buffer.position = state.next_order
+            manager.data_buffer.set_aside.update(state.set_aside)
             await manager.update_weights(backend.weights(done), done)
-            manager.data_buffer.position += done * config.prompts_per_step
-        return await _loop(backend, manager, config, done)
+        known = {"run_rl_training": config.model_dump(mode="json")}
+        forwarder = open_forwarder(backend.run_dir, **config.metrics.model_dump(), config=known, start_step=done)
+        stack.callback(forwarder.close)
+        return await _loop(backend, manager, config, forwarder, done)
 
 
 async def _loop(
-    backend: TrainingBackend, manager: RolloutManager, config: RLTrainingConfig, done: int
+    backend: TrainingBackend,
+    manager: RolloutManager,
+    config: RLTrainingConfig,
+    forwarder: MetricsForwarder,
+    done: int,
 ) -> list[Metrics]:
-    run_log = RunLog(backend.run_dir, "orchestrator")
+    run_log, served = RunLog(backend.run_dir, "orchestrator"), done
     history: list[Metrics] = []
+    if manager.evaluator is not None and not done:
+        history.append({"step": 0, "eval/reward": await manager.evaluate(0, backend.run_dir)})
     generating = asyncio.ensure_future(manager.generate_batch(config.prompts_per_step))
     try:
         for step in range(done + 1, config.num_steps + 1):
             started = time.monotonic()
             groups = await generating
             generated_s = time.monotonic() - started
+            left_out, state = manager.filter.take_metrics(), _state(step, manager.data_buffer)
             is_last = step == config.num_steps
             if config.overlap and not is_last:
                 generating = asyncio.ensure_future(manager.generate_batch(config.prompts_per_step))
             batch = _make_batch(groups, step, config, backend.run_dir)
-            trained = await backend.train(batch)
+            trained = await backend.train(replace(batch, orchestrator_state=state.encode()))
             if step % config.sync_every == 0 or is_last:
                 await manager.update_weights(backend.weights(step), step)
+                previous, served = served, step
+                if manager.evaluator is not None and manager.evaluator.is_due(previous, served, config.num_steps):
+                    trained["eval/reward"] = await manager.evaluate(served, backend.run_dir)
             if not config.overlap and not is_last:
                 generating = asyncio.ensure_future(manager.generate_batch(config.prompts_per_step))
-            own = batch_metrics(groups, step) | {"generate_s": generated_s, "step_s": time.monotonic() - started}
+            times = {"generate_s": generated_s, "step_s": time.monotonic() - started}
+            own = batch_metrics(groups, step) | RewardShaping(config.orchestrator).metrics(groups) | left_out | times
             run_log.metrics(step, own)
+            forwarder.forward()
             history.append({"step": step} | own | trained)
     finally:
         generating.cancel()
@@ -135,10 +174,17 @@ async def _loop(
 
 
 def _make_batch(groups: Sequence[Group], step: int, config: RLTrainingConfig, run_dir: RunDir) -> TrainBatch:
-    rewards = [group.rewards for group in groups]
-    advantages = make_advantage_function(AdvantageConfig(type=config.advantage))(rewards)
+    options = config.orchestrator
+    shaping = RewardShaping(options)
+    rewards = [shaping.rewards(group) for group in groups]
+    advantages = make_batch_advantages(options.advantage)(groups, rewards)
     write_samples(run_dir.samples(step), list(groups), advantages)
     return make_batch(groups, rewards, advantages, step, config.temperature)
+
+
+def _state(step: int, data_buffer: DataBuffer) -> OrchestratorState:
+    """What a resumed run goes on with; a batch that is being made then is made again."""
+    return OrchestratorState(step, data_buffer.position, [], set_aside=sorted(data_buffer.set_aside))
 
 
 def _make_manager(workers: Sequence[Worker], config: RLTrainingConfig) -> RolloutManager:

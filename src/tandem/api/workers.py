@@ -2,7 +2,7 @@
 
 Messages, each a table, and each with an answer; an answer with "error" says what went wrong:
 
-    {"cmd": "init_engine", "model_name": …, "options": {…}, "weight_roots": […]}  →  {"status": "ready"}
+    {"cmd": "init_engine", "model_name": …, "options": {…}, "weight_roots": […]}  →  {"status": "ready"} (also: gpu_id)
     {"cmd": "generate", "prompts": [{"prompt_ids": […], "sampling": {…}}, …]}     →  {"completions": [[…], …]}
     {"cmd": "update_weights", "path": …, "version": …}                            →  {"status": "loaded"}
     {"cmd": "train", "config": {…}, "environment": {…}}                           →  {"exit_code": …, "log": …, …}
@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.api.engines import InferenceEngine, NativeEngine, SGLangEngine, VLLMEngine
+from tandem.api.engines import InferenceEngine, NativeEngine, VLLMEngine
 from tandem.api.pool import Job
+from tandem.api.sglang import SGLangEngine
 from tandem.launch.supervisor import last_lines
 from tandem.orchestrator.client import InferenceError
 from tandem.types.rollout import SamplingOptions, SamplingRequest
@@ -67,6 +68,7 @@ class InferenceWorker:
         match message:
             case {"cmd": "init_engine", "model_name": model}:
                 options = dict(message.get("options") or {})
+                options |= {name: message[name] for name in ("gpu_id", "gpu_ids") if name in message}
                 engine = options.pop("engine", "native")
                 if engine not in ENGINES:
                     raise UserError(f"engine = {engine!r} is none of {', '.join(ENGINES)}")

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
-from tandem.config.explain import explain_validation_error, models_in
+from tandem.config.explain import explain_validation_error, models_in, option_paths
 from tandem.config.help import render_help
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
-from tandem.config.short_names import spell_out
+from tandem.config.short_names import MODEL, spell_out
 from tandem.config.sources import Tree, extract_files, merge
 from tandem.utils.errors import UserError
-from tandem.utils.hub import fetch_model, is_hub_name, is_offline
+from tandem.utils.hub import fetch_model, is_to_be_fetched
 
 # Where the parser carries what the files say, apart from what the flags say. No option has such a name.
 FILES = "@"
@@ -63,7 +63,8 @@ def parse(
         print(render_help(cls, prog, description), end="")
         raise SystemExit(0)
     try:
-        arguments = spell_out(arguments, short_names or {})
+        model = MODEL if "model.name" in option_paths(cls) else {}
+        arguments = spell_out(arguments, model | dict(short_names or {}))
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
         config = _load(cls, run, rest, prog, description)
         if (missing := _model_on_the_hub(config)) is None:
@@ -82,12 +83,9 @@ def _load(cls: type[C], run: Path | None, arguments: list[str], prog: str, descr
 
 
 def _model_on_the_hub(config: Config) -> Path | None:
-    """The name of a model that would have to be fetched, where that is allowed. Below a directory that is here, it is
-    rather a path with a mistake in it."""
+    """The name of a model that has to be fetched."""
     name = getattr(getattr(config, "model", None), "name", None)
-    if not isinstance(name, Path) or not is_hub_name(name) or name.parent.exists():
-        return None
-    return None if is_offline() else name
+    return name if isinstance(name, Path) and is_to_be_fetched(name) else None
 
 
 def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description: str) -> C:

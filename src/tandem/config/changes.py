@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Options that change where, when and how fast things happen, or what is shown, but not what is learned.
 HARMLESS = (
-    *("output_dir", "show", "log_level", "deployment", "gpus.*", "max_restarts", "restart_delay_s"),
+    *("output_dir", "show", "log_level", "deployment", "release_cache", "gpus.*", "max_restarts", "restart_delay_s"),
     *("slurm", "slurm.*", "ray.*"),
     *("checkpoint.*", "metrics.*", "client.*", "inference", "inference.*", "eval.*", "data.eval_path"),
     *("parallel.*", "device", "deterministic", "tokens_per_microbatch"),

@@ -131,6 +131,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "rollout_num_gpus": ("gpus.inference",),
     "nproc_per_node": ("parallel.ranks",),
     "fsdp": ("parallel.strategy",),
+    "train_backend": ("parallel.strategy",),
     "deepspeed": ("parallel.strategy",),
     "torch_compile": ("parallel.compile",),
     "use_vllm": ("inference.engine", "engine"),
@@ -144,12 +145,17 @@ _ON_NODES = "start torchrun on each node, or let SLURM or Ray do it (docs/scalin
 _PER_COPY = (
     "GPUs of one copy of the model are vLLM's flag: inference.engine = 'vllm', vllm.flags.tensor-parallel-size = 2"
 )
+_OF_VLLM = "that is a flag of vLLM: `inference --engine vllm` takes it, as does inference.vllm.flags"
+_VLLM_FLAGS = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local"),
+    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless", "enforce_eager"),
+)
 EXPLAINED: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(_VLLM_FLAGS, ("vllm", _OF_VLLM)),
     "colocate": ("deployment", "that is deployment = 'colocated' (one process), or 'shared' (two, on one GPU)"),
     "actor_num_nodes": ("trainer", f"the trainer on several nodes: {_ON_NODES}"),
     "num_nodes": ("trainer", _ON_NODES),
     "rollout_num_gpus_per_engine": ("gpus", _PER_COPY),
-    "tensor_parallel_size": ("gpus", _PER_COPY),
     "hf_checkpoint": ("gpus", "that is model.name"),
     "rollout_batch_size": ("gpus", "that is orchestrator.prompts_per_step"),
     "n_samples_per_prompt": ("gpus", "that is orchestrator.group_size"),
@@ -204,7 +210,7 @@ def algorithm_hint(key: str, value: object) -> str:
 def explanation(name: str, paths: Sequence[str]) -> str:
     """What to do instead, for a name that is no option of ours but whose purpose is known; empty: it is not."""
     option, told = EXPLAINED.get(name.lower(), ("", ""))
-    return told if option in paths else ""
+    return told if any(path == option or path.endswith(f".{option}") for path in paths) else ""
 
 
 def options_meant(name: str, paths: Sequence[str]) -> list[str]:

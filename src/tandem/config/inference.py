@@ -119,7 +119,7 @@ class InferenceConfig(LogOptions, ComputeOptions, SeedOptions, ModelOptions):
     """Reuse the KV cache of prompts that begin alike, from earlier requests too."""
 
     cuda_graphs: bool = True
-    """Decode with CUDA graphs, on a GPU. Always off with deterministic."""
+    """Decode with CUDA graphs, on a GPU."""
 
     check_invariants: bool = False
     """Check the native engine's invariants whenever it is idle. For tests."""

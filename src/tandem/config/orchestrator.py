@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
-from tandem.config.advantages import AdvantageConfig, LengthPenaltyConfig, OverlongConfig
+from tandem.config.advantages import AdvantageConfig
+from tandem.config.batches import BatchOptions
 from tandem.config.client import OUTAGE_TIMEOUT_S, ClientConfig
 from tandem.config.environment import EnvConfig, MixedEnvConfig
 from tandem.config.filters import CurriculumConfig, FilterConfig
 from tandem.config.sampling import EvalConfig, SamplingConfig
-from tandem.config.shared import LogOptions, MetricsConfig, ModelOptions, RunOptions, SeedOptions, SyncOptions
+from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, SyncOptions
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class EnvPlan:
     num_eval_prompts: int
 
 
-class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class OrchestratorConfig(BatchOptions, LogOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
     """The orchestrator: tasks, rewards, advantages, staleness, batches."""
 
     client: ClientConfig = ClientConfig()
@@ -35,27 +36,10 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
 
     sampling: SamplingConfig = SamplingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
-    overlong: OverlongConfig | None = None
-    """Penalize long completions. Left out: no penalty."""
-
-    length_penalty: LengthPenaltyConfig | None = None
-    """Prefer short completions. Left out: no preference."""
-
-    solved_reward: float = 1.0
-    """A rollout with at least this reward counts as solved: in the curriculum, in length_penalty and in pass@k."""
-
-    filters: FilterConfig = FilterConfig()
     curriculum: CurriculumConfig | None = None
     """Visit easy and hard tasks less often. Left out: all tasks equally often."""
 
     eval: EvalConfig = EvalConfig()
-    metrics: MetricsConfig = MetricsConfig()
-
-    prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts (groups) in a training batch."""
-
-    group_size: int = Field(default=8, ge=1)
-    """Rollouts of each prompt. prompts_per_step x group_size = rollouts per step."""
 
     oversampling: float = Field(default=1.0, ge=1, le=4)
     """Start this many times prompts_per_step groups. A step takes the first prompts_per_step that finish; at
@@ -71,9 +55,6 @@ class OrchestratorConfig(LogOptions, SeedOptions, SyncOptions, RunOptions, Model
 
     weights_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for new weights from the trainer, or for the rollouts of a step."""
-
-    max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """End the run when more than this share of the rollouts of 64 groups failed. 0: at the first failure. 1: never."""
 
     @property
     def plans(self) -> dict[str, EnvPlan]:

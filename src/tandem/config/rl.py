@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from tandem.config.base import FILES, Config
+from tandem.config.colocated import CacheOptions
 from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
@@ -33,7 +34,9 @@ SHARED_KEYS = tuple(
 )
 
 
-class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):
+class RLConfig(
+    SlurmOptions, CacheOptions, LogOptions, StartOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions
+):
     """Reinforcement learning: inference server, orchestrator and trainer in one command."""
 
     trainer: TrainerConfig
@@ -43,7 +46,8 @@ class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions,
 
     deployment: Deployment | None = None
     """Where trainer and server run. split: two processes, each with its own GPUs. shared: two processes on one GPU, new
-    weights through the machine's memory. colocated: one process. None: shared on one GPU, split otherwise."""
+    weights through its memory. colocated: one process, or one for each rank of the trainer. None: shared on one GPU,
+    split otherwise."""
 
     gpus: GpuConfig = GpuConfig()
     ray: RayConfig = RayConfig()
@@ -112,7 +116,7 @@ class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions,
 
     @model_validator(mode="after")
     def _deployment_has_our_engine(self) -> "RLConfig":
-        """Only our own engine takes weights from memory, and only one rank has them whole."""
+        """Only our own engine takes weights from memory."""
         engine = None if self.inference is None else self.inference.engine
         if self.deployment in ("shared", "colocated") and engine != "native":
             given = "no inference section" if engine is None else f"inference.engine = {engine!r}"
@@ -120,10 +124,19 @@ class RLConfig(SlurmOptions, LogOptions, StartOptions, SeedOptions, SyncOptions,
                 f"deployment = {self.deployment!r} with {given}: it needs the native engine, started by `rl`; set "
                 "inference.engine = 'native', or leave deployment out"
             )
-        if self.deployment == "colocated" and self.trainer.parallel.ranks > 1:
+        if self.release_cache is not None and self.deployment != "colocated":
             raise ValueError(
-                f"deployment = 'colocated' with trainer.parallel.ranks = {self.trainer.parallel.ranks}: trainer and "
-                "server are one process; set ranks to 1, or deployment to 'split'"
+                f"release_cache = {self.release_cache} with deployment = {self.deployment!r}: only a trainer in the "
+                "engine's own process can have its memory; leave it out, or set deployment to 'colocated'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_scheduler(self) -> "RLConfig":
+        if self.slurm is not None and self.ray.address is not None:
+            raise ValueError(
+                f"slurm.nodes = {self.slurm.nodes} and ray.address = {self.ray.address!r} are both given: a SLURM "
+                "job or a Ray cluster places the processes of a run; leave one of them out"
             )
         return self
 

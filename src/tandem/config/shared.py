@@ -25,7 +25,7 @@ class ModelConfig(Config):
 
     name: Annotated[Path, AfterValidator(find_model)]
     """Directory with config.json, *.safetensors and tokenizer.json, or a name on the Hugging Face hub (org/name): taken
-    from the hub's cache, and fetched into it first unless HF_HUB_OFFLINE is set."""
+    from the hub's cache, and fetched into it first unless HF_HUB_OFFLINE is set (short: --model)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute precision. The trainer keeps its master weights in float32 either way."""

@@ -14,6 +14,7 @@ INFERENCE = {
     "--no-allow-unauthenticated": "--no-server.allow-unauthenticated",
 }
 
+MODEL = {"--model": "--model.name"}  # of every command that has one
 RL = {"--env": "--orchestrator.env.id"}
 ORCHESTRATOR = {"--env": "--env.id"}
 

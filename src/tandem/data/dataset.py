@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from tandem.config.data import DataConfig, SourceConfig
 from tandem.data.conversations import Fields, Fit
-from tandem.data.rows import Row, RowSource, open_source
+from tandem.data.rows import Row, RowSource, open_source, refuse_missing
 from tandem.data.sources import Indices, InMemory, Mixed, SampleSource, Streamed
 from tandem.types.rollout import TrainingSequence
 from tandem.utils.errors import UserError
@@ -152,6 +152,14 @@ def _fields(row: Row, names: Mapping[str, str]) -> Fields:
             raise ValueError(f"field {theirs!r} is missing; it has {sorted(given)}")
         given[ours] = given[theirs]
     return given
+
+
+def check_sources(config: DataConfig) -> None:
+    """UserError where one of the files is not there; none is read."""
+    for key, source in _named(config):
+        refuse_missing(source.path, key)
+    if config.eval_path is not None:
+        refuse_missing(config.eval_path, "data.eval_path")
 
 
 def _named(config: DataConfig) -> Iterator[tuple[str, SourceConfig]]:

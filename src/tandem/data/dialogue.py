@@ -25,7 +25,7 @@ class Dialogue:
         self.calls = calls
         self.messages = messages
         self._prompt = tokenizer.render(messages, add_generation_prompt=True, tools=tools)
-        self.new_ids = tokenizer.encode(self._prompt)
+        self.new_ids = tokenizer.encode_shared(self._prompt)
         """What comes before the next turn of the model and has not been seen by it."""
 
         self.token_ids = list(self.new_ids)
@@ -48,7 +48,7 @@ class Dialogue:
             return False
         # The closing token lies between what the model wrote and what follows, so that they are encoded as they would
         # be together.
-        self.new_ids = self.tokenizer.encode(after)
+        self.new_ids = self.tokenizer.encode_shared(after)
         self.token_ids += self.new_ids
         self.messages = messages
         self._is_open = False

@@ -42,12 +42,9 @@ class RowSource:
 
 def open_source(source: SourceConfig, key: str, *, streaming: bool) -> RowSource:
     """Checks all that can be checked without reading the rows."""
-    path = Path(source.path).expanduser()
+    path = refuse_missing(source.path, key)
     if path.is_file():
         return RowSource(key, source.path, _file_reader(source, path, key, streaming))
-    is_hub_name = HUB_NAME.fullmatch(source.path) is not None and path.suffix not in FILE_TYPES
-    if not path.exists() and not is_hub_name:
-        raise UserError(f"{key} = {source.path!r} does not exist; give {KINDS}")
     datasets = _datasets(key, source.path)
     if path.is_dir() and any((path / name).exists() for name in SAVED_BY_DATASETS):
         if source.name is not None:
@@ -59,6 +56,15 @@ def open_source(source: SourceConfig, key: str, *, streaming: bool) -> RowSource
         key, source.path, lambda: datasets.load_dataset(source.path, source.name, split=split, streaming=streaming)
     )
     return RowSource(key, source.path, lambda: _dataset_rows(loaded))
+
+
+def refuse_missing(name: str, key: str) -> Path:
+    """Where rows would lie. UserError where nothing is there, and it is no name on the hub either."""
+    path = Path(name).expanduser()
+    is_hub_name = HUB_NAME.fullmatch(name) is not None and path.suffix not in FILE_TYPES
+    if not path.exists() and not is_hub_name:
+        raise UserError(f"{key} = {name!r} does not exist; give {KINDS}")
+    return path
 
 
 def _file_reader(source: SourceConfig, path: Path, key: str, streaming: bool) -> Callable[[], Iterator[Row]]:

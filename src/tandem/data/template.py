@@ -95,9 +95,11 @@ def _render(template: Any, variables: dict[str, Any]) -> str:
 
 def _compile(text: str, generation_tag: type[Extension]) -> Any:
     try:
-        return _environment(generation_tag).from_string(text)
+        template = _environment(generation_tag).from_string(text)
     except TemplateError as error:
         raise UserError(f"the model's chat template cannot be read: {error}") from error
+    template.globals = dict(template.globals)  # Jinja's is a chain of two, and every rendering begins with a copy of it
+    return template
 
 
 def _environment(generation_tag: type[Extension]) -> ImmutableSandboxedEnvironment:

@@ -4,7 +4,7 @@ Only what the fast tokenizer file and the chat template say is used, so that a p
 the same, token by token, as transformers' apply_chat_template would give.
 """
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from tandem.utils.files import read_table
 
 # Texts above this are encoded without holding the interpreter's lock, which costs short ones more than it saves.
 LONG_TEXT = 4096
+# What conversations begin with, and short answers of tools and users, come many times in a row.
+KNOWN_TEXTS = 1024
 
 
 class Tokenizer:
@@ -42,6 +44,7 @@ class Tokenizer:
         }
         self.token_bytes = TokenBytes(self._tokenizer)
         self.eos_token_ids = self._read_eos(model_dir)
+        self._encode_known = lru_cache(KNOWN_TEXTS)(self.encode)
 
     @property
     def vocab_size(self) -> int:
@@ -88,7 +91,7 @@ class Tokenizer:
         """Tokens that stand for no text."""
         return [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
 
-    @property
+    @cached_property
     def eos_texts(self) -> list[str]:
         """The tokens that end a completion, as they are written."""
         texts = (self._tokenizer.id_to_token(token_id) for token_id in self.eos_token_ids)
@@ -106,6 +109,10 @@ class Tokenizer:
         if len(text) > LONG_TEXT:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_shared(self, text: str) -> list[int]:
+        """The same list for the same text, while it is known: not to be changed."""
+        return self._encode_known(text)
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Token ids, and the character of the text at which each token begins."""

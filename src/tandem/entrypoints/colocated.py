@@ -2,9 +2,9 @@
 
     main thread      the trainer's loop; signals are its own
     server thread    HTTP, as `inference` serves it
-    engine thread    the native engine, which takes every new version from memory
+    engine thread    the native engine, which computes with the trainer's own weights
 
-They are put together here, above both: neither knows of the other.
+They are put together here, above both: neither knows of the other. Of several ranks each is such a process.
 """
 
 import logging
@@ -14,20 +14,28 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from socket import socket
 from typing import TYPE_CHECKING
 
 from tandem.config.base import parse
 from tandem.config.colocated import ColocatedConfig
+from tandem.config.inference import InferenceConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
+from tandem.inference.builders import build_native
+from tandem.utils.devices import VISIBLE
 from tandem.utils.log import printable, setup_logging
 from tandem.utils.processes import run_entrypoint, run_process
-from tandem.utils.run_dir import RunDir
+from tandem.utils.run_dir import RunDir, step_name
 
 if TYPE_CHECKING:
     import uvicorn
 
     from tandem.inference.engine import Engine
+    from tandem.inference.native.engine import NativeEngine
+    from tandem.transport.weights.memory import Memory
 
 logger = logging.getLogger(__name__)
 DESCRIPTION = "Trains on the batches of an orchestrator, and serves the model it trains."
@@ -40,6 +48,7 @@ def main() -> None:
 
 
 def run(config: ColocatedConfig) -> None:
+    from tandem.launch.ranks import spread_over_ranks
     from tandem.utils.devices import refuse_missing_gpu
     from tandem.utils.registry import load_function
     from tandem.utils.run_lock import hold_run
@@ -50,22 +59,88 @@ def run(config: ColocatedConfig) -> None:
     if trainer.loss.is_own:
         load_function(trainer.loss.type, trainer.loss.options, "loss")
     with hold_run(trainer.output_dir, "trainer", ["trainer"]):
-        server, engine, listening = open_server(config.inference)
-
-        import torch
+        spread_over_ranks(__spec__.name, trainer.parallel.ranks, trainer.checkpoint.on_signal_timeout_s)
+        inference = of_this_rank(config.inference)
+        server, engine, listening = open_server(inference, partial(build_native, releasable_cache=True))
 
         from tandem.inference.native.engine import NativeEngine
-        from tandem.inference.native.weights import MemorySource
         from tandem.trainer.rl.train import train_rl
-        from tandem.transport.weights.memory import OwnMemory
 
         run_dir = RunDir(trainer.output_dir)
-        memory = OwnMemory(getattr(torch, config.inference.model.dtype))
         assert isinstance(engine, NativeEngine)
-        engine.source = MemorySource(memory, run_dir.weights.resolve(), engine.source)
+        memory = connect(trainer, inference, engine)
+        room = None if config.release_cache is False else CacheRoom(engine, is_always_made=bool(config.release_cache))
         with serving(server, engine, listening):
-            train_rl(trainer, memory)
+            train_rl(trainer, memory, room)
             serve_until_finished(run_dir, trainer.max_steps)
+
+
+def of_this_rank(inference: InferenceConfig) -> InferenceConfig:
+    """Each rank has an engine and a port. It sees one GPU, so that all its threads compute there."""
+    rank = int(os.environ.get("RANK", "0"))
+    if (visible := os.environ.get(VISIBLE)) and rank:
+        os.environ[VISIBLE] = visible.split(",")[int(os.environ["LOCAL_RANK"])]
+        os.environ["LOCAL_RANK"] = "0"
+    server = inference.server.model_copy(update={"port": inference.server.port + rank})
+    return inference.model_copy(update={"server": server})
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """The memory of the KV cache, which the trainer may have while it computes gradients."""
+
+    engine: "NativeEngine"
+    is_always_made: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.engine.core.cache.num_bytes
+
+    def release(self) -> None:
+        self.engine.release_cache()
+
+    def take_back(self) -> None:
+        self.engine.take_back_cache()
+
+
+def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeEngine") -> "Memory":
+    """How weights get from one to the other: they are the same, or the engine copies the trainer's."""
+    import torch
+
+    from tandem.inference.native.weights import LiveSource, MemorySource
+    from tandem.transport.weights.live import LiveWeights
+    from tandem.transport.weights.memory import OwnMemory
+
+    folder = RunDir(trainer.output_dir).weights.resolve()
+    copied = OwnMemory(getattr(torch, inference.model.dtype))
+    through_copies = MemorySource(copied, folder, engine.source)
+    if (reason := why_copied(trainer, inference)) is not None:
+        logger.info("the engine has its own copy of the weights: %s", reason)
+        engine.source = through_copies
+        return copied
+    live = LiveWeights(
+        {name: parameter.detach() for name, parameter in engine.core.decoder.named_parameters()},
+        copied,
+        lambda version: engine.update_weights(folder / step_name(version), version),
+        trainer.rollout_timeout_s,
+    )
+    engine.source = LiveSource(live, folder, inference.model.name.resolve(), through_copies)
+    return live
+
+
+def why_copied(trainer: TrainerConfig, inference: InferenceConfig) -> str | None:
+    """Why the engine cannot compute with the trainer's own weights; None: it can."""
+    if (trainer.model, trainer.device) != (inference.model, inference.device):
+        return "trainer and inference differ in model or device"
+    if trainer.model.impl != "native":
+        return f"model.impl = {trainer.model.impl!r}"
+    if trainer.parallel.ranks > 1 or trainer.parallel.strategy == "zero3_offload":
+        return "those are divided among ranks, or lie in CPU memory"
+    if trainer.sync_every > 1:
+        return f"sync_every = {trainer.sync_every}"
+    if trainer.lora is None and trainer.updates_per_batch * trainer.epochs_per_batch > 1:
+        return "there are several updates per batch, and the weights between two of them are no version"
+    return None
 
 
 @contextmanager

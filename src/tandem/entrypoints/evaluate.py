@@ -36,7 +36,7 @@ def launch(config: EvaluateConfig) -> None:
     if config.dry_run:
         print("dry run: the options are valid")
         return
-    earlier = None if config.compare is None else read_results(config.compare)
+    earlier = None if config.compare is None else read_results(config.compare, config)
     with guarded():
         results = asyncio.run(evaluate_all(config))
     show_results(results)

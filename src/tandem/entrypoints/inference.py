@@ -1,5 +1,6 @@
 """`inference`: serve a model over HTTP."""
 
+import gc
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from tandem.data.tokenizer import Tokenizer
+    from tandem.inference.builders import EngineBuilder
     from tandem.inference.engine import Engine
     from tandem.inference.grammars import Grammars
 
@@ -80,20 +82,24 @@ def serve_with_vllm(config: InferenceConfig) -> NoReturn:
 def serve(config: InferenceConfig) -> None:
     """Serve until told to stop; exits with 1 if the engine fails."""
     server, engine, listening = open_server(config)
+    gc.freeze()  # what is there stays: a collection that looked at it would stop everything for a sixth of a second
     server.run(sockets=[listening])
     if engine.failure is not None:
         print(f"inference: {printable(engine.failure)}", file=sys.stderr)
         raise SystemExit(1)
 
 
-def open_server(config: InferenceConfig) -> "tuple[uvicorn.Server, Engine, Socket]":
-    """A server that only has to be run on its socket; its engine is started."""
+def open_server(
+    config: InferenceConfig, build: "EngineBuilder | None" = None
+) -> "tuple[uvicorn.Server, Engine, Socket]":
+    """A server that only has to be run on its socket; its engine is started. `build` makes it in place of what
+    `config.engine` names."""
     from tandem.inference.builders import find_builder
 
     api_key = config.server.resolve_api_key()
     check_model_dir(config.model.name)
     refuse_missing_gpu(config.device, "device")
-    build_engine = find_builder(config.engine)
+    build_engine = build or find_builder(config.engine)
     spec = ModelSpec.load(config.model.name)
     config = within_positions(config, config.model.name)
     # Before the model is loaded: a taken port is reported at once, and no other process can take this one.

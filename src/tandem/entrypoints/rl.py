@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.base import parse
 from tandem.config.rl import RLConfig
 from tandem.config.short_names import RL
+from tandem.utils.errors import UserError
 from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
     from tandem.launch.plan import ProcessPlan
+
+CONTROLS = ("--stop", "--status")
 
 DESCRIPTION = """\
 Reinforcement learning in one command: starts the inference server, the orchestrator and the trainer.
@@ -28,17 +31,21 @@ Shared values (model, seq_len, output_dir, max_steps, …) are given once and re
 
 
 def main() -> None:
-    if len(sys.argv) == 3 and sys.argv[1] in ("--stop", "--status"):
-        run_entrypoint("rl", lambda: control(sys.argv[1], Path(sys.argv[2])))
+    if any(word.startswith(CONTROLS) for word in sys.argv[1:]):
+        run_entrypoint("rl", lambda: control(sys.argv[1:]))
         return
     config = parse(RLConfig, "rl", DESCRIPTION, short_names=RL)
     run_entrypoint("rl", lambda: launch(config))
 
 
-def control(asked: str, root: Path) -> None:
+def control(words: list[str]) -> None:
     """Of a run that another process has started."""
     from tandem.launch.control import status_lines, stop_run
 
+    asked, *others = [part for word in words for part in word.split("=", 1) if part]
+    if asked not in CONTROLS or len(others) != 1:
+        raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else: `rl --stop outputs/rl`")
+    root = Path(others[0])
     print(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
 
 

@@ -61,8 +61,10 @@ def sweep(config: SweepConfig) -> None:
     else:
         output_dir, runs = write(config.file)
     if config.submits:
-        names = submit_runs(output_dir, runs, resume=config.resume, array=config.array, max_jobs=config.max_jobs)
-        print(f"{len(names)} of {len(runs)} runs submitted" + (f": {', '.join(names)}" if names else ""))
+        done = submit_runs(output_dir, runs, resume=config.resume, array=config.array, max_jobs=config.max_jobs)
+        print(f"{len(done.runs)} of {len(runs)} runs submitted" + (f": {', '.join(done.runs)}" if done.runs else ""))
+        if done.evaluations:
+            print(f"evaluations of finished runs submitted: {', '.join(done.evaluations)}")
         return
     went_well = True
     if config.local:

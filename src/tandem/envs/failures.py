@@ -36,7 +36,11 @@ class Failure:
 
     @property
     def frames(self) -> str:
-        """The traceback without its first and last line, for a message that says the rest itself."""
+        """The traceback without its first and last line, for a message that says the rest itself. Empty where all of it
+        is ours: a server that does not answer, say."""
+        files = re.findall(r'^  File "(.+?)"', self.traceback, re.MULTILINE)
+        if all(file.startswith(PACKAGE) for file in files):
+            return ""
         return "\n".join(line for line in self.traceback.splitlines() if line.startswith("  "))
 
     @property

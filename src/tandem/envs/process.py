@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 3.0
 WATCH_S = 0.2
 CLOSE_S = 2.0
+AT_ONCE = 8  # messages that a pass of the event loop takes; thousands may have come, and others wait for it too
 
 
 class WorkerLost(Exception):
@@ -75,9 +76,8 @@ class Call:
         for turn in self.asked:
             turn.cancel()
 
-    @property
-    def is_over(self) -> bool:
-        return self.started is not None and time.monotonic() - self.started > self.limit_s + GRACE_S
+    def is_over(self, now: float) -> bool:
+        return self.started is not None and now - self.started > self.limit_s + GRACE_S
 
 
 class Worker:
@@ -91,6 +91,7 @@ class Worker:
         self._numbers = itertools.count(1)
         self._background: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
+        self._unsent: list[bytes] = []
         # What can be read of the process while its Python is stuck: whose code runs, and where its threads are.
         self._mark: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._mark.write(bytes(MARK_BYTES))
@@ -160,9 +161,16 @@ class Worker:
         return number, call
 
     def _send(self, message: Payload) -> None:
+        """With all that is sent in this pass of the event loop."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(frame(message))
+
+    def _flush(self) -> None:
         assert self._writer is not None, "not started"
         if not self.is_lost:
-            self._writer.write(frame(message))
+            self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     async def close(self) -> None:
         """Let it end; what does not end at once is killed."""
@@ -179,8 +187,9 @@ class Worker:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                self._take(await receive(reader))
-                await asyncio.sleep(0)  # thousands may have come at once, and others wait for the event loop too
+                for _ in range(AT_ONCE):
+                    self._take(await receive(reader))
+                await asyncio.sleep(0)
 
     def _take(self, answer: Payload) -> None:
         if "started" in answer:
@@ -226,8 +235,8 @@ class Worker:
         """Notice that the process has ended, or end it where a call is over its limit and nothing inside helps."""
         while not self.is_lost:
             await asyncio.sleep(WATCH_S)
-            running = self._running()
-            over = {number: call for number, call in self._calls.items() if call.is_over}
+            running, now = self._running(), time.monotonic()
+            over = {number: call for number, call in self._calls.items() if call.is_over(now)}
             if (code := self.process.poll()) is not None:
                 started = {number for number, call in self._calls.items() if call.started is not None}
                 failure = Failure(f"the environment's process ended with {_how_it_ended(code)}")

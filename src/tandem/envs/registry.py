@@ -57,6 +57,13 @@ def make_environment(config: EnvConfig) -> Any:
     return environment if config.system_prompt is None else SystemPrompted(environment, config.system_prompt)
 
 
+def check_names(config: EnvConfig) -> None:
+    """UserError where there is no such environment, or no such reward function; neither is created."""
+    _find(config.id)
+    if config.reward is not None:
+        find_registered(REWARDS, config.reward, "env.reward")
+
+
 def _find(env_id: str) -> Callable[..., Any]:
     if HUB_NAME.fullmatch(env_id):
         return partial(_load(HUB_ENVIRONMENT), env_id)
@@ -71,6 +78,8 @@ def _load(path: str) -> Callable[..., Any]:
 
 def _check(environment: Any, config: EnvConfig) -> None:
     """What can be said before any of its tasks is tried."""
+    if environment is None:
+        raise UserError(f"env.id = {config.id!r} gave None, not an environment")
     rollout = getattr(environment, "rollout", None)
     if rollout is not None and not inspect.iscoroutinefunction(rollout):
         raise UserError(f"env.id = {config.id!r}: rollout must be `async def`: it waits for the model")

@@ -19,8 +19,6 @@ class Rewarded:
         self, environment: Any, score: Callable[[Task, str], Any], costs: Callable[[], dict[str, float]] = dict
     ) -> None:
         self.reward_costs = costs
-        self.train_tasks = environment.train_tasks
-        self.eval_tasks = environment.eval_tasks
         self._environment = environment
 
         @functools.wraps(score)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from tandem.types.rollout import Task
@@ -12,9 +13,16 @@ class SystemPrompted:
     """Everything but its tasks is that of `environment`."""
 
     def __init__(self, environment: Any, system_prompt: str) -> None:
-        self.train_tasks = _with_system_message(environment.train_tasks, system_prompt)
-        self.eval_tasks = _with_system_message(environment.eval_tasks, system_prompt)
         self._environment = environment
+        self._system_prompt = system_prompt
+
+    @cached_property
+    def train_tasks(self) -> list[Task]:
+        return _with_system_message(self._environment.train_tasks, self._system_prompt)
+
+    @cached_property
+    def eval_tasks(self) -> list[Task]:
+        return _with_system_message(self._environment.eval_tasks, self._system_prompt)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)

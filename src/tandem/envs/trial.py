@@ -35,6 +35,8 @@ async def try_environment(environment: Environment, config: EnvConfig) -> None:
     if not config.check:
         return
     for name, tasks in (("training", environment.train_tasks), ("held-out", environment.eval_tasks)):
+        if not tasks:
+            raise UserError(f"env.id = {config.id!r} has no {name} tasks")
         task = tasks[0]
         for what, completion in (("an empty completion", ""), ("its own answer", str(task.answer))):
             try:

@@ -42,12 +42,13 @@ from tandem.envs.tools import as_schema
 from tandem.envs.wire import Channel, Payload
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shorten
 from tandem.utils.log import setup_logging
 from tandem.utils.processes import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
 MARK_BYTES = 8
+EXAMPLES = "docs/environments.md has examples"
 # The other side waits a little longer than this before it kills.
 CLOSE_S = 1.0
 
@@ -164,12 +165,36 @@ def failed(failure: Failure, *, lingers: bool) -> Payload:
     return {"failure": asdict(failure), "lingers": lingers}
 
 
-def describe_tasks(environment: HasTasks) -> Payload:
+def describe_tasks(environment: HasTasks, config: EnvConfig) -> Payload:
     """What the orchestrator needs of the tasks; what only the scorer needs (`info`) stays here, whatever it is."""
     return {
-        split: [{"index": task.index, "messages": task.messages, "answer": task.answer} for task in tasks]
-        for split, tasks in (("train", environment.train_tasks), ("eval", environment.eval_tasks))
+        split: [
+            {"index": task.index, "messages": task.messages, "answer": task.answer}
+            for task in read_tasks(environment, f"{split}_tasks", config)
+        ]
+        for split in ("train", "eval")
     }
+
+
+def read_tasks(environment: HasTasks, name: str, config: EnvConfig) -> Sequence[Task]:
+    """UserError where they are not what environments have."""
+    try:
+        tasks = getattr(environment, name)
+    except AttributeError as error:
+        if error.name != name:  # of the user's own code
+            raise
+        raise UserError(f"env.id = {config.id!r} has no `{name}`; {EXAMPLES}") from None
+    for place, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            what = shorten(repr(task), 80)
+            raise UserError(f"env.id = {config.id!r}: {name}[{place}] is no tandem.types.rollout.Task but {what}")
+        if not isinstance(task.messages, list) or not all(isinstance(message, dict) for message in task.messages):
+            what = shorten(repr(task.messages), 80)
+            raise UserError(
+                f"env.id = {config.id!r}: the messages of {name}[{place}] are no list of tables with role and content "
+                f"but {what}"
+            )
+    return tasks
 
 
 def fingerprint(tasks: Payload) -> str:
@@ -189,8 +214,10 @@ def make(config: EnvConfig) -> tuple[Any, Payload]:
 async def prepare(environment: Any, config: EnvConfig, *, with_tasks: bool) -> Payload:
     """Set the environment up; the answer tells of its tasks, or why there are none."""
     try:
+        if not hasattr(environment, "score") and not hasattr(environment, "rollout"):
+            raise UserError(f"env.id = {config.id!r} has neither `score` nor `rollout`; {EXAMPLES}")
         await _call_hook(environment, "setup")
-        tasks = describe_tasks(environment)
+        tasks = describe_tasks(environment, config)
         return {
             "ready": {
                 "fingerprint": fingerprint(tasks),

@@ -8,6 +8,7 @@ answers too. It cannot choose the headers Host and Origin.
 import ipaddress
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -52,6 +53,7 @@ class RefuseForeignPages:
         return None
 
 
+@lru_cache(maxsize=64)  # a client sends the same with every request
 def is_known(host: str, names: frozenset[str]) -> bool:
     name = host_name(host)
     if name is None:
@@ -95,10 +97,10 @@ class RequireJson:
 
 def not_json(scope: Scope) -> str | None:
     """Why the body of a request is refused, from its headers; None: it has none, or it is JSON."""
-    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-    if headers.get(b"content-length", "0").strip("0") == "" and b"transfer-encoding" not in headers:
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    if headers.get(b"content-length", b"0").strip(b"0") == b"" and b"transfer-encoding" not in headers:
         return None
-    given = headers.get(b"content-type", "")
+    given = headers.get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return None

@@ -23,7 +23,9 @@ def find_builder(name: str) -> EngineBuilder:
     return find_registered(BUILDERS, name, "engine")
 
 
-def build_native(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "NativeEngine":
+def build_native(
+    config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure, *, releasable_cache: bool = False
+) -> "NativeEngine":
     with importing():
         from tandem.data.text_stream import TextStream
         from tandem.inference.native.build import build_engine
@@ -33,7 +35,9 @@ def build_native(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: On
     # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a
     # step takes, even while the event loop is busy with JSON.
     sys.setswitchinterval(0.0005)
-    return build_engine(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), on_failure)
+    return build_engine(
+        *(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), on_failure), releasable_cache=releasable_cache
+    )
 
 
 def build_sglang(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "SGLangEngine":

@@ -11,6 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -77,6 +78,11 @@ class Identity:
             raise EngineBusy(f"the weights that run {run!r} loaded here have been replaced by {now}")
 
 
+@lru_cache(maxsize=64)
+def headers(identity: ServerIdentity) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in identity.to_headers().items()]
+
+
 class Identify:
     """Middleware, outside all others."""
 
@@ -94,9 +100,7 @@ class Identify:
             if message["type"] == "http.response.start":
                 if scope["method"] == "POST":
                     await self.identity.settled()
-                own = self.identity.since(start).to_headers()
-                encoded = [(name.encode(), value.encode()) for name, value in own.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *encoded]}
+                message = {**message, "headers": [*message.get("headers", ()), *headers(self.identity.since(start))]}
             await send(message)
 
         await self.app(scope, receive, named)

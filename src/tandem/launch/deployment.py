@@ -10,7 +10,7 @@ from tandem.launch.plan import ProcessPlan
 
 MEANINGS: dict[Deployment, str] = {
     "split": "trainer and server each have their own GPUs, new weights go through files",
-    "shared": "trainer and server are two processes on one machine, new weights go through its memory",
+    "shared": "trainer and server are two processes on one GPU or CPU, new weights go through its memory",
     "colocated": "trainer and server are one process",
 }
 
@@ -24,9 +24,11 @@ def choose_deployment(config: RLConfig, gpus: GpuPlan | None) -> Deployment:
     return "shared" if gpus is not None and gpus.is_together and is_ours and is_linux else "split"
 
 
-def deploy(plans: list[ProcessPlan], deployment: Deployment, config_folder: Path) -> list[ProcessPlan]:
+def deploy(
+    plans: list[ProcessPlan], deployment: Deployment, config_folder: Path, release_cache: bool | None = None
+) -> list[ProcessPlan]:
     if deployment == "colocated":
-        return colocate(plans, config_folder)
+        return colocate(plans, config_folder, release_cache)
     return share(plans) if deployment == "shared" else plans
 
 
@@ -38,19 +40,23 @@ def share(plans: list[ProcessPlan]) -> list[ProcessPlan]:
     ]
 
 
-def colocate(plans: list[ProcessPlan], config_folder: Path) -> list[ProcessPlan]:
-    """The trainer's process takes the server in: it is called the trainer, and listens on the server's port."""
+def colocate(plans: list[ProcessPlan], config_folder: Path, release_cache: bool | None = None) -> list[ProcessPlan]:
+    """The trainer's process takes the server in: it is called the trainer, and listens on the server's port. Of several
+    ranks each takes one in, on ports one after another."""
     named = {plan.name: plan for plan in plans}
-    server, trainer = named.pop("inference"), named["trainer"]
+    servers = [named.pop(name) for name in list(named) if name.startswith("inference")]
+    server, trainer = servers[0], named["trainer"]
     command = [sys.executable, "-m", "tandem.entrypoints.colocated"]
     for name in ("trainer", "inference"):
         command += [f"--{name}", "@", str(config_folder / f"{name}.json")]
+    if release_cache is not None:
+        command += ["--release-cache", str(release_cache).lower()]
     named["trainer"] = replace(
         trainer,
         command=command,
         environment=server.environment | trainer.environment,
         beside={"inference": server.config},
-        listens_as="inference",
+        listens_as="inference" if len(servers) == 1 else None,
     )
     # The server is waited for by the others, so its process is started first.
     return [named.pop("trainer"), *named.values()]

@@ -78,10 +78,10 @@ def plan_gpus(config: RLConfig, world: Sequence[str], memory_bytes: Sequence[int
             raise UserError(
                 f"deployment = {deployment!r} has trainer and inference on the same GPUs: give gpus.trainer alone"
             )
-        if _count(together) > 1:
+        if deployment == "shared" and _count(together) > 1:
             raise UserError(
                 f"deployment = {deployment!r} is for one GPU, and {_count(together)} are asked for (gpus.trainer, "
-                "trainer.parallel.ranks); set deployment = 'split'"
+                "trainer.parallel.ranks); set deployment to 'split' or 'colocated'"
             )
         places = dict.fromkeys(wants, _allocate({"trainer": together}, world)["trainer"])
     servers = places.get("inference", ())

@@ -1,8 +1,10 @@
 """What a run would take of each GPU's memory, for `--dry-run`: an estimate from the model's shape alone."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tandem.config.rl import RLConfig
+from tandem.launch.deployment import choose_deployment
 from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
 from tandem.launch.plan import SHARED_UTILIZATION
 from tandem.models.memory import (
@@ -13,6 +15,7 @@ from tandem.models.memory import (
     activation_bytes,
     fitting_tokens,
     kv_bytes,
+    num_parameters,
     serving_memory,
     training_memory,
 )
@@ -41,7 +44,7 @@ class GpuUse:
 
 
 def estimate_memory(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> list[GpuUse]:
-    found = []
+    found, held = [], held_bytes(config, spec, plan)
     for place in range(len(plan.world)):
         gpu_bytes = plan.memory_bytes[place] if place < len(plan.memory_bytes) else None
         known = gpu_bytes or UNKNOWN_GPU_BYTES
@@ -51,15 +54,31 @@ def estimate_memory(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> list[Gp
             for name, places in zip(names, plan.servers, strict=True)
             if place in places
         ]
-        if config.deployment == "colocated":  # the version that was published last is held besides
-            parts = [(name, replace(use, weights=2 * use.weights)) for name, use in parts]
+        parts = [(name, replace(use, weights=use.weights + held.server)) for name, use in parts]
         if place in plan.trainer:
             taken = sum(use.total for _, use in parts)
             rank = plan.trainer.index(place)
-            parts.append((f"trainer rank {rank}", trainer_memory(config, spec, len(plan.trainer), known, taken)))
+            use = trainer_memory(config, spec, len(plan.trainer), known, taken)
+            parts.append((f"trainer rank {rank}", replace(use, weights=use.weights + held.trainer)))
         if parts:
             found.append(GpuUse(place, gpu_bytes, parts))
     return found
+
+
+class Held(NamedTuple):
+    """Bytes of the version that was published last, besides the weights that each process computes with."""
+
+    server: int = 0
+    trainer: int = 0
+
+
+def held_bytes(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> Held:
+    """Shared, the trainer keeps it for the server, which takes a copy before it swaps. A LoRA adapter is small."""
+    deployment = choose_deployment(config, plan)
+    if deployment == "split" or config.trainer.lora is not None:
+        return Held()
+    size = num_parameters(spec) * ITEMSIZE[config.model.dtype]
+    return Held(size, size) if deployment == "shared" else Held(server=size)
 
 
 def server_memory(config: RLConfig, spec: ModelSpec, gpu_bytes: int, *, is_together: bool = False) -> MemoryUse:

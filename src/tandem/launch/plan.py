@@ -67,7 +67,8 @@ def server_configs(config: RLConfig, gpus: GpuPlan | None = None) -> dict[str, d
     """The configuration of each inference server, by the name of its process."""
     if config.inference is None:
         return {}
-    count = max(1, len(gpus.servers)) if gpus is not None else 1
+    alone = config.trainer.parallel.ranks if config.deployment == "colocated" else 1
+    count = max(1, len(gpus.servers)) if gpus is not None else alone
     found = {}
     for number, name in enumerate(server_names(count)):
         server = config.inference.model_dump(mode="json")

@@ -1,6 +1,5 @@
 """Everything that can be refused before a process is started. No torch."""
 
-import asyncio
 import json
 import socket
 import sys
@@ -8,6 +7,7 @@ import urllib.request
 from urllib.parse import urlsplit
 
 from tandem.config.changes import review_changes
+from tandem.config.client import ClientConfig
 from tandem.config.inference import LOOPBACK_HOSTS
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
@@ -19,11 +19,14 @@ from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
+from tandem.orchestrator.client import InferenceClient, InferenceError
 from tandem.orchestrator.tasks import encode_prompts
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
+from tandem.types.identity import new_run_name
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
+from tandem.utils.event_loop import run_beside
 from tandem.utils.imports import is_import_path
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
@@ -47,7 +50,7 @@ def check(config: RLConfig) -> int:
     find_gpu_plan(here)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
-    asyncio.run(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
+    run_beside(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
     if here is config:  # servers that the job has just started need not be there yet
         _check_server(config)
     _check_deployment(config)
@@ -116,17 +119,18 @@ def _check_server(config: RLConfig) -> None:
             check_model_dir(config.model.name)
         return
     for url in config.orchestrator.client.base_urls:
-        _check_address(url)
+        if _check_address(url):
+            run_beside(_check_access(url, config.orchestrator.client, RunDir(config.output_dir)))
 
 
-def _check_address(url: str) -> None:
-    """An inference server must be there; it may still be loading its model, and answer later."""
+def _check_address(url: str) -> bool:
+    """An inference server must be there; it may still be loading its model, and answer later. Whether it answers."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as response:
             health = json.load(response)
     except TimeoutError:
         print(f"the server at {url} does not answer yet; the orchestrator will wait for it")
-        return
+        return False
     except (OSError, ValueError) as error:
         raise UserError(
             f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
@@ -137,6 +141,21 @@ def _check_address(url: str) -> None:
             f"orchestrator.client.base_url = {url!r}: that is not one of our inference servers; start one with "
             "`inference @ …` and give its address"
         )
+    return True
+
+
+async def _check_access(url: str, config: ClientConfig, run_dir: RunDir) -> None:
+    """A server that outlives runs must take our key, and weights from our run directory."""
+    client = InferenceClient(config, new_run_name(run_dir.root), url)
+    try:
+        await client.check_root(run_dir.weights)
+    except InferenceError as error:
+        key = "; give its key with --orchestrator.client.api-key-var" if " 401: " in str(error) else ""
+        raise UserError(
+            f"orchestrator.client.base_url = {url!r}: the server there refuses this run: {error}{key}"
+        ) from None
+    finally:
+        await client.close()
 
 
 def _reachable(url: str) -> str:
@@ -155,7 +174,14 @@ def take_ports(config: RLConfig) -> dict[str, socket.socket]:
             host, port = server["server"]["host"], server["server"]["port"]
             taken[name] = listen_or_refuse(host, port, "inference.server.port")
     except UserError:
-        for listening in taken.values():
-            listening.close()
+        close_all(taken)
         raise
+    if config.deployment == "colocated" and len(taken) > 1:
+        close_all(taken)  # torchrun hands nothing on to the ranks that will listen there
+        return {}
     return taken
+
+
+def close_all(taken: dict[str, socket.socket]) -> None:
+    for listening in taken.values():
+        listening.close()

@@ -19,6 +19,11 @@ MOST_DELAY_S = 60.0
 USER_ERROR = 2  # the exit code of a mistake that only a user can mend
 
 
+def delay_before_s(restart: int, first_s: float) -> float:
+    """Before the n-th restart of a process: it doubles from one to the next."""
+    return min(first_s * 2 ** min(restart - 1, 30), MOST_DELAY_S)
+
+
 class Restarts:
     """`max_restarts`: of each process. `delay_s`: before the first of them; it doubles from one to the next."""
 
@@ -38,7 +43,7 @@ class Restarts:
         if is_final or self._counts[name] >= self.max_restarts:
             return None
         self._counts[name] += 1
-        return min(self.delay_s * 2 ** (self._counts[name] - 1), MOST_DELAY_S)
+        return delay_before_s(self._counts[name], self.delay_s)
 
     def go_back(self) -> int:
         """Take the run directory back to where trainer and orchestrator go on from. Returns the step; 0: the start."""

@@ -25,5 +25,6 @@ def plan_run(config: RLConfig, config_folder: Path) -> RunPlan:
     here = on_this_node(config)
     gpus, places = find_gpu_plan(here), find_places(here)
     deployment = choose_deployment(here, gpus)
-    processes = deploy(make_plan(here, config_folder, gpus=gpus), deployment, config_folder)
+    planned = make_plan(here, config_folder, gpus=gpus)
+    processes = deploy(planned, deployment, config_folder, config.release_cache)
     return RunPlan(here, place_on_ray(here, lay_over_nodes(processes, here), places), gpus, places, deployment)

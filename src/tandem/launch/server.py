@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,11 @@ class ServerProcess:
             )
         self.url = f"http://127.0.0.1:{port}"
 
-    async def wait_until_well(self, http: HttpClient) -> None:
-        """UserError with its last lines where it does not start."""
+    async def wait_until_well(self, http: HttpClient, check_others: Callable[[], None] = lambda: None) -> None:
+        """UserError with its last lines where it does not start; `check_others` may raise one for what it waits for."""
         while not await _is_well(http):
             self.check("did not start")
+            check_others()
             await asyncio.sleep(POLL_S)
 
     def check(self, what: str) -> None:

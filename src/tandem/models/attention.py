@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from tandem.models import exact, ops
 from tandem.models.cpu.kernels import Contexts, SegmentLayout
 from tandem.models.gpu import equal_lengths, flex
+from tandem.models.gpu.tiles import Tiles, cut, tokens_per_tile
 from tandem.models.runtime import to_device
 
 MAX_SHORT_CONTEXT = 256
@@ -127,19 +128,39 @@ class ExactAttention:
 
     def __init__(self, packed: PackedAttention, lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> None:
         self.packed: Any = packed
-        device = packed.lengths.device
-        self.contexts = Contexts(*(to_device(part, device) for part in _contexts(lengths, parents, packed.padding)))
-        self.layout = _layout(packed.lengths, packed.parents) if device.type == "cpu" else None
+        self.device = packed.lengths.device
+        self.lengths = np.concatenate([lengths, np.ones(packed.padding, np.int64)])
+        self.on_host = _contexts(lengths, parents, packed.padding)
+        self.layout = _layout(packed.lengths, packed.parents) if self.device.type == "cpu" else None
+        self.tiles: Tiles | None = None  # on a GPU, cut when the number of heads is known
+
+    @functools.cached_property
+    def contexts(self) -> Contexts:
+        return Contexts(*(to_device(part, self.device) for part in self.on_host))
 
     @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if self.layout is None:
+            return self._attend_tiles(layer, q, k, v, window)
         if not torch.is_grad_enabled():
             return exact.attend(q, k, v, self.contexts, window)[0]
-        if self.layout is not None:
-            return exact.PackedAttention.apply(q, k, v, self.contexts, self.layout, window)
+        return exact.PackedAttention.apply(q, k, v, self.contexts, self.layout, window)
+
+    def _attend_tiles(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if self.tiles is None:
+            self.tiles = self._cut(tokens_per_tile(q.shape[1], k.shape[1]))
         with torch.no_grad():
-            out, _ = exact.attend(q, k, v, self.contexts, window)
+            out = exact.attend_tiles(q, k[:, None], v[:, None], self.tiles, window)
+        if not torch.is_grad_enabled():
+            return out
         return exact.InPlaceOf.apply(self.packed.attend(layer, q, k, v, window), out)
+
+    def _cut(self, size: int) -> Tiles:
+        rows, starts, seen = self.on_host
+        owner, offset = cut(self.lengths, size)
+        tokens = (self.lengths.cumsum() - self.lengths)[owner] + offset
+        counts = np.minimum(self.lengths[owner] - offset, size)
+        return Tiles(*(to_device(part, self.device) for part in (rows, starts[tokens], tokens, seen[tokens], counts)))
 
 
 def _contexts(

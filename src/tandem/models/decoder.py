@@ -135,6 +135,11 @@ class Decoder(nn.Module):
                 module.packed = ops.pack(module.weight, exactly=self.exact)
         self.packed_output = ops.pack(self.output_weight, exactly=self.exact)
 
+    def repack(self) -> None:
+        """After the weights have changed."""
+        if self.is_packed:
+            self.pack()
+
     @property
     def output_weight(self) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight

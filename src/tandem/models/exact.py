@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from tandem.models.cpu import kernels
 from tandem.models.cpu.kernels import Contexts, Kernels, SegmentLayout
 from tandem.models.gpu.available import has_kernels, is_installed
+from tandem.models.gpu.tiles import Tiles
 from tandem.models.spec import ModelSpec
 
 
@@ -42,11 +43,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, contexts: Contexts, window: int | None) -> tuple[Tensor, Tensor]:
-    """q (queries, heads, head_dim), keys and values (rows, kv_heads, head_dim) -> what each query sees, like q, and the
-    log of its softmax's sums (queries, heads). No gradients."""
-    if has_kernels(q):
-        return _gpu().attend(q, keys, values, contexts, window)
+    """On a CPU: q (queries, heads, head_dim), keys and values (rows, kv_heads, head_dim) -> what each query sees, like
+    q, and the log of its softmax's sums (queries, heads). No gradients."""
     return _cpu(q).exact_attention(q, keys, values, contexts, window)
+
+
+def attend_tiles(q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, window: int | None) -> Tensor:
+    """The same on a GPU; keys and values lie in blocks (blocks, block size, kv_heads, head_dim)."""
+    return _gpu().attend(q, keys, values, tiles, window)
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: Tensor) -> Tensor:

@@ -80,8 +80,7 @@ def copy_weights(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, view in views.items():
             view.copy_(tensors[name])
-    if decoder.is_packed:
-        decoder.pack()
+    decoder.repack()
 
 
 def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -16,16 +16,24 @@ Models of transformers (`model.impl = "hf"`) round by autocast, which keeps the 
 their weights in float32, too.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+
+WORKING = "_working"  # the attribute of a parameter that has a rounded copy
 
 
 def rounded(weight: Tensor, x: Tensor) -> Tensor:
     """The weight in the precision that `x` is computed in."""
-    return weight if weight.dtype == x.dtype else weight.to(x.dtype)
+    if weight.dtype == x.dtype:
+        return weight
+    copy: Tensor | None = getattr(weight, WORKING, None)
+    if copy is None or copy.dtype != x.dtype:
+        return weight.to(x.dtype)
+    return RoundedBefore.apply(weight, copy) if torch.is_grad_enabled() else copy
 
 
 class RoundedBefore(Function):
@@ -42,6 +50,37 @@ class RoundedBefore(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.to(ctx.dtype), None
+
+
+class WorkingWeights:
+    """The weights that a model in training computes with, in memory that is not its own: another model's, which serves
+    them (`deployment = "colocated"`).
+
+    What has the precision of that memory is moved there, and so is what is not trained. Of the rest, masters in
+    float32, the rounded copies lie there; without this, they would be made for every micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, memory: Mapping[str, Tensor]) -> None:
+        """`memory` by the names of the parameters; those it does not have stay where they are."""
+        self._masters: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        for name, parameter in model.named_parameters():
+            place = memory.get(name)
+            if place is None:
+                continue
+            place.copy_(parameter.detach())
+            if parameter.requires_grad and place.dtype != parameter.dtype:
+                setattr(parameter, WORKING, place)
+                self._masters.append(parameter.detach())
+                self._copies.append(place)
+            else:
+                parameter.data = place
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After the masters have changed."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._masters)
 
 
 def rounding_autocast(device: torch.device, weights: torch.dtype, dtype: torch.dtype | None) -> torch.autocast:

@@ -39,6 +39,14 @@ def load_frozen(model: ModelConfig, device: torch.device) -> Trainable:
     return _load(model, dtype, device).requires_grad_(False)
 
 
+def reload_frozen(decoder: Trainable, model: ModelConfig, device: torch.device) -> None:
+    """What is not trained, as the files of the model have it: it may have been rounded to be served."""
+    weights = dict(_load(model, torch.float32, device).named_parameters())
+    for name, parameter in decoder.named_parameters():
+        if not parameter.requires_grad:
+            parameter.data = weights[name].data
+
+
 def compute_exactly(decoder: Trainable, device: torch.device) -> None:
     """Exact mode (`exact.py`), for models that have it on the device they compute on; said where one does not."""
     if isinstance(decoder, HFDecoder) or not decoder.compute_exactly(device):

@@ -129,6 +129,12 @@ class InferenceClient:
         await self._load("/update_weights", body)
         self.model = {}
 
+    async def check_root(self, folder: Path) -> None:
+        """Raises InferenceError unless the server takes our key, and weights from below this folder."""
+        await self.meet()
+        body = {"path": str(folder.resolve()), "version": 0, "check_only": True}
+        await self._post("/update_weights", body, self._met)
+
     async def load_adapter(self, path: Path, version: int) -> None:
         """Have a LoRA adapter serve in place of the one before; completions come from it from here on."""
         body = {
@@ -192,7 +198,7 @@ class InferenceClient:
         return InstanceChanged(f"another server than {instance} answers at {self.base_url}")
 
     def _check_versions(self, completions: list[Completion]) -> None:
-        unknown = {version for completion in completions for version in completion.versions} - self._versions
+        unknown = set().union(*(completion.versions for completion in completions)) - self._versions
         if unknown:
             raise ServerLost(
                 f"{self.base_url} returned tokens of version {min(unknown)}, which this run ({self.run}) has not "

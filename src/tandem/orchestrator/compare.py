@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tandem.config.evaluate import EvaluateConfig
 from tandem.orchestrator.scores import confidence
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
@@ -42,15 +43,22 @@ def compare(before: Rewards, after: Rewards) -> Comparison | None:
     )
 
 
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """What `evaluate` has written."""
+def read_results(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
+    """What `evaluate` has written, of the same tasks as it is asked for now."""
     try:
-        results = read_json(path)["results"]
+        written = read_json(path)
+        results, earlier = written["results"], written["config"]
+        asked = config.model_dump(mode="json")
+        options = {f"env.{name}": (earlier["env"][name], asked["env"][name]) for name in ("id", "args")}
+        options["split"] = (earlier["split"], asked["split"])
         for result in results:
             _ = result["target"], result["scores"]["reward"], result["tasks"].items()
         _ = results[-1]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"compare = '{path}' is no results.json of `evaluate`: {error}") from error
+    for name, (before, now) in options.items():
+        if before != now:
+            raise UserError(f"compare = '{path}' is of other tasks: {name} was {before!r} and is {now!r}")
     return results
 
 

@@ -95,12 +95,14 @@ class Prompts:
 def encode_prompts(environment: Environment, tokenizer: Tokenizer, config: OrchestratorConfig) -> Prompts:
     """Refuses tasks that cannot fit."""
     return Prompts(
-        train=_encode("training", environment.train_tasks, tokenizer, config),
-        held_out=_encode("held-out", environment.eval_tasks, tokenizer, config),
+        train=encode_tasks("training", environment.train_tasks, tokenizer, config),
+        held_out=encode_tasks("held-out", environment.eval_tasks, tokenizer, config),
     )
 
 
-def _encode(name: str, tasks: Sequence[Task], tokenizer: Tokenizer, config: OrchestratorConfig) -> list[Sequence[int]]:
+def encode_tasks(
+    name: str, tasks: Sequence[Task], tokenizer: Tokenizer, config: OrchestratorConfig
+) -> list[Sequence[int]]:
     plans = config.plans
     for plan in plans.values():
         if not any(task.environment == plan.name for task in tasks):

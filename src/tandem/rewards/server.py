@@ -3,12 +3,13 @@
     POST /goalspace {"texts": […], "normalize": true} → {"length": […], "formality": […], …}
     GET /goals, /health, /metrics
 
-`reward-server` starts it; or `uvicorn tandem.rewards.server:app --workers 4`, which reads its options from the file in
-$TANDEM_GOALS, if that is set, and its API key from $TANDEM_API_KEY.
+`reward-server` starts it; or `uvicorn tandem.rewards.server:app --workers 4`, which reads the options of
+`reward-server` from the file in $TANDEM_GOALS, if that is set, and its API key from $TANDEM_API_KEY.
 """
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -23,14 +24,17 @@ from starlette.responses import JSONResponse, Response
 
 from tandem.config.base import load_config
 from tandem.config.goals import GoalOptions
+from tandem.config.reward_server import RewardServerConfig
 from tandem.rewards.batcher import Batcher
 from tandem.rewards.goals import BadGoal, Goal, GoalSpace, Vector, make_goals
+from tandem.utils.errors import UserError
 from tandem.utils.serving.auth import RequireApiKey
 from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import error_answer
 
 OPTIONS_VAR, KEY_VAR = "TANDEM_GOALS", "TANDEM_API_KEY"
 RECEIVE_TIMEOUT_S = 60.0
+UVICORN_STARTUP_FAILURE = 3  # other workers would not start either, so uvicorn ends
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -135,14 +139,24 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> F
 
 @cache
 def _app() -> FastAPI:
-    arguments = ["@", path] if (path := os.environ.get(OPTIONS_VAR)) else []
-    options = load_config(GoalOptions, arguments)
-    max_bytes = 4 * options.max_texts * options.max_text_chars
+    try:
+        return _configured_app()
+    except UserError as error:
+        print(f"tandem.rewards.server: {error}", file=sys.stderr)
+        raise SystemExit(UVICORN_STARTUP_FAILURE) from None
+
+
+def _configured_app() -> FastAPI:
+    path = os.environ.get(OPTIONS_VAR)
+    config = load_config(RewardServerConfig, ["@", path] if path else [])
+    if config.model is not None:
+        raise UserError(f"model.name in {path} is served by `reward-server @ {path}`, or as a goal: docs/rewards.md")
+    max_bytes = 4 * config.max_texts * config.max_text_chars
     middleware = [
-        Middleware(RequireApiKey, api_key=os.environ.get(KEY_VAR) or None),
+        Middleware(RequireApiKey, api_key=os.environ.get(KEY_VAR) or config.server.resolve_api_key()),
         Middleware(LimitBody, max_bytes=max_bytes, timeout_s=RECEIVE_TIMEOUT_S, option="max_texts x max_text_chars"),
     ]
-    return create_app(options, middleware)
+    return create_app(config, middleware)
 
 
 def __getattr__(name: str) -> Any:

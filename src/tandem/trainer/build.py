@@ -78,19 +78,23 @@ class Trained:
     optimizer: torch.optim.Optimizer
     stepper: Stepper[Predictions]
 
-    def publish(self, publish: Publish, version: int) -> None:
+    def publish(self, publish: Publish, version: int, elsewhere: Publish | None = None) -> None:
         """Every rank takes part in putting the weights together, an adapter merged into them; the first one
-        publishes them."""
+        publishes them. `elsewhere`: what the others do with them, if anything."""
         stream = stream_tensors if self.lora is None else stream_merged
-        self._publish(stream(self.decoder), publish, version)
+        self._publish(stream(self.decoder), publish, version, elsewhere)
 
-    def publish_adapter(self, publish: Publish, version: int) -> None:
+    def publish_adapter(self, publish: Publish, version: int, elsewhere: Publish | None = None) -> None:
         """The same for the adapter alone."""
-        self._publish(adapter_tensors(self.decoder).items(), publish, version)
+        self._publish(adapter_tensors(self.decoder).items(), publish, version, elsewhere)
 
-    def _publish(self, tensors: Iterable[tuple[str, Tensor]], publish: Publish, version: int) -> None:
+    def _publish(
+        self, tensors: Iterable[tuple[str, Tensor]], publish: Publish, version: int, elsewhere: Publish | None
+    ) -> None:
         if self.stepper.ranks.is_first:
             publish(tensors, version)
+        elif elsewhere is not None:
+            elsewhere(tensors, version)
         else:
             for _ in tensors:  # the others help to gather each of them, and keep none
                 pass

@@ -43,7 +43,7 @@ class ApiModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or None not in data.values():
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {key: value for key, value in data.items() if value is not None or key not in known}
@@ -251,6 +251,9 @@ class UpdateWeightsRequest(ApiModel):
 
     run: RunName | None = None
     """The run whose weights these are; answers name it. A run whose weights were replaced by another's is refused."""
+
+    check_only: bool = False
+    """Load nothing; only say whether weights may be loaded from there."""
 
 
 class PauseRequest(ApiModel):

@@ -65,6 +65,8 @@ class Completion:
 
 def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], where: str) -> None:
     """ValueError unless each can be the log-prob of a sampled token; ratios to others are meaningless."""
+    if isinstance(logprobs, list) and _are_usable(logprobs):
+        return
     values = np.asarray(logprobs, dtype=np.float64)  # None becomes NaN
     unusable = np.flatnonzero(~((values > LEAST_LOGPROB) & (values <= MOST_LOGPROB)))
     if len(unusable):
@@ -72,6 +74,15 @@ def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], whe
             f"{where}: the log-prob of a sampled token must be finite and not above 0; token {unusable[0]} of "
             f"{len(values)} has {values[unusable[0]]:g}"
         )
+
+
+def _are_usable(logprobs: list[Any]) -> bool:
+    """Whether they are for sure, without making an array, which takes longer than a short list does."""
+    try:
+        has_no_nan = sum(logprobs) <= 0
+        return has_no_nan and min(logprobs, default=0) > LEAST_LOGPROB and max(logprobs, default=0) <= MOST_LOGPROB
+    except TypeError:  # None
+        return False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import asyncio
 import selectors
 from collections import deque
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,3 +35,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run."""
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FewAtOnce())) as runner:
         return runner.run(main)
+
+
+def run_beside(main: Coroutine[Any, Any, T]) -> T:
+    """Like asyncio.run, also where a loop is running, as in a notebook: beside it, in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(asyncio.run, main).result()

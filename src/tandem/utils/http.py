@@ -1,6 +1,6 @@
 """An HTTP client of one server: requests that fail on their way are sent again, refusals are read for their reason.
 
-aiohttp is imported with the first request: most processes that know of rewards by servers have none, and start sooner.
+aiohttp is imported with the first request that needs it: few processes have one, and the others start sooner.
 """
 
 import asyncio
@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import orjson
+
+from tandem.utils.connections import Connections
 
 if TYPE_CHECKING:
     import aiohttp
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 OK = 200
 BUSY = 429
 RETRY_STATUS = (BUSY, 502, 503, 504)
+REDIRECTS = (301, 302, 303, 307, 308)
 JSON_HEADERS = {"Content-Type": "application/json"}
 MAX_REASON = 500  # characters of an answer in no known shape
 
@@ -46,7 +50,8 @@ SendAgain = Callable[[Reply | None, str], Awaitable[bool]]
 
 
 class HttpClient:
-    """One connection pool, for one event loop: made at the first request, closed by `close`."""
+    """One connection pool, for one event loop: made at the first request, closed by `close`. Answers over plain HTTP
+    that are read whole have connections of our own (utils/connections.py), all others have aiohttp's."""
 
     def __init__(
         self,
@@ -64,6 +69,9 @@ class HttpClient:
         self._max_connections = max_connections
         self._max_line_bytes = max_line_bytes
         self._session: aiohttp.ClientSession | None = None
+        # A key that no header may hold is refused by aiohttp.
+        self._plain = _Plain.of(self.base_url) if (api_key or "").isprintable() else None
+        self._connections: Connections | None = None
 
     @property
     def session(self) -> "aiohttp.ClientSession":
@@ -81,6 +89,8 @@ class HttpClient:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+        if self._connections is not None:
+            await self._connections.close()
 
     @asynccontextmanager
     async def open(
@@ -102,8 +112,25 @@ class HttpClient:
 
     async def send(self, method: str, route: str, body: Any = None, timeout_s: float | None = None) -> Reply:
         """One attempt. Raises Unreachable."""
+        if self._plain is not None:
+            reply = await self._send_plain(self._plain, method, route, body, timeout_s or self.timeout_s)
+            if reply.status not in REDIRECTS:
+                return reply
         async with self.open(method, route, body, timeout_s) as response:
             return Reply(response.status, response.headers, await response.read())
+
+    async def _send_plain(self, plain: "_Plain", method: str, route: str, body: Any, timeout_s: float) -> Reply:
+        if self._connections is None:
+            self._connections = Connections(plain.host, plain.port, self._headers, self._max_connections)
+        content = None if body is None else json_bytes(body)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._connections.request(method, plain.path + route or "/", content)
+        except TimeoutError as error:
+            raise Unreachable(f"no answer within {timeout_s:g} s") from error
+        except OSError as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+        return Reply(answer.status, answer.headers, answer.body)
 
     async def post(self, route: str, body: Any, retries: int, send_again: SendAgain) -> Reply:
         """The reply with status 200, of at most `retries` + 1 attempts. Raises RequestFailed."""
@@ -122,6 +149,21 @@ class HttpClient:
             if not is_wanted:
                 break
         raise RequestFailed(f"{self.base_url}{route} failed: {problem}")
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """An address that needs neither TLS nor escapes nor a password."""
+
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> "_Plain | None":
+        parts = urlsplit(url)
+        is_plain = parts.scheme == "http" and url.isascii() and url.isprintable() and not set(url) & set(" @?#")
+        return cls(parts.hostname, parts.port or 80, parts.path) if is_plain and parts.hostname else None
 
 
 def json_bytes(body: Any) -> bytes:

@@ -46,6 +46,12 @@ def find_model(path: Path) -> Path:
     return snapshot if (snapshot / "config.json").exists() else path
 
 
+def is_to_be_fetched(path: Path) -> bool:
+    """Whether it is the name of a model that is not here, and fetching is allowed. Below a directory that is here, it
+    is rather a path with a mistake in it."""
+    return is_hub_name(path) and not path.parent.exists() and not is_offline()
+
+
 def hub_name_of(path: Path) -> str | None:
     """The name of a model whose directory is in a cache."""
     if path.parent.name != "snapshots" or not path.parents[1].name.startswith(FOLDER):

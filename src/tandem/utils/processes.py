@@ -38,14 +38,15 @@ def die_with_supervisor() -> None:
         raise SystemExit("the supervisor is gone")
 
 
-def die_with_parent(parent: int) -> bool:
-    """However the process `parent` ends, this one ends with it. False if it is not our parent, or no longer.
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    """However the process `parent` ends, this one gets a signal and ends with it. False if it is not our parent, or no
+    longer.
 
     Linux only; elsewhere nothing is promised.
     """
     if not sys.platform.startswith("linux"):
         return True
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
 

@@ -1,8 +1,10 @@
 """The small parts of the Python API: imports, data, rewards, GPUs."""
 
 import asyncio
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tandem import (
     RLTrainingConfig,
     UserError,
 )
+from tandem.api import backend, engines, run
 from tandem.api.gpus import gpu_environment
 from tandem.api.rewards import RewardedTasks
 from tandem.api.run import parse
@@ -54,18 +57,27 @@ def test_rows_that_are_none_are_refused(rows: list[Any]) -> None:
         DataBuffer(rows)
 
 
-def test_tasks_and_reward_of_an_environment() -> None:
-    buffer = DataBuffer.from_env({"id": "arithmetic"})
-    (task,) = buffer.sample(1)
-    rewarded = RewardedTasks(None, buffer.environment, timeout_s=60)
-    assert asyncio.run(rewarded.score(task, task.answer)) == asyncio.run(rewarded.score(task, task.answer))
-    with pytest.raises(UserError, match="conversations"):
-        DataBuffer.from_env("calculator")
+def test_what_is_set_aside_is_left_out() -> None:
+    buffer = DataBuffer(["a", "b", "c"], eval_rows=["d"])
+    buffer.set_aside.add(1)
+    assert {task.index for task in buffer.sample(20)} == {0, 2} and buffer.position >= 20
+    assert [task.messages[0]["content"] for task in buffer.eval_tasks] == ["d"]
+    buffer.set_aside.update({0, 2})
+    with pytest.raises(UserError, match=r"all 3 tasks .* are set aside"):
+        buffer.sample(1)
+
+
+def test_tasks_of_an_environment() -> None:
+    buffer = DataBuffer.from_env({"id": "arithmetic", "args": {"num_train": 5, "num_eval": 3}})
+    assert (len(buffer), len(buffer.eval_tasks), buffer.has_conversations) == (5, 3, False)
+    assert DataBuffer.from_env("calculator").has_conversations
+    with pytest.raises(UserError, match="did you mean 'args'"):
+        DataBuffer.from_env({"id": "arithmetic", "arg": {}})
 
 
 def score(reward: Any, completion: str) -> Any:
     task = Task(0, [{"role": "user", "content": "What is 1/4 + 1/4?"}], "1/2", {"weight": 3})
-    return asyncio.run(RewardedTasks(reward, None, timeout_s=60).score(task, completion))
+    return asyncio.run(RewardedTasks(reward, timeout_s=60).score(task, completion))
 
 
 class ByPrompt:
@@ -91,11 +103,9 @@ def test_rewards_of_all_kinds() -> None:
 
 
 def test_rewards_that_are_none_are_refused() -> None:
-    for wrong in (lambda: Reward("nmeric"), lambda: Reward("numeric", tolerence=1), lambda: RewardedTasks(3, None, 1)):  # type: ignore[arg-type]
+    for wrong in (lambda: Reward("nmeric"), lambda: Reward("numeric", tolerence=1), lambda: RewardedTasks(3, 1)):  # type: ignore[arg-type]
         with pytest.raises(UserError):
             wrong()
-    with pytest.raises(UserError, match="there is no reward"):
-        RewardedTasks(None, None, 60)
 
 
 def test_a_reward_that_hangs_is_given_up() -> None:
@@ -105,7 +115,7 @@ def test_a_reward_that_hangs_is_given_up() -> None:
             return 0.0
 
     with pytest.raises(TimeoutError):
-        asyncio.run(RewardedTasks(Hangs(), None, timeout_s=0.01).score(Task(0, [], ""), "x"))
+        asyncio.run(RewardedTasks(Hangs(), timeout_s=0.01).score(Task(0, [], ""), "x"))
 
 
 def test_gpu_ids_count_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +138,10 @@ def test_mistakes_in_options_name_the_key() -> None:
         NativeEngine("models/x", seqlen=3)
     with pytest.raises(UserError, match="both given"):
         NativeEngine("models/x", 0, gpu_ids=[1])
-    with pytest.raises(ValueError, match="leaves nothing to compare"):
+    with pytest.raises(ValueError, match=r"group_size = 1 .* set group_size to 2 or more"):
         RLTrainingConfig(num_steps=1, group_size=1)
+    with pytest.raises(ValueError, match="max_tokens = 64 leaves no room for a prompt"):
+        RLTrainingConfig(num_steps=1, max_tokens=64, seq_len=64)
     assert PyTorchTrainingBackend("models/x", strategy="fsdp").config.parallel.strategy == "zero3"
 
 
@@ -142,3 +154,50 @@ def test_rl_takes_a_file_or_a_table_and_what_is_laid_over_it() -> None:
         parse("examples/reverse_text/rl.toml", {"max_step": 7})
     with pytest.raises(UserError, match="final"):
         parse(config, {"max_steps": 7})
+
+
+def test_names_of_others_lead_to_ours() -> None:
+    with pytest.raises(AttributeError, match="that is MathReward"):
+        getattr(tandem, "MathRewardModel")  # noqa: B009
+
+
+class Hub:
+    """Instead of fetching: what was asked for is in the cache from then on."""
+
+    def __init__(self, cache: Path, model_dir: Path) -> None:
+        self.cache = cache
+        self.model_dir = model_dir
+        self.asked: list[str] = []
+
+    def fetch(self, name: Path) -> None:
+        self.asked.append(str(name))
+        folder = self.cache / ("models--" + str(name).replace("/", "--"))
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("abc")
+        shutil.copytree(self.model_dir, folder / "snapshots" / "abc")
+
+
+def test_models_are_fetched_by_their_names_when_something_starts(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    hub = Hub(tmp_path / "hub", tiny_model)
+    for module in (backend, engines, run):
+        monkeypatch.setattr(module, "fetch_model", hub.fetch)
+    monkeypatch.setattr(PyTorchTrainingBackend, "_launch", lambda self, config: None)
+    trained = PyTorchTrainingBackend("someone/first", output_dir=tmp_path / "run")
+    served = NativeEngine("someone/second")
+    monkeypatch.setattr(served, "_open", lambda: asyncio.sleep(0))
+    assert hub.asked == []
+
+    async def start() -> None:
+        await trained.start(RLTrainingConfig(num_steps=1, max_tokens=8, seq_len=64))
+        await served.start()
+        await trained.close()
+        await served.close()
+
+    asyncio.run(start())
+    assert parse({"model": {"name": "someone/third"}, "trainer": {}, "orchestrator": {}}, {}).model.name.is_dir()
+    assert hub.asked == ["someone/first", "someone/second", "someone/third"]
+    assert trained.model_dir.is_dir() and served.model_dir.is_dir()

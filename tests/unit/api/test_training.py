@@ -1,16 +1,23 @@
 """The loop: in which order it generates, trains and syncs, over fake parts."""
 
 import asyncio
+import itertools
+import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
-from tandem import DataBuffer, RemoteRolloutManager, RLTrainingConfig, RolloutManager, UserError, WorkerDied
+from tandem import DataBuffer, Prompt, RemoteRolloutManager, RLTrainingConfig, RolloutManager, UserError, WorkerDied
 from tandem import run_rl_training as run
 from tandem.api.training import Metrics
+from tandem.config.sampling import EvalConfig
+from tandem.orchestrator.state import OrchestratorState
 from tandem.types.rollout import TrainBatch
+from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
 
@@ -113,6 +120,34 @@ def test_overlapped_batches_are_one_version_older(tiny_model: Path, tmp_path: Pa
     assert all(line["staleness/max"] <= 1 for line in metrics)
 
 
+def test_all_workers_work_at_once_however_many_there_are(tiny_model: Path, tmp_path: Path) -> None:
+    everybody = threading.Barrier(40)
+
+    class Waiting(FakeWorker):
+        def _complete(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+            everybody.wait(60 * PATIENCE)  # until all of them are asked
+            return super()._complete(prompt)
+
+    workers: list[FakeWorker] = [Waiting(f"worker {number}") for number in range(40)]
+    backend, _ = train(tiny_model, tmp_path, workers, prompts_per_step=40, num_steps=1)
+    assert backend.batches[0].packed.num_sequences == 80 and all(worker.num_prompts == 1 for worker in workers)
+
+
+def test_a_slow_worker_does_not_hold_up_the_others(tiny_model: Path, tmp_path: Path) -> None:
+    class Slow(FakeWorker):
+        def _complete(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+            """Not before all other prompts have been taken by the other."""
+            deadline = time.monotonic() + 60 * PATIENCE
+            while self.num_prompts + fast.num_prompts < 21:
+                assert time.monotonic() < deadline, "the other waits for this one"
+                time.sleep(0.001)
+            return super()._complete(prompt)
+
+    slow, fast = Slow("slow"), FakeWorker("fast")
+    backend, _ = train(tiny_model, tmp_path, [slow, fast], prompts_per_step=21, num_steps=1)
+    assert backend.batches[0].packed.num_sequences == 42 and fast.num_prompts > slow.num_prompts
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_dead_workers_share_is_redone(tiny_model: Path, tmp_path: Path, comes_back: bool) -> None:
     mortal, other = FakeWorker("mortal", dies_at=3, comes_back=comes_back), FakeWorker("other")
@@ -128,18 +163,117 @@ def test_a_reward_that_fails_ends_the_run_with_its_reason(tiny_model: Path, tmp_
     backend = FakeBackend(tiny_model, tmp_path)
     manager = RemoteRolloutManager([FakeWorker("worker")], DataBuffer(["a"]), reward)
     with pytest.raises(UserError, match="no such column"):
-        asyncio.run(run(backend, manager, config=RLTrainingConfig(num_steps=1, max_tokens=4)))
+        asyncio.run(run(backend, manager, config=RLTrainingConfig(num_steps=1, max_tokens=4, reward_tries=1)))
     assert backend.is_closed
 
 
+def run_with(
+    tiny_model: Path, folder: Path, buffer: DataBuffer, reward: Any, **options: Any
+) -> tuple[FakeBackend, list[Metrics]]:
+    backend = FakeBackend(tiny_model, folder)
+    given: dict[str, Any] = {"num_steps": 2, "prompts_per_step": 2, "group_size": 2, "max_tokens": 4, **options}
+    manager = RemoteRolloutManager([FakeWorker("one"), FakeWorker("two")], buffer, reward)
+    return backend, asyncio.run(run(backend, manager, config=RLTrainingConfig(**given)))
+
+
+def test_a_task_that_cannot_be_scored_is_set_aside(tiny_model: Path, tmp_path: Path) -> None:
+    def reward(completion: str, answer: str) -> float:
+        return {"good": 1.0, "fine": 0.0}[answer]
+
+    rows = [("a", "good"), ("b", "bad"), ("c", "fine")]
+    backend, metrics = run_with(tiny_model, tmp_path, buffer := DataBuffer(rows), reward, num_steps=4, reward_tries=1)
+    assert len(metrics) == 4 and buffer.set_aside == {1}
+    assert {group["answer"] for step in range(1, 5) for group in samples(backend, step)} == {"good", "fine"}
+    states = [json.loads(batch.orchestrator_state) for batch in backend.batches]
+    assert [state["step"] for state in states] == [1, 2, 3, 4] and states[-1]["set_aside"] == [1]
+    assert states[-1]["next_order"] == buffer.position > 8
+
+
+def samples(backend: FakeBackend, step: int) -> list[dict[str, Any]]:
+    return read_json_lines(backend.run_dir.samples(step))
+
+
+class Alternating:
+    """Right, wrong, right, wrong; but always wrong where the answer says so."""
+
+    def __init__(self) -> None:
+        self.count = itertools.count()
+
+    def score(self, prompt: Prompt, response: str) -> float:
+        return 0.0 if prompt.answer == "never" else float(next(self.count) % 2)
+
+
+def test_filtered_groups_are_replaced_by_other_prompts(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [("a", "often"), ("b", "never"), ("c", "often")]
+    filters = {"equal_rewards": True}
+    backend, metrics = run_with(tiny_model, tmp_path, DataBuffer(rows), Alternating(), filters=filters, num_steps=3)
+    assert [batch.packed.num_sequences for batch in backend.batches] == [4, 4, 4]
+    assert {row["answer"] for step in (1, 2, 3) for row in samples(backend, step)} == {"often"}
+    assert sum(line.get("filters/groups/equal_rewards", 0) for line in metrics) > 0
+
+
+def test_held_out_rows_are_evaluated_when_due(tiny_model: Path, tmp_path: Path) -> None:
+    buffer = DataBuffer([("a", "often")], eval_rows=[("b", "never"), ("c", "never")])
+    backend, metrics = run_with(tiny_model, tmp_path, buffer, Alternating(), eval={"every": 2}, num_steps=5)
+    assert [line["step"] for line in metrics if "eval/reward" in line] == [0, 2, 4, 5]
+    assert [line["eval/reward"] for line in metrics if "eval/reward" in line] == [0.0] * 4
+    assert [line["step"] for line in read_metrics(backend.run_dir) if "eval/reward" in line] == [0, 2, 4, 5]
+    with pytest.raises(UserError, match="give DataBuffer eval_rows"):
+        run_with(tiny_model, tmp_path, DataBuffer(["a"]), Alternating(), eval={})
+
+
+class ResumedBackend(FakeBackend):
+    """After two steps of a run that had set a task aside."""
+
+    async def start(self, config: RLTrainingConfig) -> int:
+        await super().start(config)
+        state = OrchestratorState(step=2, next_order=7, unfinished=[], set_aside=[1])
+        folder = self.run_dir.checkpoints / "step_000002"
+        folder.mkdir(parents=True)
+        (folder / "orchestrator.json").write_bytes(state.encode())
+        return 2
+
+
+def test_a_resumed_run_goes_on_with_the_next_prompts(tiny_model: Path, tmp_path: Path) -> None:
+    backend, worker = ResumedBackend(tiny_model, tmp_path), FakeWorker("worker")
+    buffer = DataBuffer(["a", "b", "c"], eval_rows=["d"])
+    manager = RemoteRolloutManager([worker], buffer, lambda text, answer: 1.0)
+    config = RLTrainingConfig(num_steps=4, prompts_per_step=2, group_size=2, max_tokens=4, eval=EvalConfig())
+    metrics = asyncio.run(run(backend, manager, config=config))
+    assert [line["step"] for line in metrics] == [3, 4] and worker.versions == [2, 3, 4]
+    assert [line["staleness/max"] for line in metrics] == [0, 0] and buffer.set_aside == {1}
+    orders = [json.loads(batch.orchestrator_state)["next_order"] for batch in backend.batches]
+    assert 9 <= orders[0] < orders[1] == buffer.position
+    assert [line["step"] for line in read_metrics(backend.run_dir) if "eval/reward" in line] == [4]
+
+
+def test_penalties_on_length_reach_the_trainer(tiny_model: Path, tmp_path: Path) -> None:
+    overlong = {"buffer_tokens": 4, "penalty": 2.0}  # completions have two of at most four tokens
+    backend, metrics = run_with(tiny_model, tmp_path, DataBuffer(["a"]), Alternating(), overlong=overlong)
+    assert [line["reward/shaped_mean"] for line in metrics] == [-0.5, -0.5]
+    assert set(backend.batches[0].packed.streams["rewards"].tolist()) == {-1.0, 0.0}
+
+
+def test_conversations_are_played_in_the_environments_process(tiny_model: Path, tmp_path: Path) -> None:
+    buffer = DataBuffer.from_env("guessing-game")
+    options = {"num_steps": 1, "advantage": "per_turn", "seq_len": 512, "eval": {"num_prompts": 2}}
+    backend, metrics = run_with(tiny_model, tmp_path, buffer, None, **options)
+    assert metrics[1]["turns/mean"] > 1 and "eval/reward" in metrics[0]
+    assert backend.batches[0].packed.num_sequences >= 4
+    with pytest.raises(UserError, match="scores its own conversations"):
+        run_with(tiny_model, tmp_path, buffer, "exact_match", **options)
+
+
 def test_what_is_missing_is_said(tiny_model: Path, tmp_path: Path) -> None:
-    backend, config = FakeBackend(tiny_model, tmp_path), RLTrainingConfig(num_steps=1, max_tokens=4, seq_len=8)
+    backend, config = FakeBackend(tiny_model, tmp_path), RLTrainingConfig(num_steps=1, max_tokens=4, seq_len=64)
+    short = config.model_copy(update={"seq_len": 8})
     worker, data = FakeWorker("worker"), DataBuffer(["a long prompt"])
-    for manager, workers, message in (
-        (None, [worker], "there is no data"),
-        (RolloutManager((), data, "exact_match"), [], "nothing to generate with"),
-        (RolloutManager((), data, "exact_match"), [worker], "RemoteRolloutManager"),
-        (RemoteRolloutManager((), data, "exact_match"), [worker], "seq_len = 8 is too short"),
+    for manager, workers, options, message in (
+        (None, [worker], config, "there is no data"),
+        (RolloutManager((), data), [], config, "there is no reward"),
+        (RolloutManager((), data, "exact_match"), [], config, "nothing to generate with"),
+        (RolloutManager((), data, "exact_match"), [worker], config, "RemoteRolloutManager"),
+        (RemoteRolloutManager((), data, "exact_match"), [worker], short, "seq_len = 8 is too short"),
     ):
         with pytest.raises(UserError, match=message):
-            asyncio.run(run(backend, manager, config=config, inference_workers=workers))
+            asyncio.run(run(backend, manager, config=options, inference_workers=workers))

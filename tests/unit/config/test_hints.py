@@ -61,6 +61,8 @@ def test_the_same_names_in_a_file(refusal, rl_toml: str, tmp_path: Path) -> None
         (["--rollout-num-gpus", "4"], "did you mean 'gpus.inference'?"),
         (["--rollout-num-gpus-per-engine", "2"], "vllm.flags.tensor-parallel-size = 2"),
         (["--trainer-gpu-ids", "0,1"], "did you mean 'gpus.trainer'?"),
+        (["--train-backend", "fsdp"], "did you mean 'trainer.parallel.strategy'?"),
+        (["--data-parallel-size", "4"], "`inference --engine vllm` takes it"),
     ],
 )
 def test_where_things_run_in_the_words_of_others(refusal, rl_toml: str, flag: list[str], told: str) -> None:

@@ -225,3 +225,10 @@ def test_a_deployment_that_shares_memory_needs_our_engine(rl_toml: str, refusal:
     told = refusal("@", rl_toml, "--deployment", "shared", "--inference.engine", "vllm")
     assert "deployment = 'shared' with inference.engine = 'vllm': it needs the native engine" in told
     assert "with no inference section" in refusal("@", rl_toml, "--deployment", "shared", "--inference", "None")
+
+
+def test_a_cache_is_released_to_a_trainer_in_the_same_process_only(rl_toml: str, refusal: Callable[..., str]) -> None:
+    given = ["@", rl_toml, "--release-cache", "True"]
+    assert load_config(RLConfig, [*given, "--deployment", "colocated"]).release_cache is True
+    told = refusal(*given, "--deployment", "shared")
+    assert "release_cache = True with deployment = 'shared'" in told and "'colocated'" in told

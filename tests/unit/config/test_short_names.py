@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.base import load_config
+from tandem.config.base import load_config, parse
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.config.short_names import INFERENCE, ORCHESTRATOR, RL, spell_out
+from tandem.config.trainer import TrainerConfig
 from tandem.utils.errors import UserError
 
 
@@ -22,6 +23,12 @@ def test_every_short_name_leads_to_its_option() -> None:
     assert load("--api-key", "k").server.api_key == "k"
     assert load("--api-key-var", "V").server.api_key_var == "V"
     assert not load("--no-allow-unauthenticated").server.allow_unauthenticated
+
+
+def test_a_model_by_its_short_name() -> None:
+    for words in (["--model", "m"], ["--model=m"]):
+        assert parse(InferenceConfig, "inference", "", words).model.name == Path("m")
+        assert parse(TrainerConfig, "trainer", "", [*words, "--max-steps", "1"]).model.name == Path("m")
 
 
 def test_an_environment_by_its_short_name(tmp_path: Path) -> None:

@@ -109,3 +109,14 @@ def test_what_does_not_continue_the_conversation(tokenizers: dict[str, Tokenizer
     assert not dialogue.extend([user("q"), assistant("a")], None), "nothing new"
     assert not dialogue.extend([user("q"), assistant("a"), user("r")], TOOLS), "other tools"
     assert dialogue.extend([user("q"), assistant("a"), user("r")], None)
+
+
+def test_conversations_that_begin_alike_share_those_tokens_and_no_others(tokenizers: dict[str, Tokenizer]) -> None:
+    """A group is encoded once; what one of its conversations goes on with is not seen by the others."""
+    tokenizer = tokenizers["chatml"]
+    one, other = (Dialogue(tokenizer, [user("begin")], None, None) for _ in range(2))
+    assert one.new_ids is other.new_ids
+    expected = tokenizer.encode_chat([user("begin")], add_generation_prompt=True)
+    one.add_reply(assistant("a"), written(tokenizer, "a"))
+    assert one.extend([user("begin"), assistant("a"), user("b")], None)
+    assert other.token_ids == other.new_ids == expected

@@ -49,3 +49,14 @@ def test_more_than_there_is_gives_one_error(type_rl: Type, tmp_path: Path, capsy
         "trainer 1 and 1 more\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--stop"], ["--stop", "a", "--clean"], ["@", "a.toml", "--status", "a"], ["--stop="]]
+)
+def test_a_run_is_controlled_by_its_directory_alone(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["rl", *words])
+    with pytest.raises(SystemExit) as end:
+        rl.main()
+    problem = capsys.readouterr().err
+    assert end.value.code == 2 and problem.count("\n") == 1 and "one run directory" in problem

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.envs.failures import Failure, UserCodeError, failure_of, place_in, place_of, top_reasons
+from tandem.envs.failures import PACKAGE, Failure, UserCodeError, failure_of, place_in, place_of, top_reasons
 
 
 def fail(error: BaseException) -> BaseException:
@@ -61,3 +61,10 @@ def test_the_place_in_stacks_is_the_innermost_of_the_users() -> None:
 def test_where_a_function_is_defined() -> None:
     assert place_of(fail).endswith("in fail") and place_of(fail).startswith("test_failures.py:")
     assert place_of(len) == ""
+
+
+def test_frames_of_our_own_are_not_shown_to_users() -> None:
+    ours = f'Traceback:\n  File "{PACKAGE}/rewards/servers.py", line 1, in ask\n    raise x\nX: y\n'
+    theirs = ours.replace(PACKAGE, "/home/me")
+    assert Failure("X: y", traceback=ours).frames == ""
+    assert Failure("X: y", traceback=ours + theirs).frames.count("File") == 2

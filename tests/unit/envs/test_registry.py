@@ -119,7 +119,7 @@ def test_a_second_system_message_is_refused() -> None:
             return 0.0
 
     with pytest.raises(UserError, match=r"env\.system_prompt = 'Be brief\.', but task 7 has a system message"):
-        SystemPrompted(Own(), "Be brief.")
+        list(SystemPrompted(Own(), "Be brief.").train_tasks)
 
 
 def test_an_unknown_name() -> None:

@@ -97,7 +97,7 @@ def test_a_plan_that_does_not_fit_is_told(
         ({"gpus": {"inference": 1}, "inference": None}, "`rl` starts no server that could use them"),
         ({"gpus": {"inference": 3}, "inference": VLLM | {"vllm": {"flags": {"-tp": 2}}}}, "ask for 2 GPUs a copy"),
         ({"gpus": {"inference": 1, "trainer": 2}, "deployment": "shared"}, "give gpus.trainer alone"),
-        ({"gpus": {"trainer": 2}, "deployment": "colocated"}, "is for one GPU, and 2 are asked for"),
+        ({"gpus": {"trainer": 2}, "deployment": "shared"}, "is for one GPU, and 2 are asked for"),
     ],
 )
 def test_what_contradicts_another_option(make_config: MakeConfig, options: dict[str, Any], message: str) -> None:

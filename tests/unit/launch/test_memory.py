@@ -1,6 +1,7 @@
 """What `--dry-run` says of each GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tests.shapes import QWEN3_0_6B
@@ -11,7 +12,7 @@ from tandem.launch.describe import describe_run
 from tandem.launch.gpus import plan_gpus
 from tandem.launch.memory import estimate_memory, table
 from tandem.launch.plan import make_plan
-from tandem.models.memory import kv_bytes
+from tandem.models.memory import kv_bytes, num_parameters
 from tandem.models.spec import ModelSpec
 
 GIB = 2**30
@@ -41,15 +42,18 @@ def test_a_shared_gpu_adds_up_and_the_trainer_takes_what_is_left(make_config: Ma
     (alone, apart), _ = estimate(make_config(**options), 48, 48)
     (together,), _ = estimate(make_config(**options), 48)
     assert [name for name, _ in together.parts] == ["inference", "trainer rank 0"]
-    assert together.parts[0] == alone.parts[0]
+    held = num_parameters(SPEC) * 2  # the version that goes through memory: the trainer keeps it, the server copies it
+    server, trainer = (use for _, use in together.parts)
+    assert replace(server, weights=server.weights - held) == alone.parts[0][1]
+    assert trainer.weights - held == apart.parts[0][1].weights
     assert together.parts[1][1].activations < apart.parts[0][1].activations
     assert together.total == sum(use.total for _, use in together.parts) and together.fits
 
 
 def test_colocated_the_next_version_is_held_besides(make_config: MakeConfig) -> None:
-    (together,), _ = estimate(make_config(deployment="shared"), 80)
+    (alone, _), _ = estimate(make_config(deployment="split"), 80, 80)
     (use,), _ = estimate(make_config(deployment="colocated"), 80)
-    assert use.parts[0][1].weights == 2 * together.parts[0][1].weights and use.parts[0][1].kv_cache > 0
+    assert use.parts[0][1].weights == 2 * alone.parts[0][1].weights and use.parts[0][1].kv_cache > 0
 
 
 def test_vllm_fills_its_share(make_config: MakeConfig) -> None:

@@ -252,6 +252,15 @@ def test_update_weights_names_path_and_version(server: FakeServer, tmp_path: Pat
     assert (path, body) == ("/update_weights", expected)
 
 
+def test_a_folder_is_asked_about_before_anything_is_loaded_from_it(server: FakeServer, tmp_path: Path) -> None:
+    with_client(server, lambda client: client.check_root(tmp_path / "weights"), adopted=False)
+    path, _, body = server.requests[0]
+    assert (path, body["path"], body["check_only"]) == ("/update_weights", str(tmp_path / "weights"), True)
+    server.plan = [(400, {"error": {"message": "is not below"}})]
+    with pytest.raises(InferenceError, match="is not below"):
+        with_client(server, lambda client: client.check_root(tmp_path))
+
+
 def test_an_adapter_is_loaded_in_place_and_asked_for_until_whole_weights_come(
     server: FakeServer, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from starlette.middleware import Middleware
 from tests.ports import free_port
 
 from tandem.config.goals import GoalConfig, GoalOptions
+from tandem.rewards import server
 from tandem.rewards.goals import BadGoal, GoalSpace, make_goals
 from tandem.rewards.server import create_app
 from tandem.utils.errors import UserError
@@ -132,7 +133,8 @@ def test_goals_that_cannot_be_had(goals: list[dict[str, Any]], message: str) -> 
 def test_uvicorn_starts_it_with_several_workers(tmp_path: Path) -> None:
     port = free_port()
     toml = tmp_path / "goals.toml"
-    toml.write_text(f'[[goals]]\ntype = "length"\n[[goals]]\ntype = "{PLUGINS}:vowels"\nlowest = 0\nhighest = 4\n')
+    length, vowels = 'type = "length"', f'type = "{PLUGINS}:vowels"\nlowest = 0\nhighest = 4'
+    toml.write_text(f"[server]\nport = 1\n[[goals]]\n{length}\n[[goals]]\n{vowels}\n")
     command = [sys.executable, "-m", "uvicorn", "tandem.rewards.server:app", "--port", str(port), "--workers", "2"]
     with subprocess.Popen(command, env={**os.environ, "TANDEM_GOALS": str(toml)}, start_new_session=True) as process:
         try:
@@ -157,3 +159,36 @@ async def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
             except OSError:
                 await asyncio.sleep(0.1)
     raise AssertionError("it did not start")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[[goals]]\ntype = "lenght"\n', "did you mean 'length'"),
+        ('[model]\nname = "models/reward"\n', "is served by `reward-server @"),
+        ('[server]\nkey = "x"\n', "server.key"),
+    ],
+)
+def test_uvicorn_ends_with_one_line_where_the_file_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    toml = tmp_path / "goals.toml"
+    toml.write_text(content)
+    monkeypatch.setenv("TANDEM_GOALS", str(toml))
+    server._app.cache_clear()
+    with pytest.raises(SystemExit) as ended:
+        _ = server.app
+    told = capsys.readouterr().err
+    assert ended.value.code == 3 and told.startswith("tandem.rewards.server: ") and message in told
+    assert told.count("\n") == 1
+
+
+def test_the_key_of_the_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = tmp_path / "goals.toml"
+    toml.write_text('[server]\nport = 8100\napi_key = "secret"\n[[goals]]\ntype = "length"\n')
+    monkeypatch.setenv("TANDEM_GOALS", str(toml))
+    server._app.cache_clear()
+    with TestClient(server.app) as client:
+        assert client.get("/goals").status_code == 401
+        assert client.get("/goals", headers={"Authorization": "Bearer secret"}).status_code == 200
+    server._app.cache_clear()

@@ -54,3 +54,14 @@ def test_one_that_was_closed_meanwhile_is_not_told_of(monkeypatch: pytest.Monkey
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+def test_a_coroutine_can_be_run_where_a_loop_runs_already() -> None:
+    async def inner() -> int:
+        await asyncio.sleep(0)
+        return 3
+
+    async def cell() -> int:
+        return event_loop.run_beside(inner())
+
+    assert asyncio.run(cell()) == event_loop.run_beside(inner()) == 3

@@ -4,8 +4,8 @@ more than generating it on a small model.
 One class for each route. `choice` is a whole sample; `chunks` follows one sample of a stream, part by part.
 """
 
+import os
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -241,7 +241,7 @@ def growing_text(tokenizer: Tokenizer, body: GenerationOptions) -> GrowingText:
 
 def envelope(answers: Answers, kind: str, model: str) -> dict[str, Any]:
     """What every body and every chunk of one answer begins with."""
-    number = answers.body.request_id or uuid.uuid4().hex
+    number = answers.body.request_id or os.urandom(16).hex()
     return {"id": f"{answers.id_prefix}-{number}", "object": kind, "created": int(time.time()), "model": model}
 
 

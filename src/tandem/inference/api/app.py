@@ -2,7 +2,7 @@
 answered when the engine calls back.
 
     Identify ─► CountRequests ─► AnswerWhenClosing ─► RefuseForeignPages ─► RequireApiKey ─► LimitBody ─► RequireJson
-        ─► routes: generation, information, control
+        ─► ShortWay ─► routes: generation, information, control
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 
 from tandem.data.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from tandem.inference.api.errors import add_error_handlers
 from tandem.inference.api.metrics import CountRequests
 from tandem.inference.api.openapi import describe
 from tandem.inference.api.routes import control_routes, generation_routes, information_routes, package_version
+from tandem.inference.api.short_way import ShortWay
 from tandem.inference.browsers import RefuseForeignPages, RequireJson
 from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.engine import Engine
@@ -47,23 +49,25 @@ def create_app(
         await asyncio.to_thread(engine.stop)
 
     context = ApiContext(engine, tokenizer, model_dir, options, grammars)
-    app = FastAPI(
-        title="Tandem inference",
-        version=package_version(),
-        lifespan=lifespan,
-        middleware=[
-            Middleware(CountRequests, metrics=context.metrics),
-            Middleware(AnswerWhenClosing),
-            Middleware(RefuseForeignPages, names=options.host_names),
-            Middleware(RequireApiKey, api_key=options.api_key),
-            Middleware(LimitBody, max_bytes=options.max_body_bytes, timeout_s=options.receive_timeout_s),
-            Middleware(RequireJson),
-        ],
-    )
+    app = FastAPI(title="Tandem inference", version=package_version(), lifespan=lifespan)
     add_error_handlers(app)
-    for routes in (generation_routes(context), information_routes(context), control_routes(context)):
+    generation = generation_routes(context)
+    for routes in (generation, information_routes(context), control_routes(context)):
         app.include_router(routes)
     describe(app, needs_key=options.api_key is not None)
-    # Around all of it: FastAPI answers unexpected errors outside of the middleware it is given.
-    app.middleware_stack = Identify(app.build_middleware_stack(), context.identity)
+    # Around all of FastAPI's, which answers unexpected errors outside of the middleware it is given.
+    layers = [
+        Middleware(Identify, identity=context.identity),
+        Middleware(CountRequests, metrics=context.metrics),
+        Middleware(AnswerWhenClosing),
+        Middleware(RefuseForeignPages, names=options.host_names),
+        Middleware(RequireApiKey, api_key=options.api_key),
+        Middleware(LimitBody, max_bytes=options.max_body_bytes, timeout_s=options.receive_timeout_s),
+        Middleware(RequireJson),
+        Middleware(ShortWay, api=app, routes=[route for route in generation.routes if isinstance(route, APIRoute)]),
+    ]
+    stack = app.build_middleware_stack()
+    for layer in reversed(layers):
+        stack = layer.cls(stack, *layer.args, **layer.kwargs)
+    app.middleware_stack = stack
     return app

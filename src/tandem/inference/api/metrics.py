@@ -5,6 +5,7 @@ Every server has a registry of its own, so that several in one process do not ad
 
 import time
 from collections.abc import Iterator
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -32,6 +33,7 @@ class Metrics:
             "tandem_http_request_seconds", "From a request's start to its answer's end.", "route"
         )
         self.first_token_s = self._histogram("tandem_time_to_first_token_seconds", "Of streamed requests.")
+        self._of = cache(self._labelled)  # looking labels up takes longer than counting
         self._registry.register(EngineCollector(engine))
         ProcessCollector(registry=self._registry)
 
@@ -39,8 +41,12 @@ class Metrics:
         return Histogram(name, text, labels, buckets=BUCKETS_S, registry=self._registry)
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
-        self.requests.labels(route, method, str(status)).inc()
-        self.request_s.labels(route).observe(seconds)
+        counted, timed = self._of(route, method, status)
+        counted.inc()
+        timed.observe(seconds)
+
+    def _labelled(self, route: str, method: str, status: int) -> tuple[Counter, Histogram]:
+        return self.requests.labels(route, method, str(status)), self.request_s.labels(route)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

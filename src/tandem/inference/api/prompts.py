@@ -4,7 +4,6 @@ What requests leave out is taken from generation_config.json, as vLLM does it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -101,8 +100,8 @@ class PromptReader:
         # One after the other: the first that does not fit ends it, whatever follows.
         prompts = (self._ids(prompt, body) for prompt in given)
         # The engine always draws a token; where none is wanted, it is left out of the answer.
-        requests = self._requests(prompts, body, max(body.max_tokens, 1), adapter, body.logprobs or 0, wanted, "prompt")
-        return [replace(request, grammar=grammar) for request in requests]
+        max_tokens, top = max(body.max_tokens, 1), body.logprobs or 0
+        return self._requests(prompts, body, max_tokens, adapter, top, wanted, "prompt", grammar)
 
     def chat_request(
         self, body: ChatCompletionRequest, adapter: str | None, grammar: "Grammar | None" = None
@@ -119,8 +118,8 @@ class PromptReader:
         if max_tokens is None and self.defaults.max_tokens is not None:
             max_tokens = max(1, min(self.defaults.max_tokens, self.seq_len - len(prompt)))
         top, wanted = body.top_logprobs, body.prompt_logprobs
-        [request] = self._requests([prompt], body, max_tokens, adapter, top, wanted, "messages")
-        return replace(request, grammar=grammar)
+        [request] = self._requests([prompt], body, max_tokens, adapter, top, wanted, "messages", grammar)
+        return request
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         if body.prompt is not None and body.messages is not None:
@@ -147,6 +146,7 @@ class PromptReader:
         top_logprobs: int,
         prompt_logprobs: int | None,
         param: str,
+        grammar: "Grammar | None",
     ) -> list[GenerationRequest]:
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         if body.stream and prompt_logprobs is not None:
@@ -167,6 +167,7 @@ class PromptReader:
                     top_logprobs=top_logprobs,
                     raw_logprobs=body.logprobs_mode == "raw",
                     prompt_logprobs=prompt_logprobs,
+                    grammar=grammar,
                 )
             )
         return requests

@@ -196,6 +196,8 @@ def control_routes(context: ApiContext) -> APIRouter:
     async def update_weights(body: UpdateWeightsRequest) -> Response:
         """Serve other weights of the same shape."""
         path = context.roots.resolve(body.path, WeightUpdateRefused)
+        if body.check_only:
+            return Answer({"version": engine.version})
         async with context.identity.change(body.run):
             await call(engine.update_weights, path, body.version, body.mode)
         return Answer({"version": body.version})

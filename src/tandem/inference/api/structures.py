@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 MAX_COMPILE_S = 5.0
 NUM_THREADS = 2
 ANY_OBJECT = {"type": "object"}
+FIELDS = {
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+}
 Given = tuple[str, Kind, str]
 """Field, kind and text of a structure."""
 
@@ -57,6 +61,8 @@ class Structures:
 
 def asked_structure(body: GenerationOptions) -> Structure | None:
     """What the text of a completion must be; None: anything."""
+    if body.model_fields_set.isdisjoint(FIELDS):
+        return None
     given = [*_from_response_format(body), *_from_structured_outputs(body.structured_outputs), *_from_guided(body)]
     if not given:
         return None

@@ -86,14 +86,11 @@ async def generate(engine: Engine, requests: list[GenerationRequest], http: Requ
         for index, request in enumerate(requests):
             ids.append(submit(engine, request, results.on_done(index)))
         gone = asyncio.ensure_future(disconnected(http.receive))
+        gone.add_done_callback(results.give_up)
         try:
-            await asyncio.wait({results.all, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not results.all.done():
-                raise ClientGone
-            return results.all.result()
+            return await results.all
         finally:
             gone.cancel()
-            results.all.cancel()
 
 
 class Results:
@@ -110,6 +107,11 @@ class Results:
             self._loop.call_soon_threadsafe(self._settle, index, outcome)
 
         return tell
+
+    def give_up(self, gone: "asyncio.Future[None]") -> None:
+        """The client has closed the connection, if nothing has ended the watch before."""
+        if not gone.cancelled() and not self.all.done():
+            self.all.set_exception(gone.exception() or ClientGone())
 
     def _settle(self, index: int, outcome: Outcome) -> None:
         if self.all.done():

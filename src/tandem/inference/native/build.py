@@ -12,6 +12,7 @@ from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.core import EngineCore, EngineParts
 from tandem.inference.native.engine import NativeEngine
+from tandem.inference.native.mapped_memory import MappedMemory
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.state import SlotState
@@ -35,8 +36,11 @@ def build_engine(
     eos_token_ids: list[int],
     new_text: Callable[[], TextStream],
     on_failure: Callable[[str], None],
+    *,
+    releasable_cache: bool = False,
 ) -> NativeEngine:
-    """Load the model and lay out the cache; the engine is not started yet."""
+    """Load the model and lay out the cache; the engine is not started yet. `releasable_cache`: on a GPU, the memory of
+    the cache can be given away and taken back."""
     device = choose_device(config.device)
     library.load_for(device)
     dtype = getattr(torch, config.model.dtype)
@@ -46,7 +50,9 @@ def build_engine(
     if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
     # Triton comes with PyTorch wherever that has CUDA; without it, a GPU runs what a CPU runs.
-    has_kernels = device.type == "cuda" and find_spec("triton") is not None and not exactly
+    has_kernels = device.type == "cuda" and find_spec("triton") is not None
+    # What a row computes must not depend on the rows beside it: in exact mode it never does.
+    is_alone = config.deterministic and not exactly
     num_blocks = cache_blocks(config, spec, dtype.itemsize, cache_bytes(config, spec, dtype.itemsize, device))
     # One block more than sequences may have: a CUDA graph has padding rows, which write somewhere too.
     cache = KVCache(
@@ -58,6 +64,7 @@ def build_engine(
         dtype,
         device,
         heads_first=has_kernels,
+        memory=MappedMemory(device) if releasable_cache and device.type == "cuda" else None,
     )
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
@@ -65,7 +72,7 @@ def build_engine(
         state,
         blocks,
         config.tokens_per_step,
-        isolate=config.deterministic and not exactly,
+        isolate=is_alone,
         cache_prefixes=config.prefix_caching,
     )
     adapters = AdapterBank(decoder)
@@ -74,7 +81,7 @@ def build_engine(
         # Not at the top: it needs Triton.
         from tandem.inference.native.cuda.runner import CudaRunner
 
-        use_graphs = config.cuda_graphs and not config.deterministic
+        use_graphs = config.cuda_graphs and not is_alone
         launcher = CudaRunner(
             decoder, adapters, cache, state, device, use_graphs=use_graphs, share_prompts=not config.deterministic
         )
@@ -87,7 +94,7 @@ def build_engine(
         scheduler,
         launcher or Runner(decoder, adapters, cache, state, device),
         new_text,
-        None if config.deterministic else launcher,
+        None if is_alone else launcher,
     )
     logger.info(
         "native engine on %s, %s%s, KV cache of %d tokens",
@@ -97,7 +104,9 @@ def build_engine(
         num_blocks * config.block_size,
     )
     core = EngineCore(parts, eos_token_ids)
-    return NativeEngine(core, config.seed, on_failure, check_when_idle=config.check_invariants)
+    return NativeEngine(
+        core, config.seed, on_failure, check_when_idle=config.check_invariants, gather=launcher is not None
+    )
 
 
 def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, device: torch.device) -> int:

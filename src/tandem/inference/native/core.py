@@ -30,10 +30,11 @@ from tandem.inference.native.constraints import Constraints
 from tandem.inference.native.inflight import InflightStep, Launcher
 from tandem.inference.native.logit_processors import adjust
 from tandem.inference.native.runner import Runner
-from tandem.inference.native.sampler import Drawn, sample, sampling_rows
+from tandem.inference.native.sampler import Drawn
 from tandem.inference.native.scheduler import Fork, Scheduler
 from tandem.inference.native.state import Request, Rows, Sample, SlotState, to_result
 from tandem.inference.native.stops import StopStrings
+from tandem.inference.native.weights import NewWeights
 from tandem.inference.structure import StructureRefused
 from tandem.models.decoder import Decoder
 from tandem.models.hf import copy_weights
@@ -136,14 +137,24 @@ class EngineCore:
             if self.scheduler.has_begun_one_of(request):
                 self._abort(request)
 
-    def swap_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        copy_weights(self.decoder, tensors)
+    def swap_weights(self, weights: NewWeights, version: int) -> None:
+        if callable(weights):
+            weights()
+            self.decoder.repack()
+        else:
+            copy_weights(self.decoder, weights)
         self.version = version
         self.scheduler.requeue_all()
         self.scheduler.blocks.forget()
         if self._cache_is_poisoned:
             self.cache.clear()
             self._cache_is_poisoned = False
+
+    def release_cache(self) -> None:
+        """What runs is computed again after `cache.take_back`, before which there is no step."""
+        self.scheduler.requeue_all()
+        self.scheduler.blocks.forget()
+        self.cache.release()
 
     def put_adapter(self, number: int, weights: AdapterWeights, version: int | None) -> None:
         """Load an adapter, or replace the one of this number: its sequences are computed again under the new one."""
@@ -224,7 +235,7 @@ class EngineCore:
         """A token for each of these rows, and the end of those that are finished by it."""
         state = self.state
         adjusted = self._constraints.apply(logits, adjust(logits, state, rows, self._eos_token_ids), rows)
-        drawn = sample(logits, sampling_rows(state, rows), adjusted, exactly=self.decoder.exact)
+        drawn = self.runner.sample(rows, logits, adjusted)
         positions = state.length[rows]
         state.append(rows, drawn.tokens, drawn.logprobs, self._versions(rows))
         self._conclude(rows, positions, drawn)

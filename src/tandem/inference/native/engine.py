@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from time import monotonic, sleep
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from tandem.inference.native.weights import FileSource, WeightSource
 logger = logging.getLogger(__name__)
 UINT64 = 2**64 - 1
 SHUTTING_DOWN = "the engine is shutting down"
+QUIET_S = 0.001
+LONGEST_S = 0.1
 
 Action = Callable[[], None]
 Refuse = Callable[[EngineError], None]
@@ -51,9 +54,16 @@ class LoadedAdapter:
 
 class NativeEngine:
     def __init__(
-        self, core: EngineCore, seed: int, on_failure: Callable[[str], None], *, check_when_idle: bool = False
+        self,
+        core: EngineCore,
+        seed: int,
+        on_failure: Callable[[str], None],
+        *,
+        check_when_idle: bool = False,
+        gather: bool = False,
     ) -> None:
-        """`check_when_idle`: check the scheduler's invariants whenever there is nothing to do."""
+        """`check_when_idle`: check the scheduler's invariants whenever there is nothing to do. `gather`: an engine that
+        was idle lets all requests of a burst arrive before its first step."""
         self.core = core
         self.source: WeightSource = FileSource()
         self.paused = False
@@ -61,10 +71,12 @@ class NativeEngine:
         self._seed = seed
         self._on_failure = on_failure
         self._check_when_idle = check_when_idle
+        self._gathers = gather
         self._request_ids = count()
         self._adapters = AdapterRegistry[LoadedAdapter]({})
         self._adapter_numbers = count(1)
         self._mailbox: deque[tuple[Action, Refuse]] = deque()
+        self._num_sent = 0  # samples that were asked for
         self._when_drained: list[tuple[Action, Refuse]] = []
         self._wake = threading.Condition()
         self._one_update = threading.Lock()
@@ -94,7 +106,7 @@ class NativeEngine:
         if request.adapter is not None:
             entry.adapter = self._adapters.get(request.adapter).number
         request.check_length(self.core.state.tokens.shape[1])
-        self._send(lambda: self.core.add(entry), on_done)
+        self._send(lambda: self.core.add(entry), on_done, request.n)
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -108,8 +120,8 @@ class NativeEngine:
 
     def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         with self._one_update:
-            tensors = self.source.read(path, version, self.core.decoder)
-            self._call(lambda: self.core.swap_weights(tensors, version), mode)
+            weights = self.source.read(path, version, self.core.decoder)
+            self._call(lambda: self.core.swap_weights(weights, version), mode)
         logger.info("serving version %d from %s", version, path)
 
     def load_adapter(
@@ -128,6 +140,14 @@ class NativeEngine:
             adapter = self._adapters.remove(name)
             self._call(lambda: self.core.remove_adapter(adapter.number))
 
+    def release_cache(self) -> None:
+        """Give the memory of the KV cache away until `take_back_cache`; requests wait, and those that run are computed
+        again."""
+        self._call(self.core.release_cache)
+
+    def take_back_cache(self) -> None:
+        self._call(self.core.cache.take_back)
+
     def reset_prefix_cache(self) -> None:
         self._call(self.core.scheduler.blocks.forget)
 
@@ -141,10 +161,11 @@ class NativeEngine:
             self._wake.notify()
         self._thread.join()
 
-    def _send(self, action: Action, refuse: Refuse) -> None:
+    def _send(self, action: Action, refuse: Refuse, num_samples: int = 0) -> None:
         with self._wake:
             if self.failure is None and not self._stopping:
                 self._mailbox.append((action, refuse))
+                self._num_sent += num_samples
                 self._wake.notify()
                 return
         refuse(EngineError(self.failure or SHUTTING_DOWN))
@@ -208,13 +229,30 @@ class NativeEngine:
                 self._run_drained()
             if self._stopping:
                 return False
-            if scheduler.has_work and not self.paused:
+            if scheduler.has_work and not self.paused and not self.core.cache.is_released:
                 return True
             self.core.read_inflight()
             if self._check_when_idle:
                 scheduler.check_invariants()
             with self._wake:
+                num_sent = self._num_sent
                 self._wake.wait_for(lambda: self._mailbox or self._stopping)
+            if self._gathers:
+                self._gather(num_sent)
+
+    def _gather(self, num_sent: int) -> None:
+        """Wait until no sample has been asked for a moment (the more there are, the longer), or all rows can be filled.
+        A prompt is launched as hundreds of kernels, each of which gives up the interpreter's lock: beside an event
+        loop that reads requests without a pause, one step would take as long as the whole burst. `num_sent`: before
+        the first of them."""
+        began = last = monotonic()
+        num_seen = self._num_sent - num_sent
+        while last - began < LONGEST_S and num_seen < self.core.state.num_slots:
+            sleep(QUIET_S)
+            if self._num_sent - num_sent > num_seen:
+                num_seen, last = self._num_sent - num_sent, monotonic()
+            elif monotonic() - last >= QUIET_S * min(1 + num_seen / 16, 5):
+                return
 
     def _run_drained(self) -> None:
         actions, self._when_drained = self._when_drained, []

@@ -37,6 +37,10 @@ class Launcher(Protocol):
         """The logits that `launch` computes."""
         ...
 
+    def sample(self, rows: Rows, logits: Any, adjusted: Any) -> Drawn:
+        """Draw a token for each row and wait for it. `adjusted`: logits to draw from, where they are others."""
+        ...
+
 
 @dataclass(frozen=True)
 class InflightStep:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.inference.native.attention import KVCache, plan_attention, plan_exact_attention
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
+from tandem.inference.native.sampler import Drawn, sample, sampling_rows
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
 from tandem.models.lora import AdapterBank
@@ -54,6 +55,10 @@ class Runner:
         if len(last) < len(hidden):
             hidden = hidden[self._tensor(last)]
         return self.decoder.logits(hidden)
+
+    def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
+        """A token for each row. `adjusted`: logits to draw from, where they are others."""
+        return sample(logits, sampling_rows(self.state, rows), adjusted, exactly=self.decoder.exact)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)

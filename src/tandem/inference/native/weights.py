@@ -4,8 +4,9 @@ A source is where an engine takes them from: files, or the memory of the process
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,20 +20,24 @@ from tandem.models.hf import check_tensors, named_tensors, read_tensors
 from tandem.models.lora import AdapterWeights, make_adapter, read_adapter
 from tandem.models.runtime import in_own_thread
 from tandem.models.spec import ModelSpec
+from tandem.transport.weights.device import read_announced
+from tandem.transport.weights.live import LiveWeights
 from tandem.transport.weights.manifest import MANIFEST, find_announced
-from tandem.transport.weights.memory import HeldVersion, OwnMemory, read_shared
+from tandem.transport.weights.memory import HeldVersion, OwnMemory
 from tandem.utils.run_dir import step_name
 from tandem.utils.waiting import Deadline, wait_for
 
 logger = logging.getLogger(__name__)
 FILES_TIMEOUT_S = 600.0
+NewWeights = Mapping[str, Tensor] | Callable[[], None]
+"""Tensors to copy; or, where the memory is a trainer's as well, what has them written there, between two steps."""
 
 
 class WeightSource(Protocol):
     """`path` names a version; only what is read from files has to be there."""
 
-    def read(self, path: Path, version: int, decoder: Decoder) -> Mapping[str, Tensor]:
-        """Tensors that fit the model. Raises WeightUpdateRefused with the reason."""
+    def read(self, path: Path, version: int, decoder: Decoder) -> NewWeights:
+        """Weights that fit the model. Raises WeightUpdateRefused with the reason."""
         ...
 
     def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
@@ -48,7 +53,7 @@ class FileSource:
         if announced is None or announced[0] != version or announced[1] is None:
             return read_checked_weights(path, version, decoder)
         try:
-            tensors = read_shared(announced[1], version)
+            tensors = read_announced(announced[1], version, decoder.output_weight.device)
             check_tensors(named_tensors(decoder), tensors)
             return tensors
         except (ValueError, TypeError, AttributeError, OSError) as error:
@@ -69,7 +74,7 @@ class MemorySource:
     folder: Path
     files: WeightSource
 
-    def read(self, path: Path, version: int, decoder: Decoder) -> Mapping[str, Tensor]:
+    def read(self, path: Path, version: int, decoder: Decoder) -> NewWeights:
         held = self._find(path, version)
         if held is None or held.adapter_config is not None:
             return self.files.read(path, version, decoder)
@@ -91,6 +96,29 @@ class MemorySource:
     def _find(self, path: Path, version: int) -> HeldVersion | None:
         """Another run may ask this server to load its weights."""
         return self.memory.find(version) if path == self.folder / step_name(version) else None
+
+
+@dataclass(frozen=True)
+class LiveSource:
+    """The memory that the trainer in this process computes with: there are no other weights to be served. Version 0 is
+    the model in `model_dir`. LoRA adapters are taken as `others` does."""
+
+    live: LiveWeights
+    folder: Path
+    model_dir: Path
+    others: WeightSource
+
+    def read(self, path: Path, version: int, decoder: Decoder) -> NewWeights:
+        if path != (self.folder / step_name(version) if version else self.model_dir):
+            raise WeightUpdateRefused(f"{path}: this server serves the weights of the trainer in its process alone")
+        try:
+            self.live.require(version)
+        except ValueError as error:
+            raise WeightUpdateRefused(f"{path}: {error}") from error
+        return partial(self.live.let_write, version)
+
+    def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
+        return self.others.read_adapter(path, version, decoder)
 
 
 @in_own_thread

@@ -166,6 +166,8 @@ class Routes:
         if route == "/update_weights":
             body = UpdateWeightsRequest.model_validate_json(await request.body())
             path = self._roots.resolve(body.path, WeightUpdateRefused)
+            if body.check_only:
+                return Answer({"version": self.ledger.version})
             async with self.identity.change(body.run):
                 await vllm.control.update(path, body.version, body.mode)
             return Answer({"version": body.version})

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 
 from tandem.config.slurm import SlurmConfig
+from tandem.launch.slurm import srun
 from tandem.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -40,6 +41,7 @@ class Job:
     serving: int = 0  # nodes with inference servers
     servers_per_node: int = 1
     inference: Path | None = None  # the configuration of the servers
+    delays_s: Sequence[float] = ()  # before each restart of a server that failed
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: str = ""  # more of the command line, as the shell reads it
     comment: Sequence[str] = ()
@@ -74,6 +76,7 @@ def render(job: Job) -> str:
         "serving": job.serving,
         "servers_per_node": job.servers_per_node,
         "inference": quoted(job.inference),
+        "delays": [f"{delay_s:g}" for delay_s in job.delays_s],
         "run": quoted(job.run),
         "first": shlex.join(job.first),
         "goes_on": f"[ -e {quoted(job.run)}/config ]" if job.always_goes_on else RESTARTED,
@@ -107,7 +110,7 @@ def command_line(job: Job) -> str:
         return f"python -m {module} {given}"
     nodes = job.slurm.nodes
     return (
-        f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 \\\n"
+        f"python -m {srun.MODULE} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
         f"  python -m torch.distributed.run --nnodes={nodes} --nproc-per-node={job.ranks_per_node} \\\n"
         f"  --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$TANDEM_RENDEZVOUS "
         f"--shutdown-timeout={shutdown_timeout(job.save_timeout_s)} \\\n"
@@ -136,8 +139,9 @@ def sbatch_options(job: Job) -> dict[str, Any]:
 
 
 def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
+    """As they stand behind `#SBATCH`, where sbatch takes quotes as a shell does."""
     return [
-        f"--{name}" if value is True else f"--{name}={value}"
+        f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
         for name, value in options.items()
         if value is not None and value is not False
     ]

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tandem.config.rl import RLConfig
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
+from tandem.launch.slurm import srun
 from tandem.launch.slurm.job import in_job, shutdown_timeout
 from tandem.utils.processes import SUPERVISOR_PID
 
@@ -38,12 +39,13 @@ def lay_over_nodes(plans: Sequence[ProcessPlan], config: RLConfig) -> list[Proce
 
 
 def _over(plan: ProcessPlan, nodes: Sequence[str], save_timeout_s: float) -> ProcessPlan:
-    """torchrun on each of the nodes. Its ranks are no children of `rl`: srun ends them when `rl` ends it."""
+    """torchrun on each of the nodes. Its ranks are no children of `rl`: srun ends them when `rl` is gone."""
     *_, module, sign, config_file = plan.command
     count = len(nodes)
     command = [
-        *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"),
-        *("--overlap", "--kill-on-bad-exit=1", "env", f"--unset={SUPERVISOR_PID}"),
+        *(sys.executable, "-m", srun.MODULE, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
+        *(f"--nodelist={','.join(nodes)}", "--overlap", "--kill-on-bad-exit=1", "--"),
+        *("env", f"--unset={SUPERVISOR_PID}"),
         *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}"),
         *(f"--nproc-per-node={plan.config['parallel']['ranks']}", "--rdzv-backend=c10d"),
         *(f"--rdzv-id={os.environ['SLURM_JOB_ID']}", f"--rdzv-endpoint={os.environ['TANDEM_RENDEZVOUS']}"),

@@ -8,13 +8,19 @@ from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree
+from tandem.data.dataset import check_sources
+from tandem.envs.registry import check_names
+from tandem.launch.evaluation import models_of
 from tandem.launch.plan import API_KEY_VAR, SGLANG_KEY_VAR, make_plan, run_config
+from tandem.launch.restarts import delay_before_s
 from tandem.launch.slurm.client import require_slurm, submit
 from tandem.launch.slurm.job import Job, in_job, render
 from tandem.models.files import check_model_dir
+from tandem.transport.checkpoints import require_checkpoint
+from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_atomic, write_json
-from tandem.utils.run_dir import RunDir
+from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import refuse_unwritable
 
 # Of this call, not of the job.
@@ -29,8 +35,11 @@ def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
 def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
     """Write the script and the configuration to `<output_dir>/slurm`, and submit it; a dry run only writes."""
     assert config.slurm is not None
-    RunDir(config.output_dir).refuse_another_run(resume=config.resume, clean=config.clean)
-    check_model_dir(config.model.name, config.model.impl)
+    run_dir = RunDir(config.output_dir)
+    run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
+    if config.resume and not steps_with(run_dir.checkpoints, MANIFEST):  # the job checks them, which takes long
+        require_checkpoint(run_dir)
+    _check(command, config)
     folder = config.output_dir.resolve() / "slurm"
     flags = {"--clean": config.clean, "--resume": config.resume, "--allow-changes": config.allow_changes}
     job = Job(
@@ -56,12 +65,43 @@ def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
     _hand_over(job, {key: value for key, value in tree.items() if key not in NOT_STORED}, config.dry_run, secrets)
 
 
+def _check(command: str, config: RLConfig | OfflineConfig) -> None:
+    """What would else be found out when the job has waited for its nodes."""
+    assert config.slurm is not None
+    if not waits_for_others(config.slurm):
+        check_model_dir(config.model.name, config.model.impl)
+    if isinstance(config, RLConfig):
+        for plan in config.orchestrator.plans.values():
+            check_names(plan.env)
+        return
+    _refuse_servers(command, config.slurm)
+    if not waits_for_others(config.slurm):
+        check_sources(config.data)
+
+
+def waits_for_others(slurm: SlurmConfig) -> bool:
+    """Whether the job begins when others have ended: they may make its model and its data."""
+    return "dependency" in slurm.sbatch
+
+
+def _refuse_servers(command: str, slurm: SlurmConfig) -> None:
+    if slurm.inference_nodes is not None:
+        raise UserError(
+            f"slurm.inference_nodes = {slurm.inference_nodes} is for `rl`: `{command}` has no inference servers of its "
+            "own; leave it out"
+        )
+
+
 def submit_evaluation(config: EvaluateConfig) -> None:
     assert config.slurm is not None
     if config.endpoint.api_key is not None:
         raise UserError("endpoint.api_key would be written to a file of the job; give endpoint.api_key_var instead")
     if config.slurm.nodes > 1:
         raise UserError(f"slurm.nodes = {config.slurm.nodes}: `evaluate` runs on one node; leave it out")
+    _refuse_servers("evaluate", config.slurm)
+    check_names(config.env)
+    if config.endpoint.base_url is None and not waits_for_others(config.slurm):
+        check_model_dir(models_of(config)[0])
     folder = config.output_dir.resolve() / "slurm"
     job = Job(
         name=_name(config.slurm, config.output_dir),
@@ -108,6 +148,7 @@ def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
         "serving": slurm.serving_nodes,
         "servers_per_node": per_node,
         "inference": job.folder / "inference.json",
+        "delays_s": [delay_before_s(restart, config.restart_delay_s) for restart in range(1, config.max_restarts + 1)],
     }
     return job.changed(arguments=arguments, **serving), secrets
 

@@ -71,6 +71,9 @@ RENAMED_ONLINE: Mapping[str, str] = {
     "env_args": "env.args",
     "reward_funcs": "env.reward",
     "mask_truncated_completions": "filters.truncated",
+    "num_generations_eval": "eval.samples",
+    "vllm_gpu_memory_utilization": "inference.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "inference.vllm.flags.tensor-parallel-size",
 }
 
 # Whatever they say, the same is learned: why.
@@ -93,7 +96,15 @@ IMMATERIAL: Mapping[str, str] = {
         "there is no data loader process",
     ),
     **dict.fromkeys(
-        ("padding_free", "packing", "packing_strategy", "eval_packing", "pad_to_multiple_of", "pad_token"),
+        (
+            "padding_free",
+            "packing",
+            "packing_strategy",
+            "eval_packing",
+            "pad_to_multiple_of",
+            "pad_token",
+            "padding_value",
+        ),
         "sequences are always packed without padding",
     ),
     **dict.fromkeys(
@@ -168,6 +179,8 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _HUB = "the model stays on this file system, in weights/latest; upload it from there"
 _SHARDING = "use execution.distributed_config: DDP, DSZero2, DSZero3, DSZero3Offload or FSDP"
 _NOT_HERE = "there is no such thing here; leave it out"
+_CORRECTION = "use trainer.loss.correction.type, .low and .high"
+_SERVER = "a server of the run's own generates: use use_vllm, or inference.engine"
 _COMPILE = "torch_compile: true uses torch's defaults; leave it out"
 REFUSED: Mapping[str, str] = {
     "output_dir": "each run has its own folder below execution.output_dir; leave it out",
@@ -186,7 +199,7 @@ REFUSED: Mapping[str, str] = {
     "loss_type": "the algorithm says it: execution.algorithm takes dpo, ipo, hinge, kto, gspo, dapo, …",
     "importance_sampling_level": "execution.algorithm: gspo has one ratio per sequence",
     "scale_rewards": "execution.algorithm: dr_grpo does not divide by the standard deviation",
-    "vllm_importance_sampling_correction": "use trainer.loss.correction.type",
+    "vllm_importance_sampling_correction": _CORRECTION,
     "reference_free": "use loss.reference: none",
     "generation_batch_size": "use per_device_train_batch_size and gradient_accumulation_steps",
     "reward_weights": "use orchestrator.env.rewards, each with its weight",
@@ -205,6 +218,34 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("router_aux_loss_coef", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef"), _NOT_HERE),
     **dict.fromkeys(("loss_weights", "use_weighting", "discopop_tau", "eos_token", "dataset_kwargs"), _NOT_HERE),
     **dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps", "ignore_bias_buffers"), _NOT_HERE),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "is_encoder_decoder", "log_multimodal", "cast_lm_head_to_fp32"), _NOT_HERE
+    ),
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos", "top_entropy_quantile"), _NOT_HERE),
+    **dict.fromkeys(("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"), _NOT_HERE),
+    **dict.fromkeys(("use_bias_correction_kl", "reward_clip_range", "alpha"), _NOT_HERE),
+    **dict.fromkeys(
+        ("use_adaptive_entropy", "entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+        "the entropy bonus is constant: use entropy_coef",
+    ),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_mode", "vllm_importance_sampling_cap", "off_policy_mask_threshold"), _CORRECTION
+    ),
+    **dict.fromkeys(("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"), _CORRECTION),
+    **dict.fromkeys(("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"), _SERVER),
+    **dict.fromkeys(("vllm_group_port", "vllm_model_impl", "cache_implementation"), _SERVER),
+    **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _SERVER),
+    "transformers_continuous_batching_config": _SERVER,
+    **dict.fromkeys(
+        ("vllm_mode", "vllm_enable_sleep_mode"), "use deployment: split, shared or colocated says who shares a GPU"
+    ),
+    "vllm_max_model_length": "use max_prompt_length and max_completion_length",
+    "vllm_structured_outputs_regex": "rollouts would be off-policy",
+    "generation_kwargs": "use temperature, top_p, top_k, min_p and max_completion_length",
+    "generate_during_eval": "use the section `evaluation`",
+    "max_tool_calling_iterations": "an environment says how many turns it has: use env_args",
+    "multi_objective_aggregation": "use orchestrator.env.rewards: their weighted sum is learned from",
+    "normalize_advantages": "the algorithm says it: use execution.algorithm",
 }
 
 # Names that need more than another name: launch/sweep/rules.py.

@@ -52,7 +52,11 @@ def read_document(path: Path) -> Document:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the experiment file {str(path)!r} cannot be read: {error}") from error
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.reader.ReaderError as error:
+        where = f"{path}, line {text[: error.position].count(chr(10)) + 1}"
+        raise UserError(f"{where}: the character {chr(error.character)!r} has no place in YAML") from error
     try:
         root = loader.get_single_node()
         return _Reader(path, loader).document(root)
@@ -70,7 +74,16 @@ def _explain(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
         if index <= len(lines) and "\t" in re.match(r"\s*", lines[index - 1])[0]:  # pyright: ignore[reportOptionalSubscript]
             return f"{path}, line {index}: a tab indents this line; YAML wants spaces"
     reason = " ".join(str(error.problem or error.context).split())
-    return f"{path}, line {number}: this is not YAML: {reason}"
+    if "'\\t'" in reason:
+        return f"{path}, line {number}: there is a tab in this line; YAML wants spaces"
+    if reason == "could not find expected ':'" and error.context_mark is not None:
+        key = error.context_mark.line + 1  # the parser has read on from there
+        return f"{path}, line {key}: {lines[key - 1].strip()!r} is not `key: value`, with a colon and a space"
+    if "<block end>" in reason:
+        return f"{path}, line {number}: this line is indented otherwise than those that it belongs to"
+    began = error.context_mark.line + 1 if error.context_mark is not None else number
+    since = f" (it belongs to what begins in line {began})" if began != number else ""
+    return f"{path}, line {number}: this is not YAML: {reason}{since}"
 
 
 class _Reader:

@@ -32,6 +32,7 @@ from tandem.launch.slurm.submission import with_servers
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_atomic, write_json
+from tandem.utils.run_lock import refuse_unwritable
 
 EXPERIMENT, SWEEP, JOBS = "experiment.yaml", "sweep.json", "jobs.json"
 CONFIG, SCRIPT, EVALUATION = "config.yaml", "job.sh", "evaluate.sh"
@@ -57,12 +58,22 @@ class Run:
     def script(self) -> Path:
         return Path(self.folder) / SCRIPT
 
+    @property
+    def evaluation_script(self) -> Path:
+        return Path(self.folder) / EVALUATION
+
+    @property
+    def results(self) -> Path:
+        """Of its evaluation."""
+        return Path(self.folder) / "evaluation" / "results.json"
+
 
 def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment]) -> list[Run]:
     """Everything but the runs themselves. A run that has begun keeps its configuration: another one is refused."""
     for run in runs:
         _refuse_changed(output_dir, run)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    with refuse_unwritable(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
     if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
         shutil.copyfile(experiment, output_dir / EXPERIMENT)
     for run in runs:
@@ -91,9 +102,10 @@ def read_jobs(output_dir: Path) -> dict[str, dict[str, str]]:
     return read_json(path) if path.exists() else {}
 
 
-def store_job(output_dir: Path, name: str, **jobs: str) -> None:
+def store_jobs(output_dir: Path, kind: str, jobs: Mapping[str, str]) -> None:
+    """`kind`: run or evaluation; `jobs` by the names of the runs."""
     stored = read_jobs(output_dir)
-    write_json(output_dir / JOBS, stored | {name: stored.get(name, {}) | jobs})
+    write_json(output_dir / JOBS, stored | {name: stored.get(name, {}) | {kind: job} for name, job in jobs.items()})
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.launch.sweep.folder import EVALUATION, Run
+from tandem.launch.sweep.folder import Run
 from tandem.launch.sweep.states import progress_of
 from tandem.utils.errors import UserError
 from tandem.utils.processes import Stopped
@@ -17,7 +17,9 @@ POLL_S = 0.1
 def run_here(output_dir: Path, runs: Sequence[Run], *, resume: bool, max_jobs: int) -> bool:
     """Run what is not finished (with `resume`: what failed), `max_jobs` at a time. Returns whether all went well."""
     wanted = ("failed",) if resume else ("written", "failed")
-    waiting = [item.run for item in progress_of(output_dir, runs) if item.state in wanted]
+    items = [item for item in progress_of(output_dir, runs) if item.state in wanted or item.evaluation in wanted]
+    waiting = [item.run for item in items]
+    trained = [item.run.name for item in items if item.state == "finished"]
     for run in waiting:
         if run.nodes > 1:
             raise UserError(f"run {run.name!r} is for {run.nodes} nodes, and --local has one; set slurm.nodes: 1")
@@ -27,7 +29,8 @@ def run_here(output_dir: Path, runs: Sequence[Run], *, resume: bool, max_jobs: i
     try:
         while waiting or under_way:
             while waiting and len(under_way) < max_jobs:
-                under_way.append(_Started(waiting.pop(0)))
+                run = waiting.pop(0)
+                under_way.append(_Started(run, evaluates_only=run.name in trained))
             for started in [started for started in under_way if started.is_over()]:
                 under_way.remove(started)
                 went_well = went_well and started.went_well
@@ -44,9 +47,10 @@ def run_here(output_dir: Path, runs: Sequence[Run], *, resume: bool, max_jobs: i
 class _Started:
     """A run under way: its script, then that of its evaluation."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, evaluates_only: bool = False) -> None:
         self.run = run
-        self.scripts = [run.script, Path(run.folder) / EVALUATION] if run.evaluates else [run.script]
+        self.scripts = [] if evaluates_only else [run.script]
+        self.scripts += [run.evaluation_script] if run.evaluates else []
         self.log = Path(run.folder) / "local.out"
         self.went_well = True
         print(f"{run.name}: started, prints to {self.log}", flush=True)

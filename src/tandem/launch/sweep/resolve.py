@@ -1,6 +1,7 @@
 """One variant of an experiment, as a command of ours with its configuration, checked before anything is written."""
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,14 @@ from tandem.config.align import AlignConfig
 from tandem.config.base import Config
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.explain import explain_validation_error, option_paths
+from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree, merge, nest, read_config_file
+from tandem.data.dataset import check_sources
+from tandem.data.rows import refuse_missing
+from tandem.envs.registry import check_names
 from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name
 from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
 from tandem.launch.sweep.document import Document
@@ -28,8 +33,8 @@ from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
 CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
 ARGUMENTS = ("rl_script_args", "model_config_args", "rl_config_args")
 EXECUTION = ("algorithm", "venv", "output_dir", "distributed_config")
+KEYS = {"data.path": "dataset_name", "env.id": "env", "env.reward": "reward_funcs"}  # that give these options
 SECTIONS = ("execution", "slurm", *ARGUMENTS, "environment", "evaluation")
-DATA_FILES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,12 @@ def _output_dir(document: Document) -> Path:
         raise document.refuse(
             "execution",
             "output_dir",
-            f"output_dir = {str(value)!r} is relative; give {str(Path(str(value)).resolve())!r}",
+            f"output_dir = {str(value)!r} is relative; give {str(Path(str(value)).expanduser().resolve())!r}",
+        )
+    existing = next(folder for folder in (Path(value), *Path(value).parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise document.refuse(
+            "execution", "output_dir", f"output_dir = {str(value)!r} cannot be written: see {str(existing)!r}"
         )
     return Path(str(value))
 
@@ -112,6 +122,8 @@ class Resolver:
         slurm = self._slurm(variant)
         environment: dict[str, str] = variant.section("environment")
         options = Options(algorithm.is_online)
+        if slurm.inference_nodes is not None and not algorithm.is_online:
+            options.notes.append(f"inference_nodes: {name} has no inference servers; all nodes train")
         tree: Tree = {}
         try:
             tree = self._tree(variant, name, algorithm, options, slurm)
@@ -154,6 +166,7 @@ class Resolver:
         base: Tree = {}
         for section in ARGUMENTS:
             for key, value in variant.section(section).items():
+                self._refuse_again(section, key)
                 if key == "config":
                     base = self._base(value, base)
                 else:
@@ -170,6 +183,13 @@ class Resolver:
         apply_rules(by_rule, options, ranks * trainers, paired=paired)
         return self._assemble(name, algorithm, options)
 
+    def _refuse_again(self, section: str, key: str) -> None:
+        """A key of a section that one before it has as well."""
+        for other in ARGUMENTS[: ARGUMENTS.index(section)]:
+            if key in self.document.sections.get(other, {}):
+                first = f"first in line {self.document.sections[other][key].line}"
+                raise self.document.refuse(section, key, f"{key!r} is given twice ({first}); give it once")
+
     def _assemble(self, name: str, algorithm: Algorithm, options: Options) -> Tree:
         """Everything in one tree, and what the algorithm needs besides."""
         tree: Tree = dict(options.base)
@@ -183,6 +203,10 @@ class Resolver:
             tree = merge(tree, {"trainer": {"loss": {"constant_length": longest}}})
         if algorithm.is_online and "inference" not in tree:
             tree["inference"] = {}  # a server of the run's own
+        if value_at(tree, "model.name") is None:
+            raise self.document.refuse("model_config_args", None, "model_name_or_path is required and was not given")
+        if not algorithm.is_online and not {"path", "sources"} & tree.get("data", {}).keys():
+            raise self.document.refuse("rl_script_args", None, "dataset_name is required and was not given")
         return tree
 
     def _take(self, key: str, value: Any, algorithm: Algorithm, options: Options, by_rule: dict[str, Any]) -> None:
@@ -255,12 +279,8 @@ class Resolver:
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            details = error.errors()[0]
-            path = ".".join(str(part) for part in details["loc"])
-            named = [key for ours, key in options.sources.items() if ours == path or path.startswith(f"{ours}.")]
-            about = [key for ours, key in options.sources.items() if f"{ours.rpartition('.')[2]} = " in details["msg"]]
-            key = (named or about or [""])[0]
-            raise self._refuse(key, explain_validation_error(cls, error)) from error
+            keys = [key for details in error.errors() for key in _keys_of(details, options)]
+            raise self._refuse((keys or [""])[0], explain_validation_error(cls, error)) from error
 
     def _check_files(self, config: Config, tree: Tree) -> None:
         model: Path = getattr(config, "model").name  # noqa: B009  # all three commands have it
@@ -274,12 +294,18 @@ class Resolver:
         except UserError as error:
             key = "model_name_or_path" if "model.name" in str(error) else "max_length"
             raise self._refuse(key, str(error)) from error
-        path = tree.get("data", {}).get("path")
-        if path is None:
-            return
-        is_file = path.startswith(("/", "./")) or path.endswith(DATA_FILES)
-        if is_file and not Path(path).exists():
-            raise self._refuse("dataset_name", f"dataset_name = {path!r} does not exist")
+        try:
+            if isinstance(config, OfflineConfig):
+                check_sources(config.data)
+            if isinstance(config, RLConfig):
+                for plan in config.orchestrator.plans.values():
+                    check_names(plan.env)
+                    if plan.env.id == "dataset" and isinstance(path := plan.env.args.get("path"), str):
+                        refuse_missing(path, "data.path")
+        except UserError as error:
+            option, _, rest = str(error).partition(" = ")
+            key = KEYS.get(option, option)
+            raise self._refuse(key, f"{key} = {rest}") from error
 
     def _evaluation(self, folder: Path, tree: Tree, algorithm: Algorithm) -> Tree | None:
         """The configuration of `evaluate` for the trained model; None: no evaluation is asked for."""
@@ -296,9 +322,11 @@ class Resolver:
         for key, value in given.items():
             evaluation = merge(evaluation, nest(("env.id" if key == "env" else key).split("."), value))
         try:
-            EvaluateConfig.model_validate(evaluation)
+            check_names(EvaluateConfig.model_validate(evaluation).env)
         except ValidationError as error:
             raise self.document.refuse("evaluation", None, explain_validation_error(EvaluateConfig, error)) from error
+        except UserError as error:
+            raise self.document.refuse("evaluation", "env", str(error)) from error
         return evaluation
 
     def _refuse(self, key: str, message: str) -> UserError:
@@ -307,6 +335,14 @@ class Resolver:
             if key in keys:
                 return self.document.refuse(section, key, message)
         return UserError(f"{self.document.path}: {message}")
+
+
+def _keys_of(details: Mapping[str, Any], options: Options) -> list[str]:
+    """The keys of the experiment file that an error of our own options is about."""
+    path = ".".join(str(part) for part in details["loc"])
+    named = [key for ours, key in options.sources.items() if ours == path or path.startswith(f"{ours}.")]
+    about = [key for ours, key in options.sources.items() if f"{ours.rpartition('.')[2]} = " in details["msg"]]
+    return named or about
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -50,7 +50,9 @@ def show(console: Console, output_dir: Path, items: Sequence[Progress]) -> None:
     for item in items:
         steps = f"{item.step}/{item.max_steps}" if item.max_steps else str(item.step)
         numbers = [f"{item.metrics[name]:.4g}" if name in item.metrics else "" for name in metrics]
-        table.add_row(item.run.name, item.state, steps, *numbers)
+        is_evaluated = item.evaluation in (None, "finished")
+        state = item.state if is_evaluated else f"{item.state}, evaluation {item.evaluation}"
+        table.add_row(item.run.name, state, steps, *numbers)
     console.print(table)
     states = [item.state for item in items]
     told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

@@ -11,6 +11,11 @@ DEFAULT_BATCH_SIZE = 8  # of transformers, for one device
 HELD_OUT = 0.05
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
+# What the rules compute with: a mistake in these would not reach the options that are checked later.
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_prompt_length")
+WHOLE = ("max_steps",)  # -1: no limit
+NUMBERS = ("num_train_epochs", "eval_steps", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2")
+SWITCHES = ("bf16", "use_cpu", "use_peft", "use_vllm", "precompute_ref_log_probs", "gradient_checkpointing")
 
 
 class Refused(ValueError):
@@ -62,6 +67,8 @@ def value_at(tree: Mapping[str, Any], path: str) -> Any:
 
 def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, paired: bool) -> None:
     """All rules, for the arguments that were given."""
+    for key, value in given.items():
+        _refuse_wrong_type(key, value)
     _length(given, options)
     _precision(given, options)
     _optimizer(given, options)
@@ -86,6 +93,20 @@ def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, 
         source = "precomputed" if given["precompute_ref_log_probs"] else "model"
         options.set("loss.reference", source, "precompute_ref_log_probs")
     _batch(given, options, world_size, paired)
+
+
+def _refuse_wrong_type(key: str, value: Any) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if key in COUNTS and not (is_whole and value >= 1):
+        raise Refused(key, f"{key} = {value!r} is not a count; give a whole number from 1 on")
+    if key in WHOLE and not is_whole:
+        raise Refused(key, f"{key} = {value!r} is not a whole number")
+    if key in NUMBERS and not (is_whole or isinstance(value, float)):
+        raise Refused(key, f"{key} = {value!r} is not a number")
+    if key in SWITCHES and not isinstance(value, bool | int):
+        raise Refused(key, f"{key} = {value!r} is neither true nor false")
+    if key == "lr_scheduler_kwargs" and not isinstance(value, Mapping):
+        raise Refused(key, f"{key} = {value!r} is not a table; give {{min_lr_rate: 0.1}}")
 
 
 def _length(given: Mapping[str, Any], options: Options) -> None:

@@ -30,26 +30,39 @@ class Progress:
     max_steps: int | None
     metrics: Mapping[str, float]  # the last value of each
     job: str = ""
+    evaluation: State | None = None  # None: it has none, or comes when the run is finished
 
 
 def progress_of(output_dir: Path, runs: Sequence[Run]) -> list[Progress]:
     jobs = read_jobs(output_dir)
     under_way = jobs_under_way() if jobs else {}
-    return [_progress(run, jobs.get(run.name, {}).get("run", ""), under_way) for run in runs]
+    return [_progress(run, jobs.get(run.name, {}), under_way) for run in runs]
 
 
-def _progress(run: Run, job: str, under_way: Mapping[str, str]) -> Progress:
+def _progress(run: Run, jobs: Mapping[str, str], under_way: Mapping[str, str]) -> Progress:
     run_dir = RunDir(run.directory)
     lines = read_metrics(run_dir)
     max_steps = _max_steps(run)
+    state = _state(run, jobs.get("run", ""), under_way, max_steps)
     return Progress(
         run=run,
-        state=_state(run, job, under_way, max_steps),
+        state=state,
         step=max((line["step"] for line in lines), default=0),
         max_steps=max_steps,
         metrics=last_metrics(run, lines),
-        job=job,
+        job=jobs.get("run", ""),
+        evaluation=_evaluation(run, jobs.get("evaluation", ""), under_way) if state == "finished" else None,
     )
+
+
+def _evaluation(run: Run, job: str, under_way: Mapping[str, str]) -> State | None:
+    if not run.evaluates:
+        return None
+    if run.results.exists():
+        return "finished"
+    if job in under_way:
+        return "running" if under_way[job] == "running" else "pending"
+    return "failed" if job or run.results.parent.exists() else "written"
 
 
 def _state(run: Run, job: str, under_way: Mapping[str, str], max_steps: int | None) -> State:
@@ -75,9 +88,8 @@ def is_finished(run: Run, max_steps: int) -> bool:
 
 def last_metrics(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     found = {name: line[name] for line in lines for name in METRICS[run.command] if name in line}
-    results = Path(run.folder) / "evaluation" / "results.json"
-    if run.evaluates and results.exists():
-        found["evaluation/reward"] = read_json(results)["results"][-1]["scores"]["reward"]
+    if run.evaluates and run.results.exists():
+        found["evaluation/reward"] = read_json(run.results)["results"][-1]["scores"]["reward"]
     return {name: found[name] for name in (*METRICS[run.command], "evaluation/reward") if name in found}
 
 

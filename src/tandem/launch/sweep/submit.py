@@ -2,41 +2,52 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.launch.slurm.client import require_slurm, submit
-from tandem.launch.sweep.folder import EVALUATION, SCRIPT, Run, alone, store_job
-from tandem.launch.sweep.states import Progress, progress_of
+from tandem.launch.slurm.job import sbatch_lines
+from tandem.launch.sweep.folder import EVALUATION, SCRIPT, Run, alone, store_jobs
+from tandem.launch.sweep.states import progress_of
 from tandem.utils.files import write_atomic
 
 # Options of a job script that are its own, and not those of the array.
 OWN = ("job-name", "output", "error")
 
 
-def submit_runs(output_dir: Path, runs: Sequence[Run], *, resume: bool, array: bool, max_jobs: int | None) -> list[str]:
-    """Submit what was never submitted or, with `resume`, what failed. Returns the names."""
+@dataclass(frozen=True)
+class Submitted:
+    """By the names of the runs: these, and evaluations of runs that were finished."""
+
+    runs: list[str]
+    evaluations: list[str]
+
+
+def submit_runs(output_dir: Path, runs: Sequence[Run], *, resume: bool, array: bool, max_jobs: int | None) -> Submitted:
+    """Submit what was never submitted or, with `resume`, what failed."""
     require_slurm()
+    wanted = "failed" if resume else "written"
     with alone(output_dir):
-        chosen = [item.run for item in progress_of(output_dir, runs) if _is_chosen(item, resume)]
+        items = progress_of(output_dir, runs)
+        chosen = [item.run for item in items if item.state == wanted]
+        evaluated = [item.run for item in items if item.evaluation == wanted]
+        for run in evaluated:
+            store_jobs(output_dir, "evaluation", {run.name: submit(run.evaluation_script)})
         if array:
             for number, group in enumerate(_alike(chosen)):
                 _submit_array(output_dir, group, number, max_jobs)
         else:
             for run in chosen:
                 _submit_one(output_dir, run)
-    return [run.name for run in chosen]
-
-
-def _is_chosen(item: Progress, resume: bool) -> bool:
-    return item.state == "failed" if resume else item.state == "written"
+    return Submitted([run.name for run in chosen], [run.name for run in evaluated])
 
 
 def _submit_one(output_dir: Path, run: Run) -> None:
     job = submit(run.script)
-    store_job(output_dir, run.name, run=job)
+    store_jobs(output_dir, "run", {run.name: job})
     if run.evaluates:
-        after = submit(Path(run.folder) / EVALUATION, [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"])
-        store_job(output_dir, run.name, evaluation=after)
+        after = submit(run.evaluation_script, [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"])
+        store_jobs(output_dir, "evaluation", {run.name: after})
 
 
 def _alike(runs: Sequence[Run]) -> list[list[Run]]:
@@ -56,23 +67,20 @@ def _submit_array(output_dir: Path, runs: Sequence[Run], number: int, max_jobs: 
     limit = "" if max_jobs is None else f"%{max_jobs}"
     tasks = [f"--array=0-{len(runs) - 1}{limit}"]
     job = submit(_write_array(output_dir, runs, SCRIPT, f"array_{number}.sh"), tasks)
-    for index, run in enumerate(runs):
-        store_job(output_dir, run.name, run=f"{job}_{index}")
+    store_jobs(output_dir, "run", {run.name: f"{job}_{index}" for index, run in enumerate(runs)})
     if runs[0].evaluates:
         script = _write_array(output_dir, runs, EVALUATION, f"array_{number}_evaluate.sh")
         # Each task waits for the one of the same number.
         after = submit(script, [*tasks, f"--dependency=aftercorr:{job}", "--kill-on-invalid-dep=yes"])
-        for index, run in enumerate(runs):
-            store_job(output_dir, run.name, evaluation=f"{after}_{index}")
+        store_jobs(output_dir, "evaluation", {run.name: f"{after}_{index}" for index, run in enumerate(runs)})
 
 
 def _write_array(output_dir: Path, runs: Sequence[Run], script: str, name: str) -> Path:
     """A script that runs one of others by the number of its task; each prints into its own folder."""
-    header = _header(Path(runs[0].folder) / script)
+    own = {"job-name": output_dir.name, "output": f"{output_dir}/{name.removesuffix('.sh')}-%A_%a.out"}
+    header = [*(f"#SBATCH {line}" for line in sbatch_lines(own)), *_header(Path(runs[0].folder) / script)]
     folders = "\n".join(f"  {shlex.quote(run.folder)}" for run in runs)
     text = f"""#!/bin/bash
-#SBATCH --job-name={output_dir.name}
-#SBATCH --output={output_dir}/{name.removesuffix(".sh")}-%A_%a.out
 {chr(10).join(header)}
 # Task n runs the n-th of these; what it prints is in its folder.
 folders=(

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from tandem.models.gpu import exact
 from tandem.models.gpu import kernels as triton_kernels
 from tandem.models.gpu.logprobs_memory import plan_chunks
 from tandem.models.precision import rounded
@@ -21,9 +22,15 @@ kernels: Any = triton_kernels  # launched as Triton's wrappers, whose types are 
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, entropy_gradient: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    entropy_gradient: bool,
+    exactly: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, torch.is_grad_enabled())
+    """`exactly`: log-probs as exact mode has them (`models/exact.py`)."""
+    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, exactly, torch.is_grad_enabled())
 
 
 class LogProbs(Function):
@@ -37,19 +44,23 @@ class LogProbs(Function):
         labels: Tensor,
         temperature: float,
         entropy_gradient: bool,
+        exactly: bool,
         learns: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         copy = rounded(weight, hidden)
+        temperatures = torch.full_like(logprobs, temperature) if exactly else logprobs
         rows, num_kept = plan_chunks(len(hidden), len(weight) * hidden.element_size(), memory_of(hidden.device))
         kept: list[Tensor | None] = []
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
-            logits = F.linear(hidden[part], copy)
+            logits = exact.linear(hidden[part], copy, None) if exactly else F.linear(hidden[part], copy)
             kernels.logprobs_forward[len(logits),](
                 *(logits, labels[part], logprobs[part], entropy[part], lse[part], len(weight), 1 / temperature),
                 **_options(len(weight)),
             )
+            if exactly:
+                exact.token_logprobs(logits, labels[part], temperatures[part], out=logprobs[part])
             kept.append(logits if learns and len(kept) < num_kept else None)
         ctx.save_for_backward(hidden, weight, labels, entropy, lse)
         ctx.rows, ctx.kept, ctx.temperature, ctx.entropy_gradient = rows, kept, temperature, entropy_gradient
@@ -81,7 +92,7 @@ class LogProbs(Function):
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def memory_of(device: torch.device) -> int:

@@ -26,12 +26,12 @@ def token_logprobs(
 
     The entropy carries a gradient only where asked: it takes as much memory again. `exactly`: in exact mode.
     """
-    if has_kernels(hidden) and not exactly:
+    if has_kernels(hidden):
         from tandem.models.gpu import logprobs as gpu
 
-        return gpu.token_logprobs(hidden, output_weight, labels, temperature, entropy_gradient)
+        return gpu.token_logprobs(hidden, output_weight, labels, temperature, entropy_gradient, exactly)
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
-    copy = rounded(output_weight.detach(), hidden)
+    copy = rounded(output_weight, hidden).detach()
     if len(labels) <= rows:
         return _chunk_logprobs(hidden, output_weight, copy, labels, temperature, entropy_gradient, exactly)
     options = temperature, entropy_gradient, exactly

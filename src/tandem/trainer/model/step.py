@@ -73,6 +73,7 @@ class Stepper(Generic[P]):
         self.is_sharded = is_sharded(parallel, ranks)
         self.max_grad_norm = max_grad_norm
         self.entropy_gradient = entropy_gradient
+        self.update: Callable[[], object] | None = None  # in place of the optimizer's step
 
     def step(
         self,
@@ -96,7 +97,7 @@ class Stepper(Generic[P]):
         grad_norm = whole(
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
         )
-        self.optimizer.step()
+        (self.update or self.optimizer.step)()
         metrics = totals.over_ranks(self.ranks, denominator)
         metrics["grad_norm"] = float(grad_norm)
         return metrics

@@ -1,7 +1,9 @@
 """Learning from one batch of rollouts: cut into updates, completed with what the loss needs, stepped through."""
 
 import functools
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from tandem.trainer.losses import (
 from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
-from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.model.memory import Room, is_short_of_room, tokens_per_microbatch
 from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
 from tandem.trainer.model.totals import over_updates
 from tandem.types.rollout import PackedBatch, TrainBatch
@@ -45,15 +47,24 @@ class Learner:
         config: TrainerConfig,
         stepper: Stepper[Predictions],
         frozen_models: Mapping[str, FrozenModel] | None = None,
+        room: Room | None = None,
     ) -> None:
         self.config = config
         self.stepper = stepper
         self.frozen_models = frozen_models or {}
+        self.room = room
         self.loss = micro_batch_loss(config.loss, make_policy_loss(config.loss))
 
     def learn(self, batch: TrainBatch) -> dict[str, float]:
         """All updates of one batch. Metrics are means over the updates, or maxima."""
         batch.require_usable()
+        if self.room is None or not self._needs_room:
+            return self._learn(batch)
+        with room_made(self.room, self.stepper.ranks.device) as times:
+            stats = self._learn(batch)
+        return stats | times
+
+    def _learn(self, batch: TrainBatch) -> dict[str, float]:
         updates = self._completed(list(self._updates(batch)), batch.temperature)
         stats = [
             self.stepper.step(update.micro_batches, self.loss, update.denominator, batch.temperature)
@@ -67,8 +78,17 @@ class Learner:
         """Decided with the first batch: by then, a server on the same GPU has taken its memory."""
         config = self.config
         return tokens_per_microbatch(
-            self.stepper, config.tokens_per_microbatch, least=config.seq_len, deterministic=config.deterministic
+            self.stepper,
+            config.tokens_per_microbatch,
+            least=config.seq_len,
+            deterministic=config.deterministic,
+            room_bytes=0 if self.room is None else self.room.num_bytes,
         )
+
+    @functools.cached_property
+    def _needs_room(self) -> bool:
+        assert self.room is not None
+        return is_short_of_room(self.stepper, self.tokens_per_microbatch) or self.room.is_always_made
 
     def _updates(self, batch: TrainBatch) -> Iterator[Update]:
         ranks, loss = self.stepper.ranks, self.config.loss
@@ -122,6 +142,24 @@ class Learner:
             replace(update, micro_batches=[_whitened(part, sums) for part in update.micro_batches])
             for update in estimated
         ]
+
+
+@contextmanager
+def room_made(room: Room, device: torch.device) -> Iterator[dict[str, float]]:
+    """The neighbour's memory is ours meanwhile; all that is not kept is given back. How long either took is in what is
+    yielded, after the end."""
+    times: dict[str, float] = {}
+    started = time.monotonic()
+    room.release()
+    times["release_s"] = time.monotonic() - started
+    try:
+        yield times
+    finally:
+        started = time.monotonic()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        room.take_back()
+        times["take_back_s"] = time.monotonic() - started
 
 
 def with_signal(batch: PackedBatch) -> PackedBatch:

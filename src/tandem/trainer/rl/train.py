@@ -3,38 +3,45 @@
 import logging
 import time
 from contextlib import closing
+from functools import partial
 
 import torch
 
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
+from tandem.models.precision import WorkingWeights
+from tandem.models.runtime import choose_device
+from tandem.models.trainable import reload_frozen
+from tandem.trainer.build import Publish, Trained, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses import needs_entropy_gradient
 from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.memory import Room
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.rollouts.filesystem import RolloutReader
+from tandem.transport.weights.device import shared_memory
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.memory import Memory, MemoryFirst, SharedMemory
+from tandem.transport.weights.live import LiveWeights
+from tandem.transport.weights.memory import Memory, MemoryFirst, OwnMemory
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 
-def train_rl(config: TrainerConfig, memory: Memory | None = None) -> None:
-    """`memory`: where an engine in this process takes its weights from."""
+def train_rl(config: TrainerConfig, memory: Memory | None = None, room: Room | None = None) -> None:
+    """`memory`: where an engine in this process takes its weights from. `room`: what it can make."""
     if memory is None and config.share_weights:
-        memory = SharedMemory(getattr(torch, config.model.dtype))
+        memory = shared_memory(getattr(torch, config.model.dtype), choose_device(config.device))
     with joined_ranks(config) as ranks:
-        _train(config, ranks, memory)
+        _train(config, ranks, memory, room)
 
 
-def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
+def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None, room: Room | None) -> None:
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
     exactly = config.deterministic and not config.parallel.compile
@@ -49,11 +56,13 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
         critic=config.loss.ppo if config.loss.type == "ppo" else None,
         exactly=exactly,
     )
+    live = memory if isinstance(memory, LiveWeights) else None
+    working = None if live is None else compute_with(trained, live)
     frozen_models = {
         stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks, exactly=exactly)
         for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
-    learner = Learner(config, trained.stepper, frozen_models)
+    learner = Learner(config, trained.stepper, frozen_models, room)
     throughput = trained.throughput()
     run_dir.create()
     run_log = RunLog(run_dir, "trainer", enabled=ranks.is_first)
@@ -67,18 +76,26 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
         flush_beside=True,  # a run that goes on writes a damaged version again
     )
     weights = files if memory is None else MemoryFirst(memory, files)
-    publish = trained.publish if config.lora is None else trained.publish_adapter
+    publish = partial(
+        trained.publish if config.lora is None else trained.publish_adapter,
+        elsewhere=None if not isinstance(memory, OwnMemory) else hold_on_every_rank(memory, trained, ranks),
+    )
     checkpoints = Checkpointer(
         run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
     )
     if start > 0:
         checkpoints.load(start)
         publish(weights.republish, version=start)
+    if live is not None and working is not None:
+        working.refresh()
+        live.begin(start if config.lora is None else 0)
     run_log.event("started", step=start, ranks=ranks.size)
     logger.info("ready on %s; waiting for the batch of step %d", ranks.device, start + 1)
 
     beside: dict[str, bytes] = {}
     with closing(weights), closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
+        if live is not None:
+            live.is_stopping = stop.is_asked
         for step in range(start + 1, config.max_steps + 1):
             waiting = time.monotonic()
             ranks.report(step, "waiting for the batch")
@@ -107,7 +124,31 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None) -> None:
             if ranks.is_first:
                 logger.info("step %d: loss %.4f, grad norm %.3f", step, stats["loss"], stats["grad_norm"])
         if config.lora is not None:
+            if live is not None:
+                reload_frozen(trained.decoder, config.model, ranks.device)
             merged = WeightsPublisher(run_dir.merged, config.model.name, config.model.dtype, keep=1)
             trained.publish(merged.publish, version=config.max_steps)
         checkpoints.finish(config.max_steps, beside=beside)
     run_log.event("finished", step=config.max_steps)
+
+
+def compute_with(trained: Trained, live: LiveWeights) -> WorkingWeights:
+    """Have the trainer compute with the weights that an engine serves, and write to them when that holds still. With
+    LoRA nothing is written to them."""
+    working = WorkingWeights(trained.decoder, live.tensors)
+
+    def write() -> None:
+        trained.optimizer.step()
+        trained.optimizer.zero_grad(set_to_none=True)
+        working.refresh()
+
+    if trained.lora is None:
+        trained.stepper.update = partial(live.defer, write)
+    return working
+
+
+def hold_on_every_rank(memory: OwnMemory, trained: Trained, ranks: Ranks) -> Publish:
+    """Each rank has an engine, which takes what its own rank holds: nobody hears of a version before all of them do."""
+    if ranks.size > 1:
+        memory.when_held = lambda: ranks.all_max(torch.zeros(1, device=ranks.device))
+    return lambda tensors, version: memory.hold(tensors, version, trained.adapter_config)

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +37,13 @@ class HeldVersion:
     tensors: Mapping[str, Tensor]  # under their names in files
     adapter_config: Mapping[str, Any] | None  # None: a whole model
     place: Place | None = None  # where other processes find it
+    deliver: Callable[[], None] = lambda: None  # returns when the announced version is what the tensors hold
 
 
 class Memory(Protocol):
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
-        """Keep a copy, since the trainer goes on with its own, until the next one comes."""
+        """Keep a copy, since the trainer goes on with its own, until the next one comes; or, where there is only one
+        set of weights, say where it lies."""
         ...
 
 
@@ -50,6 +52,7 @@ class OwnMemory:
     """Of this process: the version that was published last, in the precision that is served."""
 
     dtype: torch.dtype
+    when_held: Callable[[], object] = lambda: None  # returns when all ranks hold it
     _held: HeldVersion | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -65,6 +68,7 @@ class OwnMemory:
         held = HeldVersion(version, dict(sorted(copies.items())), adapter_config)  # in the order of files
         with self._lock:
             self._held = held
+        self.when_held()
         return held
 
 
@@ -130,6 +134,7 @@ class MemoryFirst:
             self.files.publish(held.tensors, version)
             return
         announce(self.files.folder, version, held.place)
+        held.deliver()
         self._writing = self._writer.submit(self.files.publish, held.tensors, version)
 
     def republish(self, tensors: Tensors, version: int) -> None:

@@ -42,6 +42,8 @@ def test_weights_are_swapped_or_refused(client: TestClient, engine: FakeEngine, 
         "version": 4
     }
     assert engine.calls == [("update_weights", tmp_path, 4, "wait")]
+    asked = {"path": str(tmp_path / "to come"), "version": 9, "check_only": True}
+    assert client.post("/update_weights", json=asked).json() == {"version": 4} and len(engine.calls) == 1
     missing = client.post("/update_weights", json={"path": str(tmp_path / "none"), "version": 5})
     assert missing.status_code == 400 and missing.json()["error"]["code"] == "weights_refused"
     assert client.get("/health").json()["version"] == 4

@@ -64,6 +64,9 @@ class SlowDevice:
         assert not self.runner.state.in_flight[rows].any(), "logits that depend on tokens nobody has read"
         return self.runner.forward(rows, chunk, wanted)
 
+    def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
+        return self.runner.sample(rows, logits, adjusted)
+
 
 @pytest.fixture
 def launch_ahead() -> Iterator[Callable[[NativeEngine], SlowDevice]]:

@@ -1,5 +1,7 @@
-"""`inference --engine sglang` as a process of its own, in front of a fake SGLang server."""
+"""`inference --engine sglang` as a process of its own, and the engine of the Python API, in front of a fake SGLang
+server."""
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +17,9 @@ from typing import Any
 
 import pytest
 from tests.unit.inference.sglang.fake_server import FakeSGLang
+
+from tandem import SGLangEngine, UserError
+from tandem.utils.processes import descendants
 
 Start = Callable[..., "subprocess.Popen[str]"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "SGLANG_KEY": "secret"}
@@ -131,3 +136,56 @@ def test_options_that_cannot_be_honoured_are_refused(
     sglang.url = "http://127.0.0.1:9"
     output, _ = (process := start(*arguments)).communicate(timeout=300)
     assert process.returncode == 2 and named in output
+
+
+LAUNCH_SERVER = """
+import signal, sys, threading
+from tests.unit.inference.sglang.fake_server import FakeSGLang
+
+if "--crash" in sys.argv:
+    sys.exit("out of memory")
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+server = FakeSGLang(given["--model-path"]).start(int(given["--port"]))
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package by SGLang's name, whose `launch_server` is the fake one."""
+    package = tmp_path / "packages" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(LAUNCH_SERVER)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_python_api_starts_sglang_and_ends_it(tiny_model: Path, publish: Callable[[int], Path]) -> None:
+    async def run() -> None:
+        before = set(descendants(os.getpid()))
+        async with SGLangEngine(tiny_model, flags={"mem-fraction-static": 0.5}, seq_len=256) as engine:
+            (group,) = await engine.generate(["hello"], n=2, max_tokens=3)
+            assert len(group) == 2 and all(group)
+            await engine.update_weights(publish(4), 4)
+            assert len(set(descendants(os.getpid())) - before) >= 2
+        assert set(descendants(os.getpid())) <= before
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_sglang_that_crashes_at_its_start_is_not_waited_for(tiny_model: Path) -> None:
+    with pytest.raises(UserError, match=r"SGLang ended .*\n.*out of memory"):
+        asyncio.run(SGLangEngine(tiny_model, flags={"crash": True}).start())
+
+
+def test_the_python_api_uses_an_sglang_that_runs(tiny_model: Path, sglang: FakeSGLang) -> None:
+    async def run() -> list[list[str]]:
+        async with SGLangEngine(tiny_model, sglang_url=sglang.start().url, seq_len=256) as engine:
+            return await engine.generate(["hello", "world"], max_tokens=3)
+
+    assert [len(group) for group in asyncio.run(run())] == [1, 1]
+    with pytest.raises(UserError, match="this one runs"):
+        SGLangEngine(tiny_model, sglang_url=sglang.url, flags={"tp": 2})

@@ -1,20 +1,25 @@
 """Job scripts: options, roles, where a job begins, and templates of a site."""
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.patience import PATIENCE
 
 from tandem.config.base import load_config
+from tandem.config.evaluate import EvaluateConfig
+from tandem.config.rl import RLConfig
 from tandem.config.sbatch import gpus_per_node
 from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.plan import make_plan
+from tandem.launch.slurm import srun
 from tandem.launch.slurm.job import JOB, SITE_TEMPLATES, Job, in_job, render
 from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
-from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
+from tandem.launch.slurm.submission import is_to_be_submitted, submit_evaluation, submit_run
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 
@@ -22,6 +27,33 @@ from tandem.utils.files import read_json
 def make_job(tmp_path: Path, command: str = "sft", slurm: dict[str, Any] | None = None, **values: Any) -> Job:
     options = SlurmConfig.model_validate(slurm or {})
     return Job("mine", command, tmp_path / "config.json", tmp_path, options, run=tmp_path / "a run", **values)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Callable[..., Path]:
+    """A folder of programs, each a few lines of bash, in place of those that a job script calls."""
+
+    def write(**texts: str) -> Path:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        for name, text in texts.items():
+            (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / name).chmod(0o755)
+        return folder
+
+    return write
+
+
+TWO_NODES = 'case "$2" in hostnames) echo a; echo b;; *) echo "NodeAddr=10.0.0.$(tr ab 12 <<< "$3")";; esac'
+
+
+def run_script(job: Job, programs: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    script = job.folder / "job.sh"
+    script.write_text("\n".join(line for line in render(job).splitlines() if not line.startswith("source ")))
+    environment = variables | {"PATH": f"{programs}:/usr/bin:/bin"}
+    return subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False, timeout=60 * PATIENCE
+    )
 
 
 def test_options_of_sbatch_pass_through_and_others_are_computed(tmp_path: Path) -> None:
@@ -33,6 +65,11 @@ def test_options_of_sbatch_pass_through_and_others_are_computed(tmp_path: Path) 
         *("--requeue", "--nodes=1", "--account=bsc88", "--cpus-per-task=80", "--gres=gpu:4", "--exclusive"),
         "--time=2:00:00",
     ]
+
+
+def test_what_has_spaces_is_quoted(tmp_path: Path) -> None:
+    script = render(make_job(tmp_path, slurm={"comment": "two words", "output": "/my logs/%j.out"}))
+    assert "#SBATCH --comment='two words'\n" in script and "#SBATCH --output='/my logs/%j.out'\n" in script
 
 
 def test_what_the_user_says_wins(tmp_path: Path) -> None:
@@ -50,7 +87,7 @@ def test_scripts_are_bash(tmp_path: Path, command: str, nodes: int) -> None:
     checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     assert checked.returncode == 0 and not checked.stderr, checked.stderr
     spread = nodes == 3 and command in ("sft", "align")
-    assert ("srun --nodes=3" in script.read_text()) == spread
+    assert ("slurm.srun --nodes=3" in script.read_text()) == spread
     assert ("--nnodes=3 --nproc-per-node=4" in script.read_text()) == spread
 
 
@@ -78,20 +115,12 @@ def test_where_a_job_begins(tmp_path: Path, restarts: str, checkpoint: bool, alw
     assert done.stdout.split()[-1:] == expected
 
 
-def test_a_warning_ends_the_command_and_the_job_is_queued_again(tmp_path: Path) -> None:
-    bin_dir = tmp_path / "bin"
-    bin_dir.mkdir()
-    for name, text in {
-        "scontrol": f'echo "$@" >> {tmp_path}/asked',
-        "python": "trap 'exit 143' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done",
-    }.items():
-        (bin_dir / name).write_text(f"#!/bin/bash\n{text}\n")
-        (bin_dir / name).chmod(0o755)
-    script = tmp_path / "job.sh"
-    lines = render(make_job(tmp_path)).splitlines()
-    script.write_text("\n".join(line for line in lines if not line.startswith("source ")))
-    environment = {"SLURM_JOB_ID": "77", "PATH": f"{bin_dir}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
+def test_a_warning_ends_the_command_and_the_job_is_queued_again(tmp_path: Path, programs: Callable[..., Path]) -> None:
+    folder = programs(
+        scontrol=f'echo "$@" >> {tmp_path}/asked',
+        python="trap 'exit 143' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done",
+    )
+    done = run_script(make_job(tmp_path), folder, SLURM_JOB_ID="77")
     assert done.returncode == 143, done.stderr
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
 
@@ -150,14 +179,16 @@ def test_roles_are_laid_over_the_nodes_of_a_job(make_config, tmp_path: Path, mon
     assert trainer.config["threads"] == 4, "no server shares its cores"
     assert orchestrator.config["client"]["base_url"] == "http://10.0.0.3:11005"
     assert orchestrator.config["client"]["api_key_var"] == "TANDEM_API_KEY"
-    assert trainer.command[:2] == ["srun", "--nodes=2"] and "--nodelist=a,b" in trainer.command
+    assert trainer.command[1:4] == ["-m", srun.MODULE, "--nodes=2"] and "--nodelist=a,b" in trainer.command
     assert trainer.command[-4:] == ["-m", "tandem.entrypoints.trainer", "@", f"{tmp_path}/trainer.json"]
 
 
 def test_a_dry_run_writes_the_job_and_submits_nothing(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--model.name", str(tiny_model), "--data.path", "rows.jsonl", "--output-dir", str(tmp_path / "run")]
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    arguments = ["--model.name", str(tiny_model), "--data.path", str(rows), "--output-dir", str(tmp_path / "run")]
     config = load_config(SFTConfig, [*arguments, "--epochs", "2", "--slurm.gpus-per-node", "4", "--dry-run"])
     submit_run("sft", config)
     assert "nothing was submitted" in capsys.readouterr().out
@@ -167,30 +198,83 @@ def test_a_dry_run_writes_the_job_and_submits_nothing(
     assert load_config(SFTConfig, ["@", str(tmp_path / "run" / "slurm" / "sft.json")]).slurm == config.slurm
 
 
-def test_every_gpu_of_a_serving_node_has_a_server(tmp_path: Path) -> None:
+def test_what_a_job_would_fail_for_is_refused_before_it_is_submitted(tmp_path: Path, tiny_model: Path) -> None:
+    given = [
+        "--model.name",
+        str(tiny_model),
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--dry-run",
+        "--slurm.time",
+        "1:00",
+    ]
+    rows = ["--data.path", str(tmp_path / "no.jsonl")]
+
+    def sft(*more: str) -> None:
+        submit_run("sft", load_config(SFTConfig, [*given, *rows, *more]))
+
+    with pytest.raises(UserError, match=r"data.path = .*no.jsonl' does not exist"):
+        sft()
+    with pytest.raises(UserError, match=r"slurm.inference_nodes = 1 is for `rl`"):
+        sft("--slurm.nodes", "2", "--slurm.inference-nodes", "1")
+    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint"):
+        sft("--resume")
+    sft("--slurm.dependency", "afterok:3", "--model.name", "made_by_job_3")  # and so are its rows
+
+    def evaluate(*more: str) -> None:
+        submit_evaluation(load_config(EvaluateConfig, ["--output-dir", str(tmp_path / "eval"), "--dry-run", *more]))
+
+    with pytest.raises(UserError, match="nowhere' is not a directory"):
+        evaluate("--model", "nowhere", "--slurm.time", "1:00")
+    with pytest.raises(UserError, match=r"env.id = 'revers-text' is not known"):
+        evaluate("--model", str(tiny_model), "--env.id", "revers-text", "--slurm.time", "1:00")
+    evaluate("--model", "nowhere", "--slurm.dependency", "afterok:3")
+
+
+def test_one_scheduler_places_a_run(make_config: Callable[..., RLConfig]) -> None:
+    with pytest.raises(ValidationError, match=r"slurm.nodes = 2 and ray.address = 'auto' are both given"):
+        make_config(slurm={"nodes": 2}, ray={"address": "auto"})
+
+
+def test_every_gpu_of_a_serving_node_has_a_server(tmp_path: Path, programs: Callable[..., Path]) -> None:
     """The script is run with programs that write down what they are asked."""
-    bin_dir = tmp_path / "bin"
-    bin_dir.mkdir()
-    for name, text in {
-        "scontrol": 'case "$2" in hostnames) echo a; echo b;; *) echo "NodeAddr=10.0.0.$(tr ab 12 <<< "$3")";; esac',
-        "srun": 'while [ "$1" != bash ]; do shift; done; for n in 0 1; do SLURM_LOCALID=$n "$@"; done; exec sleep 100',
-        "python": f'echo "$CUDA_VISIBLE_DEVICES $TANDEM_SERVERS $@" >> {tmp_path}/asked',
-    }.items():
-        (bin_dir / name).write_text(f"#!/bin/bash\n{text}\n")
-        (bin_dir / name).chmod(0o755)
+    folder = programs(
+        scontrol=TWO_NODES,
+        srun='while [ "$1" != bash ]; do shift; done; for n in 0 1; do SLURM_LOCALID=$n "$@"; done; exec sleep 100',
+        python=f'echo "$CUDA_VISIBLE_DEVICES $TANDEM_SERVERS $@" >> {tmp_path}/asked',
+    )
     serving = {"serving": 1, "servers_per_node": 2, "inference": tmp_path / "inference.json"}
-    job = make_job(
-        tmp_path, "rl", {"nodes": 2}, **serving, after=[f"while ! grep -q 'port 12007' {tmp_path}/asked; do :; done"]
-    )
-    script = tmp_path / "job.sh"
-    script.write_text("\n".join(line for line in render(job).splitlines() if not line.startswith("source ")))
-    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "CUDA_VISIBLE_DEVICES": "4,6"}
-    environment["PATH"] = f"{bin_dir}:/usr/bin:/bin"
-    done = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False, timeout=60
-    )
+    until = f"while ! grep -q 'port 12007' {tmp_path}/asked; do sleep 0.01; done"
+    job = make_job(tmp_path, "rl", {"nodes": 2}, **serving, after=[until])
+    done = run_script(job, folder, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="a,b", CUDA_VISIBLE_DEVICES="4,6")
     assert done.returncode == 0, done.stderr
     asked = [line for line in (tmp_path / "asked").read_text().splitlines() if "entrypoints.inference" in line]
     servers = "http://10.0.0.2:11007,http://10.0.0.2:12007"
     given = f"{servers} -m tandem.entrypoints.inference @ {tmp_path}/inference.json --server.host 0.0.0.0 --server.port"
     assert sorted(asked) == [f"4 {given} 11007", f"6 {given} 12007"]
+
+
+@pytest.mark.parametrize(("codes", "starts"), [("1 137 0", 3), ("2 0", 1), ("1 1 1 0", 3)])
+def test_a_server_that_fails_is_started_again(
+    tmp_path: Path, programs: Callable[..., Path], codes: str, starts: int
+) -> None:
+    """Its n-th start ends with the n-th code; the last one serves until it is told to end. A mistake (2) is final."""
+    serve = f"""case "$*" in *entrypoints.rl*) while [ ! -e {tmp_path}/served ]; do sleep 0.01; done; exit;; esac
+echo "$$" >> {tmp_path}/starts
+codes=({codes}); code=${{codes[$(wc -l < {tmp_path}/starts) - 1]}}
+if [ $code -ne 0 ]; then exit $code; fi
+trap 'touch {tmp_path}/ended; exit 0' TERM; touch {tmp_path}/served; while :; do sleep 0.01; done"""
+    folder = programs(
+        scontrol=TWO_NODES,
+        srun=f'while [ "$1" != bash ]; do shift; done; "$@" & trap "kill -TERM $!" TERM; wait $!; wait $!; '
+        f"touch {tmp_path}/served",
+        python=serve,
+    )
+    job = make_job(
+        tmp_path, "rl", {"nodes": 2}, serving=1, inference=tmp_path / "inference.json", delays_s=[0.01, 0.02]
+    )
+    done = run_script(job, folder, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="a,b", SLURM_LOCALID="0")
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "starts").read_text().split()) == starts
+    assert (tmp_path / "ended").exists() == (codes == "1 137 0"), "told to end with the job"
+    assert done.stderr.count("is started again in 0.0") == starts - 1

@@ -2,6 +2,7 @@
 
 import csv
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from tests.unit.launch.sweep.conftest import Write
 from tandem.config.align import AlignConfig
 from tandem.config.base import load_config
 from tandem.entrypoints import sweep as entrypoint
-from tandem.launch.sweep.folder import Run, store_job
+from tandem.launch.sweep.folder import Run, store_jobs
+from tandem.launch.sweep.local import run_here
 from tandem.launch.sweep.results import as_csv, draw
 from tandem.launch.sweep.states import Progress, progress_of
-from tandem.launch.sweep.submit import submit_runs
+from tandem.launch.sweep.submit import Submitted, submit_runs
 from tandem.utils.errors import UserError
 from tandem.utils.files import append_json_line, write_json
 
@@ -52,7 +54,7 @@ def test_writing_again_changes_nothing_and_another_configuration_is_refused(writ
     entrypoint.write(write(TWO))
     assert {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()} == before
     entrypoint.write(write(TWO, "beta: 0.3"))  # nothing has begun
-    store_job(output_dir, runs[0].name, run="12_0")
+    store_jobs(output_dir, "run", {runs[0].name: "12_0"})
     with pytest.raises(
         UserError, match=r"run 'lr0.0001' was started with another configuration \(loss.beta = 0.3 → 0.4"
     ):
@@ -62,8 +64,7 @@ def test_writing_again_changes_nothing_and_another_configuration_is_refused(writ
 def test_states_come_from_files_and_from_the_queue(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     output_dir, runs = entrypoint.write(write("learning_rate: [1.0e-4, 2.0e-4, 3.0e-4, 4.0e-4, 5.0e-4]"))
     finish(runs[0])
-    for number, run in enumerate(runs[:4]):
-        store_job(output_dir, run.name, run=f"7_{number}")
+    store_jobs(output_dir, "run", {run.name: f"7_{number}" for number, run in enumerate(runs[:4])})
     finish(runs[3], step=2)
     monkeypatch.setattr("tandem.launch.sweep.states.jobs_under_way", lambda: {"7_1": "pending", "7_2": "running"})
     items = progress_of(output_dir, runs)
@@ -79,7 +80,7 @@ def test_what_is_submitted_is_not_submitted_twice(write: Write, monkeypatch: pyt
     called: list[tuple[str, list[str]]] = []
     queue: dict[str, str] = {}
 
-    def submit(script: Path, options: list[str]) -> str:
+    def submit(script: Path, options: Sequence[str] = ()) -> str:
         called.append((script.name, list(options)))
         job = str(40 + len(called))
         queue.update({f"{job}_{number}": "running" for number in range(2)})
@@ -89,15 +90,37 @@ def test_what_is_submitted_is_not_submitted_twice(write: Write, monkeypatch: pyt
     monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
     monkeypatch.setattr("tandem.launch.sweep.states.jobs_under_way", lambda: queue)
     how = {"array": True, "max_jobs": 4}
-    assert submit_runs(output_dir, runs, resume=False, **how) == ["lr0.0001", "lr0.0002"]
+    assert submit_runs(output_dir, runs, resume=False, **how) == Submitted(["lr0.0001", "lr0.0002"], [])
     dependency = ["--array=0-1%4", "--dependency=aftercorr:41", "--kill-on-invalid-dep=yes"]
     assert called == [("array_0.sh", ["--array=0-1%4"]), ("array_0_evaluate.sh", dependency)]
-    assert submit_runs(output_dir, runs, resume=False, **how) == []
-    assert submit_runs(output_dir, runs, resume=True, **how) == []  # under way
+    nothing = Submitted([], [])
+    assert submit_runs(output_dir, runs, resume=False, **how) == nothing
+    assert submit_runs(output_dir, runs, resume=True, **how) == nothing  # under way
     finish(runs[0])
+    assert submit_runs(output_dir, runs, resume=True, **how) == nothing  # its evaluation is under way, too
     queue.clear()
-    assert submit_runs(output_dir, runs, resume=False, **how) == []
-    assert submit_runs(output_dir, runs, resume=True, **how) == ["lr0.0002"]
+    assert submit_runs(output_dir, runs, resume=False, **how) == nothing
+    assert submit_runs(output_dir, runs, resume=True, **how) == Submitted(["lr0.0002"], ["lr0.0001"])
+    assert called[2:] == [
+        ("evaluate.sh", []),
+        ("array_0.sh", ["--array=0-0%4"]),
+        ("array_0_evaluate.sh", ["--array=0-0%4", "--dependency=aftercorr:44", "--kill-on-invalid-dep=yes"]),
+    ]
+
+
+def test_a_run_that_is_finished_is_only_evaluated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    output_dir, runs = entrypoint.write(write(TWO, "max_steps: 3", rest="evaluation:\n  env: reverse-text"))
+    for run in runs:
+        finish(run)
+        run.script.write_text("exit 1\n")
+        run.evaluation_script.write_text(f"mkdir -p {run.results.parent}; exit 1\n")
+    write_json(runs[1].results, {"results": [{"scores": {"reward": 0.5}}]})
+    assert [item.evaluation for item in progress_of(output_dir, runs)] == ["written", "finished"]
+    assert not run_here(output_dir, runs, resume=False, max_jobs=1)
+    assert [item.evaluation for item in progress_of(output_dir, runs)] == ["failed", "finished"]
+    runs[0].evaluation_script.write_text(f"cp {runs[1].results} {runs[0].results}\n")
+    assert run_here(output_dir, runs, resume=True, max_jobs=1)
+    assert [item.metrics["evaluation/reward"] for item in progress_of(output_dir, runs)] == [0.5, 0.5]
 
 
 def test_jobs_that_ask_for_different_things_are_different_arrays(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,28 @@ def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
         (("max_length: 8", "max_seq_length: 9"), {}, "max_seq_length and max_length both set seq_len, to 9 and 8"),
         ((), {"script": ("dataset_name: /no/rows.jsonl",)}, "line 7: dataset_name = '/no/rows.jsonl' does not exist"),
         (("learning_rate: [1.0, 1.0]",), {}, "line 11: learning_rate has 1.0 twice"),
+        (("max_steps: three",), {}, "line 11: max_steps = 'three' is not a whole number"),
+        (("per_device_train_batch_size: 0",), {}, "line 11: per_device_train_batch_size = 0 is not a count"),
+        (("gradient_accumulation_steps: two",), {}, "line 11: gradient_accumulation_steps = 'two' is not a count"),
+        (("eval_steps: often",), {}, "line 11: eval_steps = 'often' is not a number"),
+        (("bf16: maybe",), {}, "line 11: bf16 = 'maybe' is neither true nor false"),
+        (("lr_scheduler_kwargs: 3",), {}, "line 11: lr_scheduler_kwargs = 3 is not a table"),
+        (("dataset_name: x.jsonl",), {}, "line 11: 'dataset_name' is given twice (first in line 7)"),
+        ((), {"model": "None"}, "line 8: model_name_or_path is required"),
+        ((), {"script": ("dataset_name: None",)}, "line 6: dataset_name is required"),
+        ((), {"output_dir": "/dev/null/sweep"}, "line 3: output_dir = '/dev/null/sweep' cannot be written"),
+        ((), {"rest": "evaluation:\n  env: revers-text"}, "line 13: env.id = 'revers-text' is not known"),
+        ((), {"algorithm": "grpo", "script": ("env: nope",)}, "line 7: env = 'nope' is not known"),
+        (
+            (),
+            {"algorithm": "grpo", "script": ("env: reverse-text", "reward_funcs: exact_mtch")},
+            "line 8: reward_funcs = 'exact_mtch' is not known; did you mean 'exact_match'?",
+        ),
+        (
+            (),
+            {"algorithm": "grpo", "script": ("dataset_name: /no/rows.jsonl",)},
+            "line 7: dataset_name = '/no/rows.jsonl' does not exist",
+        ),
     ],
 )
 def test_mistakes_are_told_with_their_line(
@@ -183,19 +205,37 @@ def test_mistakes_are_told_with_their_line(
     assert message in str(error.value)
 
 
-def test_every_training_argument_is_honoured_or_refused_by_name() -> None:
-    """Those of the installed transformers, read from its source."""
-    spec = find_spec("transformers")
+def fields_of(package: str, file: str, name: str) -> set[str]:
+    """The fields of a dataclass, read from its source: importing it takes long."""
+    spec = find_spec(package)
     assert spec is not None and spec.origin is not None
-    source = Path(spec.origin).with_name("training_args.py").read_text()
-    (arguments,) = [
-        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-    ]
-    fields = {
-        node.target.id
-        for node in arguments.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_")
-    }
+    body = ast.parse((Path(spec.origin).parent / file).read_text()).body
+    (found,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+    lines = [node.target for node in found.body if isinstance(node, ast.AnnAssign)]
+    return {target.id for target in lines if isinstance(target, ast.Name) and not target.id.startswith("_")}
+
+
+def test_every_training_argument_is_honoured_or_refused_by_name() -> None:
+    """Those of the installed transformers."""
+    fields = fields_of("transformers", "training_args.py", "TrainingArguments")
     assert len(fields) > 100
     # framework: which of their frameworks runs it
     assert fields - all_names() - {"framework"} == set()
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        *((f"trainer/{name.lower()}_config.py", f"{name}Config") for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")),
+        ("trainer/reward_config.py", "RewardConfig"),
+        ("trainer/model_config.py", "ModelConfig"),
+        ("scripts/utils.py", "ScriptArguments"),
+        ("experimental/cpo/cpo_config.py", "CPOConfig"),
+        ("experimental/orpo/orpo_config.py", "ORPOConfig"),
+    ],
+)
+def test_every_argument_of_trl_is_honoured_or_refused_by_name(file: str, name: str) -> None:
+    fields = fields_of("trl", file, name)
+    assert len(fields) > 5
+    assert fields - all_names() == set()

@@ -15,7 +15,8 @@ from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import divide, pack
 from tandem.models.cpu import kernels
-from tandem.models.hf import copy_weights, named_tensors
+from tandem.models.hf import copy_weights, load_decoder, named_tensors
+from tandem.models.precision import WorkingWeights
 from tandem.trainer.build import Trained, load_trained
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
@@ -187,3 +188,28 @@ def test_before_the_first_step_an_aligned_model_is_its_reference(tiny_model: Pat
     assert len(batch.divide(0, 1, 800)) > 1
     stats = Aligner(AlignLossConfig(type="dpo"), stepper, reference_of, 800).step(batch, [])
     assert [stats[name] for name in ("rewards_chosen", "rewards_rejected", "kl")] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_an_engine_serves_are_computed_with_to_the_same_bits(tiny_model: Path, dtype, lora: bool) -> None:
+    config, samples = ModelConfig(name=tiny_model, dtype=dtype), make_samples(20)
+    own, sharing = load(config, lora=lora), load(config, lora=lora)
+    served = load_decoder(tiny_model, getattr(torch, dtype), RANKS.device).requires_grad_(False)
+    memory = {name: parameter.detach() for name, parameter in served.named_parameters()}
+    working = WorkingWeights(sharing.decoder, memory)
+    batch = pack(samples)
+    for _ in range(2):
+        take_a_step(own, samples)
+        take_a_step(sharing, samples)
+        working.refresh()
+        said = [trained.stepper.predict(batch, TEMPERATURE).logprobs for trained in (own, sharing)]
+        assert torch.equal(*said)
+    for (name, parameter), other in zip(sharing.decoder.named_parameters(), own.decoder.parameters(), strict=True):
+        if lora and name in memory:
+            assert parameter.data_ptr() == memory[name].data_ptr(), "what is frozen is there once"
+        else:
+            assert torch.equal(parameter, other)
+        if name in memory:
+            assert torch.equal(memory[name], other.to(memory[name].dtype)), "what is served is what was trained"
+            assert dtype != "float32" or parameter.data_ptr() == memory[name].data_ptr()

@@ -15,8 +15,9 @@ from tandem.inference.native.weights import FileSource, MemorySource
 from tandem.models.hf import load_decoder, stream_tensors
 from tandem.models.lora import read_adapter
 from tandem.models.trainable import adapter_config, adapter_tensors, load_trainable
+from tandem.transport.weights.device import views_of
 from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.manifest import announce, find_announced, newest_version
+from tandem.transport.weights.manifest import Place, announce, find_announced, newest_version
 from tandem.transport.weights.memory import MemoryFirst, OwnMemory, SharedMemory
 from tandem.utils.run_dir import step_name
 
@@ -95,3 +96,25 @@ def test_an_engine_reads_what_another_process_shares_before_there_are_files(
     assert "cannot be read from memory" in caplog.text
     memory.close()
     assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"]), "whoever reads it keeps it"
+
+
+def test_memory_of_a_gpu_that_a_server_cannot_reach_is_not_waited_for(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = load_decoder(tiny_model, torch.bfloat16, CPU)
+    expected = dict(stream_tensors(decoder))
+    WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=1).publish(expected, version=1)
+    layout = {name: ["bfloat16", list(tensor.shape), 256] for name, tensor in expected.items()}
+    announce(tmp_path, 1, Place("cuda:" + "00" * 64 + "+0", layout))
+    found = FileSource().read(tmp_path / step_name(1), 1, decoder)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert "no place in the memory of cpu" in caplog.text
+
+
+def test_tensors_lie_within_their_memory() -> None:
+    memory = torch.arange(32, dtype=torch.uint8)
+    views = views_of(memory, {"a": ["bfloat16", [2, 3], 4], "b": ["uint8", [2], 30]})
+    assert views["a"].shape == (2, 3) and views["b"].tolist() == [30, 31]
+    for shape, at in (([2], 30), ([-1], 4), ([1], -2)):
+        with pytest.raises(ValueError, match="outside of the memory"):
+            views_of(memory, {"a": ["bfloat16", shape, at]})

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.inference.native.shared_prompts import ROWS_AT_ONCE
+from tandem.models.gpu.tiles import Tiles
 
 TILE = 64  # tokens of the context a program reads at once
 MANY_PROGRAMS = 1024  # which read less at once each
@@ -210,6 +211,12 @@ class DecodeRows:
     positions: Tensor  # (rows,) int32
     shared: SharedRows | None = None
 
+    @property
+    def tiles(self) -> Tiles:
+        """For exact mode, a token each."""
+        rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
+        return Tiles(self.table, rows * self.columns, rows, self.positions + 1, torch.ones_like(rows))
+
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None, splits: int | None = None) -> Tensor:
         """q (rows, heads, head_dim) over `keys` and `values` (blocks, block size, KV heads, head_dim) -> like q."""
         num_rows, num_heads, head_dim = q.shape
@@ -270,7 +277,7 @@ def _shape_of(q: Tensor, keys: Tensor) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Chunks of prompts, each cut into tiles of at most QUERY_TILE tokens."""
+    """Chunks of prompts, each cut into tiles: of at most QUERY_TILE tokens, or what exact mode takes."""
 
     table: Tensor  # (rows * columns,) int32
     columns: int
@@ -278,6 +285,11 @@ class PrefillTiles:
     tokens: Tensor  # (tiles,) int32: the first token, among those of the step
     positions: Tensor  # (tiles,) int32: that token's place in its sequence
     counts: Tensor  # (tiles,) int32
+
+    @property
+    def tiles(self) -> Tiles:
+        """For exact mode, which takes smaller ones."""
+        return Tiles(self.table, self.rows * self.columns, self.tokens, self.positions + 1, self.counts)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
         """q (tokens, heads, head_dim) -> like q."""

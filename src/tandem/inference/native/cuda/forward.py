@@ -1,19 +1,22 @@
 """The decoder's forward pass with everything between two matrix products as one kernel.
 
-Products go through the decoder's own modules, so that LoRA adapters hook into them as elsewhere.
+Products go through the decoder's own modules, so that LoRA adapters hook into them as elsewhere. In exact mode the pass
+is that of the trainer, but for the KV cache.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.cuda import layers as kernels
+from tandem.inference.native.cuda.attention import DecodeRows, PrefillTiles
+from tandem.models import exact
 from tandem.models.decoder import Decoder, DecoderLayer
+from tandem.models.gpu.tiles import Tiles
 
-Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
-"""Queries, keys and values of a layer's cache, window -> like the queries."""
+Attention = DecodeRows | PrefillTiles
 
 
 class FusedDecoder:
@@ -28,25 +31,49 @@ class FusedDecoder:
     def embed(self, token_ids: Tensor, slots: Tensor, last: Tensor) -> Tensor:
         return kernels.embed(token_ids, slots, last, self.decoder.embed_tokens.weight)
 
-    def __call__(self, x: Tensor, positions: Tensor, cells: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, cells: Tensor, attention: Attention) -> Tensor:
         """x (tokens, hidden), which is overwritten -> hidden states after the last norm."""
+        attend = attention.attend
         layers: list[DecoderLayer] = list(self.decoder.layers)  # type: ignore[arg-type]
         num_heads = self.decoder.spec.num_heads
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.decoder.norm]
         num_heads = self.decoder.spec.num_heads
         h = kernels.add_norm(x, None, layers[0].input_layernorm.weight, layers[0].input_layernorm.eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
-            attention, norm = layer.self_attn, layer.post_attention_layernorm
+            block, norm = layer.self_attn, layer.post_attention_layernorm
             keys, values = self.cache.keys[index], self.cache.values[index]
             head_norms = None
-            if attention.q_norm is not None and attention.k_norm is not None:
-                head_norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+            if block.q_norm is not None and block.k_norm is not None:
+                head_norms = (block.q_norm.weight, block.k_norm.weight, block.q_norm.eps)
             q = kernels.norm_rotate_write(
-                attention.qkv_proj(h), head_norms, self.rotary, positions, cells, keys, values, num_heads
+                block.qkv_proj(h), head_norms, self.rotary, positions, cells, keys, values, num_heads
             )
             h = kernels.add_norm(
-                x, attention.o_proj(attend(q, keys, values, attention.window).flatten(1)), norm.weight, norm.eps
+                x, block.o_proj(attend(q, keys, values, block.window).flatten(1)), norm.weight, norm.eps
             )
             delta = layer.mlp.down_proj(kernels.silu_mul(layer.mlp.gate_up_proj(h)))
             h = kernels.add_norm(x, delta, next_norm.weight, next_norm.eps)
         return h
+
+
+@dataclass(frozen=True)
+class ExactAttention:
+    """The attention context of one step in exact mode (`models/exact.py`)."""
+
+    cache: KVCache
+    cells: Tensor  # (tokens,): where in the cache each token goes
+    tiles: Tiles
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        kernels.write(k, v, self.cells, keys, values)
+        return exact.attend_tiles(q, keys, values, self.tiles, window)
+
+
+class ExactDecoder(FusedDecoder):
+    def __call__(self, x: Tensor, positions: Tensor, cells: Tensor, attention: Attention) -> Tensor:
+        decoder, context = self.decoder, ExactAttention(self.cache, cells, attention.tiles)
+        cos, sin = decoder.rotary(positions, x.dtype)
+        for layer in decoder.layers:
+            x = layer(x, cos, sin, context)
+        return decoder.norm(x)

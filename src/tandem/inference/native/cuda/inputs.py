@@ -14,6 +14,7 @@ from tandem.inference.native.cuda.draw import DrawRows
 from tandem.inference.native.sampler import SamplingRows, uniforms
 from tandem.inference.native.shared_prompts import SharedPrompts
 from tandem.inference.native.state import Rows, SlotState
+from tandem.models.gpu.tiles import cut
 
 Array = NDArray[Any]
 NUM_DRAW_ARRAYS = len(fields(DrawRows))
@@ -102,7 +103,12 @@ class PrefillInputs:
 
 
 def prefill_inputs(
-    state: SlotState, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64], device: torch.device
+    state: SlotState,
+    rows: Rows,
+    chunk: NDArray[np.int64],
+    wanted: NDArray[np.int64],
+    device: torch.device,
+    tile: int = QUERY_TILE,
 ) -> PrefillInputs:
     start, ends = state.computed[rows], chunk.cumsum()
     token_rows = np.repeat(rows, chunk)
@@ -110,9 +116,7 @@ def prefill_inputs(
     cells = state.block_table[token_rows, positions // state.block_size] * state.block_size
     token_ids = np.where(state.in_flight[token_rows] > 0, -1, state.tokens[token_rows, positions])
     columns = int((start + chunk).max() - 1) // state.block_size + 1
-    tiles = -(-chunk // QUERY_TILE)
-    owner = np.repeat(np.arange(len(rows)), tiles)
-    offset = (np.arange(len(owner)) - np.repeat(tiles.cumsum() - tiles, tiles)) * QUERY_TILE
+    owner, offset = cut(chunk, tile)
     arrays = [
         token_ids,
         token_rows,
@@ -123,7 +127,7 @@ def prefill_inputs(
         owner,
         (ends - chunk)[owner] + offset,
         start[owner] + offset,
-        np.minimum(chunk[owner] - offset, QUERY_TILE),
+        np.minimum(chunk[owner] - offset, tile),
     ]
     on_device = upload([part.astype(np.int32) for part in arrays], device)
     ids, slots, at, to, last, table, *tiles_on_device = on_device

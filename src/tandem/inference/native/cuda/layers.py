@@ -94,6 +94,30 @@ def _norm_rotate_write(
     tl.store(v_to + half, b, mask=mask & is_v)
 
 
+@triton.jit
+def _write(
+    k, v, cells, keys, values, k_stride, v_stride, block_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head, i = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED)[None, :]
+    mask = (head < HEADS) & (i < HEAD_DIM)
+    cell = tl.load(cells + token).to(tl.int64)
+    to = cell // BLOCK * block_stride + cell % BLOCK * token_stride + head * head_stride + i
+    tl.store(keys + to, tl.load(k + token * k_stride + head * HEAD_DIM + i, mask=mask), mask=mask)
+    tl.store(values + to, tl.load(v + token * v_stride + head * HEAD_DIM + i, mask=mask), mask=mask)
+
+
+def write(k: Tensor, v: Tensor, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+    """k and v (tokens, KV heads, head_dim) to their cells of a layer's cache."""
+    _, block_size, num_heads, head_dim = keys.shape
+    _write[(len(k),)](
+        k, v, cells, keys, values, k.stride(0), v.stride(0), *keys.stride()[:3],
+        HEADS=num_heads, HEAD_DIM=head_dim, BLOCK=block_size, PADDED_HEADS=triton.next_power_of_2(num_heads),
+        PADDED=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip
+
+
 def embed(token_ids: Tensor, slots: Tensor, last: Tensor, weight: Tensor) -> Tensor:
     """Rows of the embedding; a token id below zero stands for the last token of its slot, which the host has not
     read yet."""

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.inference.native.attention import KVCache, to_device
+from tandem.inference.native.cuda.attention import QUERY_TILE
 from tandem.inference.native.cuda.draw import DrawnOnDevice, DrawRows, draw
-from tandem.inference.native.cuda.forward import FusedDecoder
+from tandem.inference.native.cuda.forward import ExactDecoder, FusedDecoder
 from tandem.inference.native.cuda.inputs import (
     DecodeInputs,
     decode_arrays,
@@ -34,6 +35,8 @@ from tandem.inference.native.sampler import NO_TOP, Drawn, SamplingRows, samplin
 from tandem.inference.native.shared_prompts import SharedPrompts, find_shared
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
+from tandem.models.gpu import exact
+from tandem.models.gpu.tiles import tokens_per_tile
 from tandem.models.lora import AdapterBank
 
 # Of a layer's keys and values. The kernel that reads shared prompts costs as much as reading a quarter of that.
@@ -72,7 +75,9 @@ class CudaRunner:
         """The last block of `cache` must be one that no sequence is ever given. `share_prompts`: what a row computes
         may depend, in its rounding, on the rows beside it."""
         self.decoder, self.adapters, self.cache, self.state, self.device = decoder, adapters, cache, state, device
-        self.fused = FusedDecoder(decoder, cache, state.tokens.shape[1])
+        self.fused = (ExactDecoder if decoder.exact else FusedDecoder)(decoder, cache, state.tokens.shape[1])
+        spec = decoder.spec
+        self.query_tile = tokens_per_tile(spec.num_heads, spec.num_kv_heads) if decoder.exact else QUERY_TILE
         self.spare_block = cache.shape[1] - 1
         # By slot, and one more for padding rows.
         self.last = torch.zeros(state.num_slots + 1, dtype=torch.int32, device=device)
@@ -105,9 +110,9 @@ class CudaRunner:
         is_adapted = self.adapters.route(self.state.adapter[np.repeat(rows, chunk)], self.device)
         if len(wanted) == len(rows) == chunk.sum():
             return self._launch_decode(rows, use_graph=self.use_graphs and not is_adapted)
-        inputs = prefill_inputs(self.state, rows, chunk, wanted, self.device)
+        inputs = prefill_inputs(self.state, rows, chunk, wanted, self.device, self.query_tile)
         x = self.fused.embed(inputs.token_ids, inputs.slots, self.last)
-        hidden = self.fused(x, inputs.positions, inputs.cells, inputs.attention.attend)
+        hidden = self.fused(x, inputs.positions, inputs.cells, inputs.attention)
         if self.state.wants_prompt[rows].any():
             start = self.state.computed[rows]
             positions = np.concatenate([np.arange(s, s + c) for s, c in zip(start, chunk, strict=True)])
@@ -142,13 +147,33 @@ class CudaRunner:
 
         return read
 
+    def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
+        """By the kernels that draw plain rows, so that what a row draws does not depend on the rows beside it."""
+        if adjusted is None:
+            return self.draw(rows, Launched(logits, None), None)()
+        drawn = self._draw(rows, adjusted, None)
+        sampling = sampling_rows(self.state, rows)
+        temperature = np.where(sampling.raw_logprobs, np.float32(1), sampling.temperature)
+        # Log-probs are those of the model's own logits.
+        exact.token_logprobs(logits, drawn.tokens, to_device(temperature, self.device), self.sources, drawn.logprobs)
+        own = logits.gather(1, drawn.tokens.long()[:, None])[:, 0].float()
+        drawn.lse.copy_(own / to_device(_divisors(sampling), self.device) - drawn.logprobs)
+        return self.draw(rows, Launched(logits, drawn), None)()
+
     def _draw(self, rows: Rows, logits: Tensor, index: NDArray[np.int64] | None) -> DrawnOnDevice:
         arrays = [
             values.astype(np.float32 if values.dtype == np.float32 else np.int32)
             for values, _ in draw_arrays(self.state, rows, sampling_rows(self.state, rows))
         ]
         sources = self.sources if index is None else to_device(index.astype(np.int32), self.device)
-        return draw(logits, sources, DrawRows(*upload(arrays, self.device)), self.last)
+        return self._draw_on_device(logits, sources, DrawRows(*upload(arrays, self.device)))
+
+    def _draw_on_device(self, logits: Tensor, sources: Tensor, rows: DrawRows) -> DrawnOnDevice:
+        drawn = draw(logits, sources, rows, self.last)
+        if self.decoder.exact:
+            temperature = torch.where(rows.raw != 0, 1.0, rows.temperature)
+            exact.token_logprobs(logits, drawn.tokens, temperature, sources, drawn.logprobs)
+        return drawn
 
     def _launch_decode(self, rows: Rows, *, use_graph: bool) -> Launched:
         size = next(size for size in buckets(self.state.num_slots) if size >= len(rows)) if use_graph else len(rows)
@@ -174,12 +199,14 @@ class CudaRunner:
     def _decode(self, inputs: DecodeInputs, logits: Tensor | None) -> tuple[Tensor, DrawnOnDevice]:
         """A whole decoding step; logits are written to `logits` where that is given."""
         x = self.fused.embed(inputs.token_ids, inputs.draw.slots, self.last)
-        hidden = self.fused(x, inputs.attention.positions, inputs.cells, inputs.attention.attend)
+        hidden = self.fused(x, inputs.attention.positions, inputs.cells, inputs.attention)
         if logits is None:
             logits = self.decoder.logits(hidden)
+        elif self.decoder.exact:
+            exact.linear(hidden, self.decoder.output_weight, None, logits)
         else:
             torch.mm(hidden, self.decoder.output_weight.T, out=logits)
-        return logits, draw(logits, self.sources, inputs.draw, self.last)
+        return logits, self._draw_on_device(logits, self.sources, inputs.draw)
 
     def _capture(self, slot: Rows, num_rows: int, shared: SharedPrompts | None, memory: Any) -> DecodeGraph:
         arrays = decode_arrays(self.state, slot, sampling_rows(self.state, slot), num_rows, self.spare_block, shared)
@@ -211,8 +238,12 @@ def top_logprobs(
     if index is not None:
         source = to_device(index, device)
         values, tokens = values[source], tokens[source]
-    divisor = np.where(rows.raw_logprobs | (rows.temperature == 0), np.float32(1), rows.temperature)
-    return tokens, values / to_device(divisor, device)[:, None] - drawn.lse[:, None]
+    return tokens, values / to_device(_divisors(rows), device)[:, None] - drawn.lse[:, None]
+
+
+def _divisors(rows: SamplingRows) -> NDArray[np.float32]:
+    """Of the logits that log-probs are of."""
+    return np.where(rows.raw_logprobs | (rows.temperature == 0), np.float32(1), rows.temperature)
 
 
 def buckets(num_slots: int) -> list[int]:

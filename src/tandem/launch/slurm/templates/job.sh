@@ -62,8 +62,23 @@ serve() {
   IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-}"     # each server has one of them
   export CUDA_VISIBLE_DEVICES=${gpus[$SLURM_LOCALID]:-}
   {% endif -%}
-  exec python -m tandem.entrypoints.inference @ {{ inference }} \
-    --server.host 0.0.0.0 --server.port $((serving_port + 1000 * SLURM_LOCALID))
+  local stopped=no server= code delay
+  trap 'stopped=yes; kill -TERM $server 2> /dev/null' TERM INT
+  for delay in {% for delay in delays %}{{ delay }} {% endfor %}none; do     # seconds before each restart
+    setsid python -m tandem.entrypoints.inference @ {{ inference }} \
+      --server.host 0.0.0.0 --server.port $((serving_port + 1000 * SLURM_LOCALID)) &
+    server=$!
+    if [ $stopped = yes ]; then kill -TERM $server; fi
+    wait $server
+    code=$?
+    while kill -0 $server 2> /dev/null; do wait $server; code=$?; done
+    kill -KILL -- -$server 2> /dev/null                 # whatever it has left behind would be in the way
+    # Told to end, a user's mistake, or too many failures.
+    if [ $stopped = yes ] || [ $code -eq 2 ] || [ $delay = none ]; then exit $code; fi
+    echo "the server ended with exit code $code and is started again in $delay s" >&2
+    sleep $delay & wait $!
+    if [ $stopped = yes ]; then exit $code; fi
+  done
 }
 export serving_port
 export -f serve

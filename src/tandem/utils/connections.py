@@ -1,0 +1,248 @@
+"""HTTP/1.1 over connections that are kept, for ten thousand small requests under way at once.
+
+It does what requests between the processes of a run need: a body of bytes there, a whole answer back, no TLS, no
+redirects, no compression. aiohttp takes three times the CPU for that (docs/log.md); it has everything else.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from multidict import CIMultiDict
+
+KEEP_S = 15.0  # how long a connection is kept without a request
+KNOWN_S = 10.0  # how long the addresses of a name are
+CONNECT_S = 10.0  # for each of several addresses
+MAX_HEAD_BYTES = 2**16
+NO_BODY = (204, 304)
+
+
+class NotHttp(ConnectionError):
+    """What came is no answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Parser:
+    """One answer, fed as it comes."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.may_continue = False  # whether another request may follow on the connection
+        self._data = bytearray()
+        self._length: int | None = None  # of the body; None: it is in chunks, or ends with the connection
+        self._is_chunked = False
+        self._chunks = bytearray()
+
+    def feed(self, data: bytes) -> Answer | None:
+        """The answer, if this was the last of it. Raises NotHttp."""
+        self._data += data
+        try:
+            if not self.status and not self._read_head():
+                return None
+            if self._is_chunked:
+                return self._answer(self._chunks) if self._read_chunks() else None
+        except ValueError as error:
+            raise NotHttp(f"the answer is not HTTP: {error}") from error
+        if self._length is None or len(self._data) < self._length:
+            return None
+        self.may_continue &= len(self._data) == self._length
+        return self._answer(self._data[: self._length])
+
+    def end(self) -> Answer | None:
+        """The answer, if it ends with the connection."""
+        is_whole = self.status and self._length is None and not self._is_chunked
+        return self._answer(self._data) if is_whole else None
+
+    def _answer(self, body: bytearray) -> Answer:
+        return Answer(self.status, self.headers, bytes(body))
+
+    def _read_head(self) -> bool:
+        """Whether it is all there."""
+        end = self._data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._data) > MAX_HEAD_BYTES:
+                raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")
+            return False
+        first, *lines = self._data[:end].decode("utf-8", "surrogateescape").split("\r\n")
+        del self._data[: end + 4]
+        version, status = first[:8], int(first[8:12])
+        if version not in ("HTTP/1.1", "HTTP/1.0"):
+            raise ValueError(f"it begins with {version!r}")
+        if status < 200:
+            return self._read_head()  # the answer itself is still to come
+        split = (line.partition(":") for line in lines)
+        self.headers = CIMultiDict((name, value.strip()) for name, _, value in split)
+        self.status = status
+        self.may_continue = version == "HTTP/1.1" and self.headers.get("Connection", "").lower() != "close"
+        self._read_size()
+        return True
+
+    def _read_size(self) -> None:
+        """How the body ends: after its length, with its last chunk, or with the connection."""
+        encoding, length = self.headers.get("Transfer-Encoding"), self.headers.get("Content-Length")
+        if self.status in NO_BODY:
+            self._length = 0
+        elif encoding is not None:
+            self._is_chunked = encoding.lower() == "chunked"
+            if not self._is_chunked:
+                raise ValueError(f"Transfer-Encoding {encoding!r} was not asked for")
+        elif length is not None:
+            if not length.isdecimal():
+                raise ValueError(f"Content-Length is {length!r}")
+            self._length = int(length)
+
+    def _read_chunks(self) -> bool:
+        """Whether they are all there."""
+        while (line := self._data.find(b"\r\n")) >= 0:
+            size = int(self._data[:line].partition(b";")[0], 16)
+            if size == 0:
+                end = self._data.find(b"\r\n\r\n", line)  # behind headers that may follow
+                self.may_continue &= end < 0 or end + 4 == len(self._data)
+                return end >= 0
+            if len(self._data) < line + 2 + size + 2:
+                return False
+            self._chunks += self._data[line + 2 : line + 2 + size]
+            del self._data[: line + 2 + size + 2]
+        return False
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time. While it has none it lies among the idle ones, unless it is lost."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, idle: "dict[Connection, float]") -> None:
+        self._idle = idle
+        self._parser = Parser()
+        self._waiting: asyncio.Future[Answer] | None = None
+        self._is_lost = False
+
+    @property
+    def is_usable(self) -> bool:
+        unsent = self.transport.get_write_buffer_size()
+        return self._parser.may_continue and not self.transport.is_closing() and not unsent
+
+    async def exchange(self, request: bytes) -> Answer:
+        self._parser = Parser()
+        self._waiting = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        if self._is_lost:
+            self._fail(None)
+        try:
+            return await self._waiting
+        finally:
+            self._waiting = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiting is None or self._waiting.done():  # more than was asked for
+            self.transport.abort()
+            return
+        try:
+            answer = self._parser.feed(data)
+        except NotHttp as error:
+            self._fail(error)
+            return
+        if answer is not None:
+            self._waiting.set_result(answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        self._idle.pop(self, None)
+        self._fail(exc)
+
+    def _fail(self, error: Exception | None) -> None:
+        if self._waiting is None or self._waiting.done():
+            return
+        answer = self._parser.end() if error is None else None
+        if answer is not None:
+            self._waiting.set_result(answer)
+        else:
+            self._waiting.set_exception(error or ConnectionResetError("the server closed the connection"))
+
+
+class Connections:
+    """To one server, as many as there are requests under way, or up to a limit (0: any number). `headers` go with every
+    request."""
+
+    def __init__(self, host: str, port: int, headers: Mapping[str, str], limit: int = 0) -> None:
+        self.host = host
+        self.port = port
+        shown = f"[{host}]" if ":" in host else host
+        lines = {"Host": f"{shown}:{port}", "User-Agent": "tandem", "Accept": "*/*", **headers}
+        self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._slots = asyncio.Semaphore(limit) if limit else nullcontext()
+        self._idle: dict[Connection, float] = {}  # since when, oldest first
+        self._looking_up = asyncio.Lock()
+        self._addresses: list[str] = []
+        self._known_until = 0.0
+
+    async def request(self, method: str, target: str, json: bytes | None = None) -> Answer:
+        """Raises OSError, of which NotHttp is one."""
+        body = json or b""
+        described = "" if json is None else "Content-Type: application/json\r\n"
+        if method != "GET":
+            described += f"Content-Length: {len(body)}\r\n"
+        head = f"{method} {target} HTTP/1.1\r\n{self._lines}{described}\r\n"
+        async with self._slots:
+            connection = self._newest() or await self._connect()
+            try:
+                answer = await connection.exchange(head.encode() + body)
+            except BaseException:
+                connection.transport.abort()  # the server learns that nobody waits any more
+                raise
+            if connection.is_usable:
+                self._idle[connection] = time.monotonic()
+            else:
+                connection.transport.close()
+            return answer
+
+    async def close(self) -> None:
+        while self._idle:
+            self._idle.popitem()[0].transport.abort()
+        await asyncio.sleep(0)  # for them to be told
+
+    def _newest(self) -> Connection | None:
+        """The idle one that was used last; those that were not for long are closed."""
+        long_ago = time.monotonic() - KEEP_S
+        while self._idle and self._idle[oldest := next(iter(self._idle))] < long_ago:
+            del self._idle[oldest]
+            oldest.transport.abort()
+        return self._idle.popitem()[0] if self._idle else None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        addresses = await self._look_up()
+        problem: OSError | None = None
+        for address in addresses:
+            try:
+                async with asyncio.timeout(CONNECT_S if len(addresses) > 1 else None):
+                    _, connection = await loop.create_connection(lambda: Connection(self._idle), address, self.port)
+                return connection
+            except OSError as error:
+                problem = error
+        assert problem is not None, "a name has an address"
+        raise problem
+
+    async def _look_up(self) -> list[str]:
+        """The server's addresses. Thousands of connections may be opened at once; the name is looked up once."""
+        async with self._looking_up:
+            if time.monotonic() > self._known_until:
+                loop = asyncio.get_running_loop()
+                found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+                self._addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+                self._known_until = time.monotonic() + KNOWN_S
+        return self._addresses

@@ -1,0 +1,42 @@
+"""An idle engine on a GPU lets a burst of requests arrive before its first step. The clock is a fake: with each wait,
+the next request comes."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+from tests.patience import PATIENCE
+
+from tandem.inference.engine import GenerationRequest, Outcome, Sampling
+from tandem.inference.native import engine as engine_module
+from tandem.inference.native.engine import NativeEngine
+
+NUM_ROWS = 8
+REQUEST = GenerationRequest([5, 6, 7], Sampling(2, ignore_eos=True))
+
+
+@pytest.mark.parametrize(("burst", "first_step"), [(1, 1), (5, 5), (20, NUM_ROWS)])
+def test_the_first_step_has_the_whole_burst(
+    burst: int, first_step: int, make_engine: Callable[..., NativeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_engine(max_sequences=NUM_ROWS).core  # of an engine that stays idle
+    engine = NativeEngine(core, 0, pytest.fail, gather=True)
+    answers: list[Future[Outcome]] = []
+    num_waiting: list[int] = []
+    step = core.step
+
+    def submit() -> None:
+        answers.append(Future())
+        engine.submit(REQUEST, answers[-1].set_result)
+
+    def counted_step() -> None:
+        num_waiting.append(core.scheduler.num_waiting)
+        step()
+
+    monkeypatch.setattr(engine_module, "sleep", lambda seconds: submit() if len(answers) < burst else None)
+    monkeypatch.setattr(core, "step", counted_step)
+    engine.start()
+    submit()
+    answers[0].result(60 * PATIENCE)
+    assert num_waiting[0] == first_step
+    engine.stop()
