@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT, MARGIN = 440, 240, 44
 COLOURS = ("#36c", "#d33", "#2a8", "#c80", "#83c", "#555")
-MAX_TICKS = 6
+MAX_TICKS = 7
 
 
 @dataclass(frozen=True)

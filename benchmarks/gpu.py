@@ -45,7 +45,12 @@ SECTIONS = {
     "rollouts": Section(
         "gpu_rollouts.py", ("--shapes", "Qwen3-0.6B"), ("--shapes", "tiny", "--sides", "tandem", "http"), 230
     ),
-    "rl": Section("gpu_rl.py", ("--steps", "5"), ("--shape", "tiny", "--staleness", "0", *TINY_RL), 180),
+    "rl": Section(
+        "gpu_rl.py",
+        ("--deployments", "shared", "colocated", "--staleness", "0", "--steps", "5"),
+        ("--shape", "tiny", "--staleness", "0", *TINY_RL),
+        150,
+    ),
     "training": Section("gpu_training.py", (), ("--shapes", "tiny", "--peers"), 130),
     "other shapes": Section(
         "gpu_rollouts.py",

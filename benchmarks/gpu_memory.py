@@ -75,12 +75,9 @@ def estimated(deployment: str, command: list[str], gpu_bytes: int) -> dict[str, 
     config = config.model_copy(update={"deployment": deployment})
     trainer = 1 if deployment == "split" else 0
     plan = GpuPlan(("0", "1"), ((0,),), (trainer,), (gpu_bytes, gpu_bytes))
-    found = {
-        name.partition(" ")[0]: part.total
-        for use in estimate_memory(config, ModelSpec.load(config.model.name), plan)
-        for name, part in use.parts
-    }
-    whole = sum(found.values())
+    uses = estimate_memory(config, ModelSpec.load(config.model.name), plan)
+    found = {name.partition(" ")[0]: part.total for use in uses for name, part in use.parts}
+    whole = sum(use.total for use in uses)
     return {"trainer": whole, "card": whole} if deployment == "colocated" else found | {"card": whole}
 
 
@@ -122,7 +119,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, help="of the server")
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
-    args.deterministic = False
+    args.deterministic = args.release_cache = False
     rows: list[dict[str, Any]] = []
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as name:

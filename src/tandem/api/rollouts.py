@@ -74,8 +74,25 @@ class RolloutManager:
         self.engines += [engine for engine in engines if engine not in self.engines]
         self._data_buffer = self._data_buffer or data_buffer
 
+    def check(self, config: "RLTrainingConfig") -> None:
+        """Refuse what cannot work, before anything starts."""
+        buffer = self.data_buffer
+        if not self._num_samplers:
+            raise UserError("there is nothing to generate with; give inference_engines, or inference_workers")
+        if self.reward is None and buffer.env is None:
+            raise UserError("there is no reward; give RolloutManager one, or take the data from DataBuffer.from_env")
+        if self.reward is not None and buffer.has_conversations:
+            raise UserError("a reward is given, and the data buffer's environment scores its own conversations")
+        if config.eval is not None and not buffer.eval_tasks:
+            raise UserError("eval is given, and the data buffer has no held-out tasks; give DataBuffer eval_rows")
+
+    @property
+    def _num_samplers(self) -> int:
+        return len(self.engines)
+
     async def start(self, config: "RLTrainingConfig", model_dir: Path, run_dir: RunDir) -> None:
         """Returns when all that completes prompts is ready, and all prompts are known to fit."""
+        self.check(config)
         self.config = config
         tokenizer, options = Tokenizer(model_dir), config.orchestrator
         environment = await self._open_environment(config)
@@ -139,21 +156,14 @@ class RolloutManager:
     async def _open_environment(self, config: "RLTrainingConfig") -> Environment:
         """Users' environments run in a process of their own, under their time limits, as under `rl`."""
         buffer = self.data_buffer
-        if config.eval is not None and not buffer.eval_tasks:
-            raise UserError("eval is given, and the data buffer has no held-out tasks; give DataBuffer eval_rows")
         if self.reward is not None:
-            if buffer.has_conversations:
-                raise UserError("a reward is given, and the data buffer's environment scores its own conversations")
             return RewardedTasks(self.reward, config.reward_timeout_s, buffer.tasks, buffer.eval_tasks)
-        if buffer.env is None:
-            raise UserError("there is no reward; give RolloutManager one, or take the data from DataBuffer.from_env")
+        assert buffer.env is not None, "check comes first"
         environment = await self._closing.enter_async_context(open_environment(buffer.env))
         await try_environment(environment, buffer.env)
         return environment
 
     async def _open_samplers(self, model_dir: Path, run_dir: RunDir) -> Sequence[Sampler]:
-        if not self.engines:
-            raise UserError("there is nothing to generate with; give inference_engines, or inference_workers")
         ours = [engine for engine in self.engines if not engine.is_started]
         for engine in ours:
             self._closing.push_async_callback(engine.close)
@@ -248,9 +258,14 @@ class RemoteRolloutManager(RolloutManager):
         super().join(engines, (), data_buffer)
         self.workers += [worker for worker in workers if worker not in self.workers]
 
+    @property
+    def _num_samplers(self) -> int:
+        return len(self.engines) + len(self.workers)
+
     async def _open_samplers(self, model_dir: Path, run_dir: RunDir) -> Sequence[Sampler]:
+        engines = await super()._open_samplers(model_dir, run_dir)
         if not self.workers:
-            return await super()._open_samplers(model_dir, run_dir)
+            return engines
         message = {
             "cmd": "init_engine",
             "model_name": str(model_dir.resolve()),
@@ -262,7 +277,6 @@ class RemoteRolloutManager(RolloutManager):
         self._closing.callback(threads.shutdown, wait=False)
         remote = [RemoteSampler(worker, message, threads) for worker in self.workers]
         await asyncio.gather(*(one.open() for one in remote))
-        engines = await super()._open_samplers(model_dir, run_dir) if self.engines else ()
         return [*remote, *engines]
 
 

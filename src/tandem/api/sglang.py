@@ -45,11 +45,13 @@ class SGLangEngine(InferenceEngine):
                 "SGLangEngine: sglang is not installed here; install it, or start `python -m sglang.launch_server` "
                 "elsewhere and give sglang_url='http://…:30000'"
             )
+        self.flags = dict(flags or {})
+        if not is_running and "gpu_memory_utilization" in options:
+            self.flags.setdefault("mem-fraction-static", options.pop("gpu_memory_utilization"))
         address = {} if sglang_url is None else {"base_url": sglang_url}
         sglang = {"allow_unseeded": True} | options.pop("sglang", {}) | address
         super().__init__(model_name, gpu_id, sglang=sglang, **options)
         self.sglang_url = sglang_url
-        self.flags = dict(flags or {})
         self._sglang: subprocess.Popen[bytes] | None = None
 
     async def close(self) -> None:

@@ -115,6 +115,7 @@ async def run_rl_training(
     """
     manager = rollout_manager or _make_manager(inference_workers, config)
     manager.join(engines=inference_engines, workers=inference_workers, data_buffer=data_buffer)
+    manager.check(config)
     refuse_missing_trackers(config.metrics.report_to)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(backend.close)

@@ -20,7 +20,7 @@ from tandem.utils.files import read_table
 # Texts above this are encoded without holding the interpreter's lock, which costs short ones more than it saves.
 LONG_TEXT = 4096
 # What conversations begin with, and short answers of tools and users, come many times in a row.
-KNOWN_TEXTS = 1024
+KNOWN_TEXTS = 128
 
 
 class Tokenizer:

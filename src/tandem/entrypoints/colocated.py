@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from tandem.config.base import parse
-from tandem.config.colocated import ColocatedConfig
+from tandem.config.colocated import ColocatedConfig, why_copied
 from tandem.config.inference import InferenceConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
@@ -64,14 +64,14 @@ def run(config: ColocatedConfig) -> None:
         server, engine, listening = open_server(inference, partial(build_native, releasable_cache=True))
 
         from tandem.inference.native.engine import NativeEngine
-        from tandem.trainer.rl.train import train_rl
+        from tandem.trainer.rl.train import EngineBeside, train_rl
 
         run_dir = RunDir(trainer.output_dir)
         assert isinstance(engine, NativeEngine)
         memory = connect(trainer, inference, engine)
         room = None if config.release_cache is False else CacheRoom(engine, is_always_made=bool(config.release_cache))
-        with serving(server, engine, listening):
-            train_rl(trainer, memory, room)
+        with serving(server, engine, listening) as serve:
+            train_rl(trainer, EngineBeside(memory, room, serve))
             serve_until_finished(run_dir, trainer.max_steps)
 
 
@@ -128,24 +128,10 @@ def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeE
     return live
 
 
-def why_copied(trainer: TrainerConfig, inference: InferenceConfig) -> str | None:
-    """Why the engine cannot compute with the trainer's own weights; None: it can."""
-    if (trainer.model, trainer.device) != (inference.model, inference.device):
-        return "trainer and inference differ in model or device"
-    if trainer.model.impl != "native":
-        return f"model.impl = {trainer.model.impl!r}"
-    if trainer.parallel.ranks > 1 or trainer.parallel.strategy == "zero3_offload":
-        return "those are divided among ranks, or lie in CPU memory"
-    if trainer.sync_every > 1:
-        return f"sync_every = {trainer.sync_every}"
-    if trainer.lora is None and trainer.updates_per_batch * trainer.epochs_per_batch > 1:
-        return "there are several updates per batch, and the weights between two of them are no version"
-    return None
-
-
 @contextmanager
-def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> Iterator[None]:
-    """In a thread. An engine that fails ends the process: no batch would ever come."""
+def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> Iterator[Callable[[], None]]:
+    """In a thread, once what is yielded is called; whoever connects before that waits. An engine that fails ends the
+    process: no batch would ever come."""
     is_over = threading.Event()
 
     def serve() -> None:
@@ -155,13 +141,13 @@ def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> It
             os._exit(1)
 
     thread = threading.Thread(target=serve, name="server", daemon=True)
-    thread.start()
     try:
-        yield
+        yield thread.start
     finally:
         is_over.set()
         server.should_exit = True
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def serve_until_finished(run_dir: RunDir, max_steps: int) -> None:

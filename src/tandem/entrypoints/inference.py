@@ -21,7 +21,7 @@ from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.garbage import importing
 from tandem.utils.log import printable, setup_logging
 from tandem.utils.ports import listen_or_refuse
-from tandem.utils.processes import run_entrypoint, run_process
+from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint, run_process
 
 if TYPE_CHECKING:
     import uvicorn
@@ -49,8 +49,10 @@ def run() -> None:
 
 
 def say_who_can_connect(server: ServerConfig) -> None:
-    """A key is for clients on other machines, which cannot connect to a loopback address."""
-    if server.host in LOOPBACK_HOSTS and (server.api_key or server.api_key_var):
+    """A key is for clients on other machines, which cannot connect to a loopback address. Whoever has started this
+    server for itself knows."""
+    is_own = SUPERVISOR_PID in os.environ
+    if not is_own and server.host in LOOPBACK_HOSTS and (server.api_key or server.api_key_var):
         logger.info(
             "an API key is set, but only this machine can connect: server.host = %r; for others, give --host 0.0.0.0",
             server.host,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 START_S = 300.0
+REACH_S = 10.0
 CLOSE_S = 5.0
 AWAY_S = 60.0  # how long a replacement may take to be placed
 INSTALL = "pip install 'tandem-rl[ray]'"
@@ -72,14 +73,32 @@ def connect(address: str) -> "ModuleType":
     """Ray, connected to the cluster at `address`; a process that is connected already stays where it is."""
     ray = import_ray()
     if not ray.is_initialized():
+        _refuse_unreachable(address)
         try:
             ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"ray.address = {address!r}: no Ray cluster answers there ({shorten(str(error), 300)}); start one with "
-                "`ray start --head` on one node and `ray start --address HEAD:6379` on the others"
-            ) from error
+            raise _no_cluster(address, shorten(str(error), 300)) from error
     return ray
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    if address == "auto" or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"ray.address = {address!r} is neither 'auto' nor HOST:PORT, as in 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:  # no such port
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, reason: str) -> UserError:
+    return UserError(
+        f"ray.address = {address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head` on one "
+        "node and `ray start --address HEAD:6379` on the others"
+    )
 
 
 def find_node(ray: "ModuleType", host: str) -> Node:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tandem.config.colocated import why_copied
 from tandem.config.rl import RLConfig
 from tandem.launch.deployment import choose_deployment
 from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
@@ -11,6 +12,7 @@ from tandem.models.memory import (
     DEFAULT,
     ITEMSIZE,
     UNKNOWN_GPU_BYTES,
+    USED_SHARE,
     MemoryUse,
     activation_bytes,
     fitting_tokens,
@@ -33,10 +35,12 @@ class GpuUse:
     place: int
     gpu_bytes: int | None
     parts: list[tuple[str, MemoryUse]]
+    released: int = 0  # of the KV cache, while gradients are computed
 
     @property
     def total(self) -> int:
-        return sum(use.total for _, use in self.parts)
+        """At any one time."""
+        return sum(use.total for _, use in self.parts) - self.released
 
     @property
     def fits(self) -> bool:
@@ -55,18 +59,27 @@ def estimate_memory(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> list[Gp
             if place in places
         ]
         parts = [(name, replace(use, weights=use.weights + held.server)) for name, use in parts]
+        released = 0
         if place in plan.trainer:
             taken = sum(use.total for _, use in parts)
+            room = sum(use.kv_cache for _, use in parts) if _makes_room(config, plan) else 0
             rank = plan.trainer.index(place)
-            use = trainer_memory(config, spec, len(plan.trainer), known, taken)
-            parts.append((f"trainer rank {rank}", replace(use, weights=use.weights + held.trainer)))
+            use = trainer_memory(config, spec, len(plan.trainer), known, taken - room)
+            use = replace(use, weights=use.weights + held.trainer)
+            parts.append((f"trainer rank {rank}", use))
+            released = room if config.release_cache or taken + use.total > USED_SHARE * known else 0
         if parts:
-            found.append(GpuUse(place, gpu_bytes, parts))
+            found.append(GpuUse(place, gpu_bytes, parts, released))
     return found
 
 
+def _makes_room(config: RLConfig, plan: GpuPlan) -> bool:
+    return choose_deployment(config, plan) == "colocated" and config.release_cache is not False
+
+
 class Held(NamedTuple):
-    """Bytes of the version that was published last, besides the weights that each process computes with."""
+    """Bytes besides the weights that each computes with: of the version that was published last. Below zero: of what
+    they have in common."""
 
     server: int = 0
     trainer: int = 0
@@ -74,11 +87,20 @@ class Held(NamedTuple):
 
 def held_bytes(config: RLConfig, spec: ModelSpec, plan: GpuPlan) -> Held:
     """Shared, the trainer keeps it for the server, which takes a copy before it swaps. A LoRA adapter is small."""
-    deployment = choose_deployment(config, plan)
-    if deployment == "split" or config.trainer.lora is not None:
+    deployment, lora = choose_deployment(config, plan), config.trainer.lora
+    count, itemsize = num_parameters(spec), ITEMSIZE[config.model.dtype]
+    if deployment == "colocated" and have_weights_in_common(config, plan):
+        # The server's are the trainer's masters, where those are in its precision or frozen, and its rounded copies.
+        masters = 4 * count if lora is not None or itemsize == 4 else 0
+        return Held(trainer=-masters - (count * itemsize if itemsize < 4 else 0))
+    if deployment == "split" or lora is not None:
         return Held()
-    size = num_parameters(spec) * ITEMSIZE[config.model.dtype]
-    return Held(size, size) if deployment == "shared" else Held(server=size)
+    return Held(count * itemsize, count * itemsize) if deployment == "shared" else Held(server=count * itemsize)
+
+
+def have_weights_in_common(config: RLConfig, plan: GpuPlan) -> bool:
+    assert config.inference is not None
+    return len(plan.trainer) == 1 and why_copied(config.trainer, config.inference) is None
 
 
 def server_memory(config: RLConfig, spec: ModelSpec, gpu_bytes: int, *, is_together: bool = False) -> MemoryUse:
@@ -134,6 +156,11 @@ def table(uses: list[GpuUse], plan: GpuPlan) -> list[str]:
             rows.append((f"{use.place} ({plan.world[use.place]})", name, *(f"{n / 2**30:.1f}" for n in numbers)))
     lines = align(rows)
     for use in uses:
+        if use.released:
+            lines.append(
+                f"GPU {use.place}: the KV cache makes room while gradients are computed, "
+                f"{use.total / 2**30:.1f} GiB at any one time"
+            )
         if not use.fits:
             assert use.gpu_bytes is not None
             lines.append(

@@ -144,7 +144,10 @@ def find(nodes: Sequence[RayNode], host: str, option: str) -> RayNode:
 def ask_nodes(address: str) -> list[RayNode]:
     """The live nodes of the cluster, in the order of their addresses."""
     command = [sys.executable, "-m", "tandem.launch.ray_plan", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, env=dict(os.environ), check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, env=dict(os.environ), check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"ray.address = {address!r}: what is there has not answered for {ASK_S:g} s") from error
     if done.returncode != 0:
         raise UserError((done.stderr.strip().splitlines() or ["Ray does not answer"])[-1].removeprefix("ray: "))
     return [RayNode(**node) for node in json.loads(done.stdout.strip().splitlines()[-1])]

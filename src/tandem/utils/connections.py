@@ -125,15 +125,15 @@ class Connection(asyncio.Protocol):
         self._idle = idle
         self._parser = Parser()
         self._waiting: asyncio.Future[Answer] | None = None
+        self._may_continue = False
         self._is_lost = False
 
     @property
     def is_usable(self) -> bool:
         unsent = self.transport.get_write_buffer_size()
-        return self._parser.may_continue and not self.transport.is_closing() and not unsent
+        return self._may_continue and not self.transport.is_closing() and not unsent
 
     async def exchange(self, request: bytes) -> Answer:
-        self._parser = Parser()
         self._waiting = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         if self._is_lost:
@@ -142,6 +142,8 @@ class Connection(asyncio.Protocol):
             return await self._waiting
         finally:
             self._waiting = None
+            self._may_continue = self._parser.may_continue
+            self._parser = Parser()  # the answer is not kept: thousands of connections may lie idle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

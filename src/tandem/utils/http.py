@@ -1,6 +1,6 @@
 """An HTTP client of one server: requests that fail on their way are sent again, refusals are read for their reason.
 
-aiohttp is imported with the first request that needs it: few processes have one, and the others start sooner.
+aiohttp is imported with the first request that needs it: most processes have none, and start sooner.
 """
 
 import asyncio

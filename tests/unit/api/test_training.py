@@ -270,10 +270,11 @@ def test_what_is_missing_is_said(tiny_model: Path, tmp_path: Path) -> None:
     worker, data = FakeWorker("worker"), DataBuffer(["a long prompt"])
     for manager, workers, options, message in (
         (None, [worker], config, "there is no data"),
-        (RolloutManager((), data), [], config, "there is no reward"),
+        (RemoteRolloutManager((), data), [worker], config, "there is no reward"),
         (RolloutManager((), data, "exact_match"), [], config, "nothing to generate with"),
         (RolloutManager((), data, "exact_match"), [worker], config, "RemoteRolloutManager"),
         (RemoteRolloutManager((), data, "exact_match"), [worker], short, "seq_len = 8 is too short"),
     ):
         with pytest.raises(UserError, match=message):
             asyncio.run(run(backend, manager, config=options, inference_workers=workers))
+        assert backend.is_closed is (options is short), "nothing is started for what can be seen at once"

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.shapes import QWEN3_0_6B
 
 from tandem.config.rl import RLConfig
@@ -50,10 +52,40 @@ def test_a_shared_gpu_adds_up_and_the_trainer_takes_what_is_left(make_config: Ma
     assert together.total == sum(use.total for _, use in together.parts) and together.fits
 
 
-def test_colocated_the_next_version_is_held_besides(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "trainer", "common"),
+    [
+        ("float32", {}, 4),  # bytes of a parameter that are there once: the masters
+        ("bfloat16", {}, 2),  # rounded copies
+        ("bfloat16", {"lora": {"rank": 8}}, 6),  # both, of what is frozen
+    ],
+)
+def test_colocated_weights_are_there_once(make_config: MakeConfig, dtype: str, trainer: Any, common: int) -> None:
+    options = {"model": {"name": "some/model", "dtype": dtype}, "trainer": trainer}
+    (server, alone), _ = estimate(make_config(deployment="split", **options), 80, 80)
+    (use,), _ = estimate(make_config(deployment="colocated", **options), 80)
+    weights = [part.weights for _, part in use.parts]
+    once = [server.parts[0][1].weights, alone.parts[0][1].weights - common * num_parameters(SPEC)]
+    assert weights == once and weights[1] >= 0 and use.parts[0][1].kv_cache > 0
+
+
+def test_colocated_copies_take_their_memory(make_config: MakeConfig) -> None:
+    """The server's own weights, and the version that was published last."""
     (alone, _), _ = estimate(make_config(deployment="split"), 80, 80)
-    (use,), _ = estimate(make_config(deployment="colocated"), 80)
-    assert use.parts[0][1].weights == 2 * alone.parts[0][1].weights and use.parts[0][1].kv_cache > 0
+    (use,), _ = estimate(make_config(deployment="colocated", sync_every=2), 80)
+    assert use.parts[0][1].weights == 2 * alone.parts[0][1].weights
+
+
+def test_colocated_the_kv_cache_makes_room_where_it_must(make_config: MakeConfig) -> None:
+    options = {"deployment": "colocated", "seq_len": 4096, "model": {"name": "some/model", "dtype": "bfloat16"}}
+    options |= {"orchestrator": {"prompts_per_step": 64, "group_size": 8}, "inference": {"kv_cache_tokens": 100_000}}
+    (use,), plan = estimate(make_config(**options), 40)
+    cache = 100_000 * kv_bytes(SPEC, 2)
+    assert use.released == use.parts[0][1].kv_cache == cache and use.fits
+    assert use.total == sum(part.total for _, part in use.parts) - cache
+    assert any("makes room" in line for line in table([use], plan))
+    (kept,), _ = estimate(make_config(**options, release_cache=False), 40)
+    assert kept.released == 0 and kept.parts[1][1].activations < use.parts[1][1].activations
 
 
 def test_vllm_fills_its_share(make_config: MakeConfig) -> None:

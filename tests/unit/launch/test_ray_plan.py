@@ -1,6 +1,7 @@
 """Which process of a run goes to which node of a Ray cluster, worked out without one."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tandem.launch.describe import describe_run
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan, make_plan
 from tandem.launch.ray_command import Placement, announce, live_hosts, node_configs
-from tandem.launch.ray_plan import RayNode, find_places, place_on_ray, write_servers
+from tandem.launch.ray_plan import RayNode, ask_nodes, find_places, place_on_ray, write_servers
 from tandem.utils.errors import UserError
 
 NODES = [RayNode("a", "10.0.0.1", 8), RayNode("b", "10.0.0.2", 8), RayNode("c", "10.0.0.3", 0)]
@@ -96,6 +97,15 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
         plan(make_config(tmp_path, inference_nodes=["d"]))
     with pytest.raises(UserError, match=r"parallel.ranks = 3 cannot be spread over 2.*4"):
         plan(make_config(tmp_path, 3, trainer_nodes=["a", "b"]))
+
+
+def test_a_cluster_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(command: list[str], *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", wait)
+    with pytest.raises(UserError, match=r"ray.address = '10.0.0.1:6379': what is there has not answered for 120 s"):
+        ask_nodes("10.0.0.1:6379")
 
 
 def test_a_dry_run_says_where_everything_goes(tmp_path: Path) -> None:

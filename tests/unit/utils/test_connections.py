@@ -262,3 +262,14 @@ def test_a_server_that_is_not_there_is_unreachable() -> None:
         await client.close()
 
     asyncio.run(run())
+
+
+def test_an_idle_connection_keeps_nothing_of_the_answer() -> None:
+    server = Bytes(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000)
+
+    async def ask(pool: Connections) -> None:
+        assert len((await pool.request("GET", "/")).body) == 100_000
+        (idle,) = pool._idle
+        assert len(idle._parser._data) == 0
+
+    use(server, ask)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 UINT64 = 2**64 - 1
 SHUTTING_DOWN = "the engine is shutting down"
 QUIET_S = 0.001
-LONGEST_S = 0.1
+LONGEST_S = 0.2
 
 Action = Callable[[], None]
 Refuse = Callable[[EngineError], None]

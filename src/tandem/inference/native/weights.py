@@ -113,7 +113,7 @@ class LiveSource:
             raise WeightUpdateRefused(f"{path}: this server serves the weights of the trainer in its process alone")
         try:
             self.live.require(version)
-        except ValueError as error:
+        except (ValueError, TimeoutError) as error:
             raise WeightUpdateRefused(f"{path}: {error}") from error
         return partial(self.live.let_write, version)
 

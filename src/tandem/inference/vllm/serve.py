@@ -1,5 +1,6 @@
 """`inference --engine vllm`: check what can be checked, then become vLLM's server."""
 
+import errno
 import os
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
 from tandem.utils.memory import free_memory_bytes
-from tandem.utils.ports import handed_over, listen_or_refuse
+from tandem.utils.ports import handed_over, holder_of, listen, listen_or_refuse
 
 LONG_CONTEXT = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # by which vLLM serves more than the model has positions
 
@@ -39,8 +40,24 @@ def become_server(config: InferenceConfig) -> NoReturn:
         listening = listen_or_refuse(config.server.host, config.server.port, "server.port")
         listening.set_inheritable(True)
         environment |= handed_over(listening)
+        refuse_stale_rpc_port(config)
     sys.stdout.flush()
     os.execve(command[0], command, environment)
+
+
+def refuse_stale_rpc_port(config: InferenceConfig) -> None:
+    """vLLM's head would wait for ever on a port that engines of an earlier start still hold."""
+    address, port = (config.vllm.flags.get(f"data-parallel-{name}") for name in ("address", "rpc-port"))
+    if address is None or port is None:
+        return
+    try:
+        listen(str(address), int(port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"--data-parallel-rpc-port {port} is in use on {address}{holder_of(int(port))}; end that process, or "
+                "give another port on every node"
+            ) from error
 
 
 def check_vllm(config: InferenceConfig) -> Installation:

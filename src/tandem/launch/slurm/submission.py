@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from tandem.config.changes import review_changes
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
@@ -35,10 +36,7 @@ def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
 def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
     """Write the script and the configuration to `<output_dir>/slurm`, and submit it; a dry run only writes."""
     assert config.slurm is not None
-    run_dir = RunDir(config.output_dir)
-    run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
-    if config.resume and not steps_with(run_dir.checkpoints, MANIFEST):  # the job checks them, which takes long
-        require_checkpoint(run_dir)
+    RunDir(config.output_dir).refuse_another_run(resume=config.resume, clean=config.clean)
     _check(command, config)
     folder = config.output_dir.resolve() / "slurm"
     flags = {"--clean": config.clean, "--resume": config.resume, "--allow-changes": config.allow_changes}
@@ -68,6 +66,8 @@ def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
 def _check(command: str, config: RLConfig | OfflineConfig) -> None:
     """What would else be found out when the job has waited for its nodes."""
     assert config.slurm is not None
+    if config.resume:
+        _check_resumed(config)
     if not waits_for_others(config.slurm):
         check_model_dir(config.model.name, config.model.impl)
     if isinstance(config, RLConfig):
@@ -77,6 +77,16 @@ def _check(command: str, config: RLConfig | OfflineConfig) -> None:
     _refuse_servers(command, config.slurm)
     if not waits_for_others(config.slurm):
         check_sources(config.data)
+
+
+def _check_resumed(config: RLConfig | OfflineConfig) -> None:
+    """Whether the checkpoints are undamaged is for the job to see: that takes long."""
+    run_dir = RunDir(config.output_dir)
+    complete = steps_with(run_dir.checkpoints, MANIFEST)
+    if not complete:
+        require_checkpoint(run_dir)
+    if isinstance(config, RLConfig):  # the others know their steps when they have read their rows
+        review_changes(config, run_dir.config / "rl.json", complete[-1], allowed=config.allow_changes)
 
 
 def waits_for_others(slurm: SlurmConfig) -> bool:

@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,15 +35,24 @@ from tandem.utils.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 
-def train_rl(config: TrainerConfig, memory: Memory | None = None, room: Room | None = None) -> None:
-    """`memory`: where an engine in this process takes its weights from. `room`: what it can make."""
+@dataclass(frozen=True)
+class EngineBeside:
+    """What a trainer knows of an engine in its process."""
+
+    memory: Memory  # where it takes its weights from
+    room: Room | None  # that it can make
+    serve: Callable[[], object]  # to be called when the weights of all ranks are there
+
+
+def train_rl(config: TrainerConfig, engine: EngineBeside | None = None) -> None:
+    with joined_ranks(config) as ranks:
+        _train(config, ranks, engine)
+
+
+def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> None:
+    memory = None if engine is None else engine.memory
     if memory is None and config.share_weights:
         memory = shared_memory(getattr(torch, config.model.dtype), choose_device(config.device))
-    with joined_ranks(config) as ranks:
-        _train(config, ranks, memory, room)
-
-
-def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None, room: Room | None) -> None:
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
     exactly = config.deterministic and not config.parallel.compile
@@ -62,7 +73,7 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None, room: Roo
         stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks, exactly=exactly)
         for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
-    learner = Learner(config, trained.stepper, frozen_models, room)
+    learner = Learner(config, trained.stepper, frozen_models, None if engine is None else engine.room)
     throughput = trained.throughput()
     run_dir.create()
     run_log = RunLog(run_dir, "trainer", enabled=ranks.is_first)
@@ -89,6 +100,9 @@ def _train(config: TrainerConfig, ranks: Ranks, memory: Memory | None, room: Roo
     if live is not None and working is not None:
         working.refresh()
         live.begin(start if config.lora is None else 0)
+    if engine is not None:
+        ranks.all_max(torch.zeros(1, device=ranks.device))  # a run begins with the engines of all ranks
+        engine.serve()
     run_log.event("started", step=start, ranks=ranks.size)
     logger.info("ready on %s; waiting for the batch of step %d", ranks.device, start + 1)
 

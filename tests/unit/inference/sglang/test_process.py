@@ -165,7 +165,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_python_api_starts_sglang_and_ends_it(tiny_model: Path, publish: Callable[[int], Path]) -> None:
     async def run() -> None:
         before = set(descendants(os.getpid()))
-        async with SGLangEngine(tiny_model, flags={"mem-fraction-static": 0.5}, seq_len=256) as engine:
+        async with SGLangEngine(tiny_model, gpu_memory_utilization=0.5, seq_len=256) as engine:
+            assert engine.flags == {"mem-fraction-static": 0.5}
             (group,) = await engine.generate(["hello"], n=2, max_tokens=3)
             assert len(group) == 2 and all(group)
             await engine.update_weights(publish(4), 4)

@@ -21,7 +21,7 @@ from tandem.launch.slurm.job import JOB, SITE_TEMPLATES, Job, in_job, render
 from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_evaluation, submit_run
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+from tandem.utils.files import read_json, write_json
 
 
 def make_job(tmp_path: Path, command: str = "sft", slurm: dict[str, Any] | None = None, **values: Any) -> Job:
@@ -229,6 +229,22 @@ def test_what_a_job_would_fail_for_is_refused_before_it_is_submitted(tmp_path: P
     with pytest.raises(UserError, match=r"env.id = 'revers-text' is not known"):
         evaluate("--model", str(tiny_model), "--env.id", "revers-text", "--slurm.time", "1:00")
     evaluate("--model", "nowhere", "--slurm.dependency", "afterok:3")
+
+
+def test_a_run_is_not_resumed_with_other_options(
+    make_config: Callable[..., RLConfig], tiny_model: Path, tmp_path: Path
+) -> None:
+    def resumed(**options: Any) -> RLConfig:
+        given = {"model": {"name": str(tiny_model)}, "output_dir": str(tmp_path / "run"), "slurm": {"nodes": 2}}
+        return make_config(**given, resume=True, dry_run=True, **options)
+
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000004" / "manifest.json"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    write_json(tmp_path / "run" / "config" / "rl.json", resumed().model_dump(mode="json"))
+    with pytest.raises(UserError, match=r"these options change what the run learns .*seed = 0 → 3"):
+        submit_run("rl", resumed(seed=3))
+    submit_run("rl", resumed())
 
 
 def test_one_scheduler_places_a_run(make_config: Callable[..., RLConfig]) -> None:
