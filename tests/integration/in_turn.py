@@ -11,6 +11,8 @@ import json
 import os
 import sys
 
+from tandem.utils.processes import run_process
+
 
 def run(entrypoint: str, arguments: list[str]) -> None:
     sys.argv[1:] = arguments
@@ -31,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -26,6 +26,7 @@ from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.parallel.ranks import Ranks, joined
 from tandem.trainer.rl.learner import micro_batch_loss
 from tandem.types.rollout import TrainingSequence
+from tandem.utils.processes import run_process
 
 
 def make_samples(seed: int) -> list[TrainingSequence]:
@@ -103,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -6,12 +6,11 @@ import shlex
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from tests.integration.processes import ENVIRONMENT, Starter, children_of, is_alive, wait_until
+from tests.integration.processes import ENVIRONMENT, Starter, children_of, is_alive, run_in_turn, wait_until
 from tests.patience import PATIENCE
 
 from tandem.transport.checkpoints import newest_checkpoint
@@ -119,31 +118,17 @@ def test_sft_killed_again_and_again_ends_in_the_same_bits(starter, sft_arguments
     assert len(list(cut.checkpoints.iterdir())) == 1
 
 
-def run_ranks(count: int, arguments: list[str]) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    done = subprocess.run(
-        [*launcher, "-m", "tandem.entrypoints.sft", *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_sft_goes_on_with_another_number_of_ranks(starter, sft_arguments, tmp_path):
+def test_sft_goes_on_with_another_number_of_ranks(sft_arguments, tmp_path):
     arguments = [*sft_arguments, "--scheduler.type", "constant", "--optimizer.lr", "1e-3"]
     whole, cut = RunDir(tmp_path / "whole"), RunDir(tmp_path / "cut")
-    done = starter.run("sft", *arguments, "--max-steps", "9", "--output-dir", str(whole.root))
-    assert done.returncode == 0, done.stdout
+    alone = ["sft", *arguments, "--max-steps", "9", "--output-dir", str(whole.root)]
     arguments += ["--output-dir", str(cut.root)]
-    run_ranks(2, [*arguments, "--max-steps", "3"])
+    run_in_turn(["sft", *arguments, "--max-steps", "3"], num_ranks=2)
     assert len(list((cut.checkpoints / step_name(3) / "trainer").glob("shard_*"))) == 2
-    done = starter.run("sft", *arguments, "--max-steps", "6", "--resume")
-    assert done.returncode == 0 and "resuming after step 3" in done.stdout, done.stdout
+    said = run_in_turn(["sft", *arguments, "--max-steps", "6", "--resume"], alone)
+    assert "resuming after step 3" in said, said
     assert len(list((cut.checkpoints / step_name(6) / "trainer").glob("shard_*"))) == 1
-    run_ranks(2, [*arguments, "--max-steps", "9", "--resume"])
+    run_in_turn(["sft", *arguments, "--max-steps", "9", "--resume"], num_ranks=2)
     expected, found = (read_json_lines(run_dir.metrics) for run_dir in (whole, cut))
     assert [line["step"] for line in found] == list(range(1, 10))
     # Two ranks add up in another order; without the moments, the loss would go another way after three steps.

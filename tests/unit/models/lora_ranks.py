@@ -15,6 +15,7 @@ from tandem.trainer.build import load_trained
 from tandem.trainer.offline.sft import sft_loss
 from tandem.trainer.parallel.ranks import Ranks, joined
 from tandem.types.rollout import TrainingSequence
+from tandem.utils.processes import run_process
 
 LORA = LoRAConfig(rank=3, alpha=12.0)
 
@@ -52,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)
