@@ -6,8 +6,8 @@
 
     colocated   trainer and server are one process
     shared      two processes, weights through memory
-    split       two processes, weights through files
-    vllm        the same with vLLM as the server
+    split       two processes, weights through files, a GPU each
+    vllm        the same with vLLM as the server; with one GPU, both on it
 
 Other flags go to `rl`. In the output directory: a run directory each, curves.svg, curves.json, and with --goals a
 picture of goal space before and after. The table for docs/log.md is printed. Nothing is fetched from anywhere.
@@ -34,7 +34,7 @@ UNDER = {
     "colocated": ["--deployment", "colocated"],
     "shared": ["--deployment", "shared"],
     "split": ["--deployment", "split"],
-    "vllm": ["--deployment", "split", "--inference.engine", "vllm"],
+    "vllm": ["--inference.engine", "vllm"],
 }
 START_S = 120.0
 

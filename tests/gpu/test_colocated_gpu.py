@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.patience import PATIENCE
+from tests.ports import free_port
 
 from tandem.config.inference import InferenceConfig
 from tandem.data.text_stream import TextStream
@@ -61,6 +62,7 @@ def run(folder: Path, model: Path, *more: str) -> RunDir:
         *("--max-steps", "5", "--output-dir", str(folder), "--deployment", "colocated", "--show", "lines"),
         *("--orchestrator.max-staleness", "0", "--orchestrator.prompts-per-step", "4"),
         *("--orchestrator.eval.num-prompts", "4", "--checkpoint.every", "None"),
+        *("--inference.server.port", str(free_port())),
     ]
     command = [sys.executable, "-m", "tandem.entrypoints.rl", *arguments, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S * 4, check=False)
