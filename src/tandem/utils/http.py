@@ -5,7 +5,7 @@ aiohttp is imported with the first request that needs it: most processes have no
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from tandem.utils.connections import Connections
+from tandem.utils.connections import Answer, Connections
 
 if TYPE_CHECKING:
     import aiohttp
@@ -34,12 +34,7 @@ class RequestFailed(RuntimeError):
     """The server refused the request, or did not answer it however often it was sent."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
+class Reply(Answer):
     @property
     def reason(self) -> str:
         return reason_of(self.body)
