@@ -84,7 +84,7 @@ def test_a_run_is_stopped_and_looked_at_from_another_terminal(
     stopped = starter.run("rl", "--stop", str(run_dir.root))
     assert stopped.returncode == 0, stopped.stdout
     output, _ = process.communicate(timeout=60 * PATIENCE)
-    assert process.returncode == 143, output
+    assert process.returncode == 143 and "rl: stopped by `rl --stop`; " in output, output
     saved = newest_checkpoint(run_dir)
     assert saved is not None and saved >= 2 and trained(run_dir)[-1] == saved
     assert f"stopped {run_dir.root}; the newest checkpoint is" in stopped.stdout

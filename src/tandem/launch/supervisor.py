@@ -37,10 +37,10 @@ class RunFailed(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The user or the system asked the run to stop."""
+    """The user or the system asked the run to stop: by a signal, or by what `by` says."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal.Signals(signal_number).name)
+    def __init__(self, signal_number: int, by: str | None = None) -> None:
+        super().__init__(by or signal.Signals(signal_number).name)
         self.signal_number = signal_number
 
 
@@ -65,6 +65,7 @@ class Supervisor:
         self.is_stop_wanted = is_stop_wanted
         self._on_tick: Callable[[], None] = lambda: None
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
+        self._asked_by: str | None = None
 
     def run(self, on_tick: Callable[[], None]) -> None:
         """Start everything and wait for the end; no process is left when this returns or raises."""
@@ -78,7 +79,7 @@ class Supervisor:
                 if self._asked is not None:
                     self._signal_all(signal.SIGTERM)
                     self._let_trainer_save()
-                    raise Interrupted(self._asked[0])
+                    raise Interrupted(self._asked[0], self._asked_by)
             on_tick()
         finally:
             # A second Ctrl-C must not leave the clean-up half done.
@@ -105,6 +106,7 @@ class Supervisor:
         time.sleep(POLL_S)
         if self._asked is None and self.is_stop_wanted():
             self._asked = signal.SIGTERM, time.monotonic()
+            self._asked_by = "`rl --stop`"
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """The first one is noted, for the loop to see; a second one, unless it is the same, ends the run at once."""
@@ -129,9 +131,10 @@ class Supervisor:
         delay_s = None if self.restarts is None else self.restarts.next_delay_s(name, code)
         if self.restarts is None or delay_s is None:
             if self.restarts is not None:
-                self.restarts.log.event("failed", who=name, why=_how(code))
+                self.restarts.log.event("failed", who=name, why=self._why(name, code))
             raise RunFailed(self._explain(name, code))
         log = self.plans[name].log
+        why = self._why(name, code)
         logger.warning("the %s process ended with %s and is started again; see %s", name, _how(code), log)
         _signal_groups([self.processes[name]], signal.SIGKILL)  # what it leaves behind would be in the way
         again = WORKERS if name in WORKERS else (name,)
@@ -147,7 +150,7 @@ class Supervisor:
         step = self.restarts.go_back() if name in WORKERS else None
         for plan in [self.plans[other] for other in again if other in self.plans]:
             self._start(plan, ["--resume"] if step else [])
-        self.restarts.record(name, _how(code), step)
+        self.restarts.record(name, why, step)
 
     def _start(self, plan: ProcessPlan, more: Sequence[str] = ()) -> None:
         plan.log.parent.mkdir(parents=True, exist_ok=True)
@@ -184,6 +187,11 @@ class Supervisor:
         log = self.plans[name].log
         return f"the {name} process ended with {_how(code)}. Its last lines ({log}):\n{last_lines(log)}"
 
+    def _why(self, name: str, code: int) -> str:
+        """How it ended, and what it said last, where it ended by itself."""
+        said = tail(self.plans[name].log, 1) if code > 0 else []
+        return ": ".join([_how(code), *said])
+
     def _signal_all(self, number: signal.Signals) -> None:
         _signal_groups(self.processes.values(), number)
 
@@ -202,10 +210,14 @@ def _how(code: int) -> str:
 
 
 def last_lines(log: Path) -> str:
+    return "\n".join(f"  {line}" for line in tail(log, LAST_LINES) or ["(nothing was logged)"])
+
+
+def tail(log: Path, num_lines: int) -> list[str]:
     """What a process said last, each line of it bounded, and the log read from its end only."""
     if not log.exists():
-        return "  (nothing was logged)"
+        return []
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-    return "\n".join(f"  {shorten(line)}" for line in lines) or "  (nothing was logged)"
+        lines = file.read().decode(errors="replace").splitlines()
+    return [shorten(line) for line in lines if line.strip()][-num_lines:]

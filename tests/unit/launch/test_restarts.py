@@ -20,6 +20,7 @@ import pathlib, sys
 mark = pathlib.Path(sys.argv[1], "failed")
 if not mark.exists():
     mark.touch()
+    print("out of memory\\n")
     raise SystemExit(7)
 pathlib.Path(sys.argv[1], "resumed").write_text(" ".join(sys.argv[2:]))
 """
@@ -92,7 +93,7 @@ def test_a_server_is_started_again_by_itself(make_process, run_dir: RunDir, tmp_
     Supervisor(plans, restarts=begun(run_dir)).run(nothing)
     (event,) = read_json_lines(run_dir.events)
     assert (event["event"], event["who"], event["why"], event["restart"]) == (
-        *("restarted", "inference", "exit code 7", 1),
+        *("restarted", "inference", "exit code 7: out of memory", 1),
     )
     assert "step" not in event and (tmp_path / "resumed").read_text() == ""
 
@@ -131,7 +132,7 @@ def test_a_run_can_be_ended_while_it_waits_to_restart(make_process, run_dir: Run
     asked: list[float] = []
     restarts = begun(run_dir, delay_s=600)
     supervisor = Supervisor(plans, restarts=restarts, is_stop_wanted=lambda: bool(asked))
-    with pytest.raises(Interrupted, match="SIGTERM") as caught:
+    with pytest.raises(Interrupted, match="`rl --stop`") as caught:
         supervisor.run(lambda: asked.append(1) if supervisor.processes["trainer"].poll() is not None else None)
     assert caught.value.signal_number == signal.SIGTERM
     assert all(process.poll() is not None for process in supervisor.processes.values())
