@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from tandem.config.explain import explain_validation_error, models_in, option_paths
@@ -40,10 +40,26 @@ class Config(BaseConfig):
         flags = {key: value for key, value in data.items() if key != FILES}
         return cls.combine(data[FILES], flags)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_a_switch_as_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python, and so Pydantic, would take `true` for 1."""
+        assert info.field_name is not None
+        kinds = _kinds_of(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError(f"{str(value).lower()} is not a number")
+        return value
+
     @classmethod
     def combine(cls, files: Tree, flags: Tree) -> Tree:
         """What the files say and what the flags say, as one; flags win."""
         return merge(files, flags)
+
+
+def _kinds_of(annotation: Any) -> set[Any]:
+    """The types that a union is made of; of another type, itself."""
+    parts = [part for part in get_args(annotation) if isinstance(part, type) or get_origin(part) is not None]
+    return {annotation}.union(*map(_kinds_of, parts))
 
 
 C = TypeVar("C", bound=Config)

@@ -61,6 +61,13 @@ def test_a_wrong_type(refusal) -> None:
     )
 
 
+def test_a_switch_where_a_number_belongs(refusal, tmp_path) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("max_steps = true\n[optimizer]\nlr = false\n")
+    message = refusal(*MODEL, "@", str(wrong), cls=TrainerConfig)
+    assert "max_steps: true is not a number" in message and "optimizer.lr: false is not a number" in message
+
+
 def test_a_shared_value_of_a_wrong_type(refusal, rl_toml) -> None:
     assert "max_steps = 'three' is not valid" in refusal("@", rl_toml, "--max-steps", "three")
 

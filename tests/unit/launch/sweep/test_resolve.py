@@ -165,6 +165,7 @@ def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
         (("learning_rat: 1.0",), {}, "line 11: unknown argument 'learning_rat'; did you mean 'learning_rate'?"),
         (("optim: adafactor",), {}, "line 11: optim = 'adafactor' is not supported: the optimizer is AdamW"),
         (("learning_rate: -1.0",), {}, "line 11: optimizer.lr = -1.0 is not valid"),
+        (("learning_rate: true",), {}, "line 11: optimizer.lr: true is not a number"),
         (("seed: 1", "learning_rate: high"), {}, "line 12: optimizer.lr = 'high' is not valid"),
         (("max_length: 99999",), {}, "line 11: seq_len = 99999 is above max_position_embeddings"),
         (("num_generations: 4",), {}, "line 11: num_generations has no meaning for offline algorithms"),
