@@ -19,7 +19,7 @@ from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
-from tandem.orchestrator.client import InferenceClient, InferenceError
+from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.tasks import encode_prompts
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
@@ -148,12 +148,7 @@ async def _check_access(url: str, config: ClientConfig, run_dir: RunDir) -> None
     """A server that outlives runs must take our key, and weights from our run directory."""
     client = InferenceClient(config, new_run_name(run_dir.root), url)
     try:
-        await client.check_root(run_dir.weights)
-    except InferenceError as error:
-        key = "; give its key with --orchestrator.client.api-key-var" if " 401: " in str(error) else ""
-        raise UserError(
-            f"orchestrator.client.base_url = {url!r}: the server there refuses this run: {error}{key}"
-        ) from None
+        await client.check_access(run_dir.weights, "orchestrator.client")
     finally:
         await client.close()
 

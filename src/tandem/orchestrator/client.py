@@ -22,6 +22,7 @@ from tandem.config.client import ClientConfig
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad, parse_load
 from tandem.types.identity import ServerIdentity, describe_run
 from tandem.types.rollout import Completion, SamplingRequest, require_logprobs
+from tandem.utils.errors import UserError
 from tandem.utils.http import BUSY, OK, RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
 from tandem.utils.waiting import Deadline
 
@@ -134,6 +135,19 @@ class InferenceClient:
         await self.meet()
         body = {"path": str(folder.resolve()), "version": 0, "check_only": True}
         await self._post("/update_weights", body, self._met)
+
+    async def check_access(self, folder: Path, section: str = "client") -> None:
+        """The same as an error of the user's; `section` is where the address of the server was given."""
+        while True:
+            try:
+                return await self.check_root(folder)
+            except InstanceChanged:
+                continue
+            except InferenceError as error:
+                key = f"; give its key with --{section}.api-key-var" if " 401: " in str(error) else ""
+                raise UserError(
+                    f"{section}.base_url = {self.base_url!r}: the server there refuses this run: {error}{key}"
+                ) from None
 
     async def load_adapter(self, path: Path, version: int) -> None:
         """Have a LoRA adapter serve in place of the one before; completions come from it from here on."""

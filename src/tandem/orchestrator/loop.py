@@ -139,6 +139,8 @@ class Orchestrator:
     async def _run(self, tasks: asyncio.TaskGroup) -> None:
         policy = self.policy
         ready = await self.servers.wait_until_ready()
+        for server in ready:
+            await server.check_access(self.run_dir.weights)
         for replica in policy.replicas:
             replica.is_present = replica.server in ready
         watching = [tasks.create_task(policy.watch()), tasks.create_task(collect_by_the_clock())]

@@ -52,6 +52,10 @@ class Server(PolicyServer, Protocol):
 
     async def wait_until_ready(self) -> None: ...
 
+    async def check_access(self, folder: Path) -> None:
+        """Raises UserError unless it takes our key, and weights from below this folder."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -9,6 +9,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.concurrency import EngineLoad
 from tandem.types.rollout import Completion, SamplingRequest, Task
+from tandem.utils.errors import UserError
 
 TASKS = [Task(index, [{"role": "user", "content": "abcdef"[index]}], "") for index in range(6)]
 
@@ -25,9 +26,14 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.instance: str | None = None
         self.lost_after: int | None = None  # requests
+        self.refuses = False
 
     async def wait_until_ready(self) -> None:
         pass
+
+    async def check_access(self, folder: Path) -> None:
+        if self.refuses:
+            raise UserError(f"weights from {folder.name} are refused")
 
     async def is_well(self) -> bool:
         return True

@@ -18,6 +18,7 @@ from tandem.orchestrator.client import InferenceClient, InferenceError, Instance
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad
 from tandem.types.identity import ServerIdentity
 from tandem.types.rollout import SamplingOptions, SamplingRequest
+from tandem.utils.errors import UserError
 
 DROP = 0  # instead of a status: close the connection without an answer
 RUN = "mine-1"
@@ -259,6 +260,18 @@ def test_a_folder_is_asked_about_before_anything_is_loaded_from_it(server: FakeS
     server.plan = [(400, {"error": {"message": "is not below"}})]
     with pytest.raises(InferenceError, match="is not below"):
         with_client(server, lambda client: client.check_root(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [(400, "400: is not below$"), (401, "401: is not below; give its key with --client.api-key-var$")],
+)
+def test_a_server_that_refuses_the_run_is_a_mistake_of_the_users(
+    server: FakeServer, tmp_path: Path, status: int, told: str
+) -> None:
+    server.plan = [(status, {"error": {"message": "is not below"}})]
+    with pytest.raises(UserError, match=f"^client.base_url = 'http://.*': the server there refuses this run: .*{told}"):
+        with_client(server, lambda client: client.check_access(tmp_path), adopted=False)
 
 
 def test_an_adapter_is_loaded_in_place_and_asked_for_until_whole_weights_come(

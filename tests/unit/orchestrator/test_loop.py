@@ -21,6 +21,7 @@ from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
 from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import SamplingOptions, Task, TrainBatch
+from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir, step_name
@@ -310,6 +311,14 @@ def test_a_lost_server_ends_the_run_and_no_task_is_blamed(make_run, lost_after: 
         run.start()
     assert {event["event"] for event in read_json_lines(run.dir.events)} == {"started"}
     assert not run.dir.failures.exists()
+
+
+def test_a_server_that_would_refuse_our_weights_is_known_before_anything_is_loaded(make_run) -> None:
+    run = make_run()
+    run.server.refuses = True
+    with pytest.raises(UserError, match="weights from weights are refused"):
+        run.start()
+    assert run.server.loaded == [] and run.server.requests == []
 
 
 def test_evaluation_failures_are_recorded_as_such(make_run) -> None:

@@ -45,6 +45,9 @@ class Machine:
                 raise TimeoutError(f"no server at {self.base_url}")
             await asyncio.sleep(0.001)
 
+    async def check_access(self, folder: Path) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 
