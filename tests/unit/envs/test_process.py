@@ -165,7 +165,8 @@ BROKEN = {
     "exits": "import sys; sys.exit(1)",
     "dies": "import os; os._exit(9)",
     "hangs": "import time; time.sleep(1000)",
-    "lacks": "pass",
+    "lacks all": "pass",
+    "lacks tasks": "self.score = print",
 }
 
 
@@ -176,7 +177,8 @@ BROKEN = {
         ("exits", r"cannot be created: SystemExit: 1 \(broken\.py:3 in __init__\)"),
         ("dies", r"cannot be created: its process ended with exit code 9"),
         ("hangs", r"waited 2 s for env\.id = 'broken:Env' to be made; env\.startup_timeout_s allows no more"),
-        ("lacks", r"cannot be created: AttributeError: 'Env' object has no attribute 'train_tasks'"),
+        ("lacks all", r"env\.id = 'broken:Env' has neither `score` nor `rollout`; docs/environments\.md has examples"),
+        ("lacks tasks", r"env\.id = 'broken:Env' has no `train_tasks`; docs/environments\.md has examples"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_refused(
