@@ -25,6 +25,15 @@ def preferences(tmp_path_factory: pytest.TempPathFactory, load_script: Callable[
     return target
 
 
+@pytest.fixture(scope="module")
+def few_preferences(preferences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For runs of a few steps: all rows are read, and compared with the reference, before the first of them."""
+    target = tmp_path_factory.mktemp("few_preferences")
+    for file in preferences.iterdir():
+        (target / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:200]))
+    return target
+
+
 @pytest.fixture
 def align(starter: Starter, tmp_path: Path) -> Callable[..., RunDir]:
     def run(name: str, model: Path, data: Path, *arguments: str) -> RunDir:
@@ -100,14 +109,16 @@ def test_dpo_makes_the_model_prefer_what_was_chosen(align, warm_model: Path, pre
 SHORT = ("--max-steps", "6", "--batch-size", "8", "--deterministic", "--checkpoint.every", "3", "--threads", "1")
 
 
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path, warm_model: Path, preferences: Path) -> None:
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    tmp_path: Path, warm_model: Path, few_preferences: Path
+) -> None:
     """What lies after step 3 is taken away; BCO's running shift has to come back with the rest."""
     commands, runs = zip(
         *(
             command(
                 tmp_path / loss_type,
                 warm_model,
-                preferences / "labeled.jsonl",
+                few_preferences / "labeled.jsonl",
                 *("@", "examples/preference/kto.toml", "--loss.type", loss_type, *SHORT),
             )
             for loss_type in ("bco", "kto")
@@ -132,11 +143,11 @@ def weights_of(run_dir: RunDir) -> bytes:
 WAYS = {"dpo": "ddp", "orpo": "zero2", "kto": "zero3", "reward": "zero2"}
 
 
-def test_two_ranks_do_what_one_does(tmp_path: Path, warm_model: Path, preferences: Path) -> None:
+def test_two_ranks_do_what_one_does(tmp_path: Path, warm_model: Path, few_preferences: Path) -> None:
     def commands(folder: Path) -> tuple[tuple[list[str], ...], tuple[RunDir, ...]]:
         made = []
         for loss_type, strategy in WAYS.items():
-            data = preferences / ("labeled.jsonl" if loss_type == "kto" else "pairs.jsonl")
+            data = few_preferences / ("labeled.jsonl" if loss_type == "kto" else "pairs.jsonl")
             arguments = ["@", "examples/preference/dpo.toml", "--loss.type", loss_type, "--max-steps", "4"]
             # Small enough that each rank has several micro-batches.
             arguments += ["--batch-size", "10", "--seq-len", "32", "--tokens-per-microbatch", "80"]
@@ -154,11 +165,11 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, warm_model: Path, preference
         assert "eval/loss" in metrics(two)[-1]
 
 
-def test_the_reference_may_be_a_model_in_memory(tmp_path: Path, warm_model: Path, preferences: Path) -> None:
+def test_the_reference_may_be_a_model_in_memory(tmp_path: Path, warm_model: Path, few_preferences: Path) -> None:
     arguments = ("@", "examples/preference/dpo.toml", "--max-steps", "4", "--batch-size", "8", "--loss.reference")
     commands, runs = zip(
         *(
-            command(tmp_path / source, warm_model, preferences / "pairs.jsonl", *arguments, source)
+            command(tmp_path / source, warm_model, few_preferences / "pairs.jsonl", *arguments, source)
             for source in ("precomputed", "model")
         ),
         strict=True,

@@ -63,9 +63,12 @@ def test_an_orchestrator_without_a_trainer_says_for_whom_it_waits(starter, rl_ar
     assert starter.run("rl", *rl_arguments, *small, "--dry-run").returncode == 0
     folder = tmp_path / "run" / "dry_run"
     starter.start("inference", "@", str(folder / "inference.json"))
+    orchestrate = ("orchestrator", "@", str(folder / "orchestrator.json"), "--output-dir")
+    refused = starter.run(*orchestrate, str(tmp_path / "elsewhere"))
+    assert refused.returncode == 2 and "--server.weight-roots" in refused.stdout, refused.stdout
     for timeout_s in (1, 4, 16, 64):  # a slow machine may take longer than that for the groups of a step
-        options = ("--weights-timeout-s", str(timeout_s), "--output-dir", str(tmp_path / f"within_{timeout_s}_s"))
-        done = starter.run("orchestrator", "@", str(folder / "orchestrator.json"), *options)
+        own = tmp_path / "run" / f"within_{timeout_s}_s"
+        done = starter.run(*orchestrate, str(own), "--weights-timeout-s", str(timeout_s))
         assert done.returncode != 0
         if f"waited {timeout_s} s for the groups of step 3" in done.stdout:
             break

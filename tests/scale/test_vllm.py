@@ -26,6 +26,7 @@ from tests.ports import free_port
 from tests.scale.hosts import Host
 from tests.scale.vllm_models import FIRST_TOKEN, publish_counting, publish_random
 from tests.scale.vllm_server import (
+    EAGER,
     KEY,
     TRIES,
     VllmServer,
@@ -64,8 +65,8 @@ def tiny_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def server(vllm_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log, drain = tmp_path_factory.mktemp("vllm") / "server.log", ("--drain-timeout-s", str(30 * PATIENCE))
-    # With vLLM's own control routes, so that tests can show that they need the key too.
-    started = start(vllm_python, tiny_model, log, *drain, dev_mode=True)
+    # With vLLM's own control routes, so that tests can show that they need the key too; and with its usual processes.
+    started = start(vllm_python, tiny_model, log, *drain, environment=EAGER | {"VLLM_SERVER_DEV_MODE": "1"})
     yield started
     started.end()
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from tests.integration.processes import Starter
 from tests.ports import free_port
-from tests.scale.vllm_server import START_S
+from tests.scale.vllm_server import QUICK, START_S
 
 from tandem.utils.files import read_json_lines
 
 
 def test_rl_trains_an_adapter_that_vllm_serves(vllm_python: Path, tiny_model: Path, tmp_path: Path) -> None:
     starter, run = Starter(), tmp_path / "run"
-    starter.environment["VLLM_CPU_CI_ENV"] = "1"
+    starter.environment |= QUICK
     try:
         done = starter.run(
             "rl",

@@ -90,7 +90,6 @@ class PackedAttention:
         attention.on_host = lengths, parents
         return attention
 
-    @torch.compiler.disable  # nothing to fuse, and its layout changes with every batch
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.layout is not None and (out := ops.packed_attention(q, k, v, self.layout, window)) is not None:
             return out
@@ -138,7 +137,6 @@ class ExactAttention:
     def contexts(self) -> Contexts:
         return Contexts(*(to_device(part, self.device) for part in self.on_host))
 
-    @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.layout is None:
             return self._attend_tiles(layer, q, k, v, window)
@@ -161,6 +159,14 @@ class ExactAttention:
         tokens = (self.lengths.cumsum() - self.lengths)[owner] + offset
         counts = np.minimum(self.lengths[owner] - offset, size)
         return Tiles(*(to_device(part, self.device) for part in (rows, starts[tokens], tokens, seen[tokens], counts)))
+
+
+@functools.cache
+def leave_uncompiled() -> None:
+    """To be called before layers are compiled: there is nothing to fuse here, and the layout changes with every batch.
+    Not before that, since it imports the compiler."""
+    for kind in (PackedAttention, ExactAttention):
+        kind.attend = torch.compiler.disable(kind.attend)
 
 
 def _contexts(

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 
+from tandem.utils.garbage import importing
 from tandem.utils.log import setup_logging
 from tandem.utils.ports import inherited_socket
 from tandem.utils.processes import die_with_parent
@@ -41,7 +42,8 @@ def leave_no_orphans() -> None:
 
 
 def serve_on(listening: socket.socket) -> None:
-    from vllm.entrypoints.cli.serve import setup_server  # pyright: ignore[reportMissingImports]
+    with importing():
+        from vllm.entrypoints.cli.serve import setup_server  # pyright: ignore[reportMissingImports]
 
     # In which module the function lies that vLLM makes its socket with differs between versions.
     surroundings = inspect.unwrap(setup_server).__globals__
@@ -54,6 +56,9 @@ def serve_on(listening: socket.socket) -> None:
 
 accept_cpu_build()
 leave_no_orphans()
+if __name__ == "__mp_main__":
+    with importing():
+        import vllm  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 
 def end_half_sent_requests() -> None:

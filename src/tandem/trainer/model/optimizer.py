@@ -1,5 +1,6 @@
 """AdamW, in CPU memory where asked."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -7,6 +8,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tandem.config.shared import OptimizerConfig
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's. Its methods are taken as they were before they were wrapped for compiled code: at their first call the
+    wrappers import the compiler, a fifth of the CPU that a short `sft` takes."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
 
 
 def make_optimizer(
@@ -22,7 +34,7 @@ def make_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-    return OffloadedAdamW(groups, **options) if offload else torch.optim.AdamW(groups, **options)
+    return OffloadedAdamW(groups, **options) if offload else AdamW(groups, **options)
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -34,7 +46,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, options)
         copies = [{"params": [_pinned(local(p)).requires_grad_() for p in group["params"]]} for group in groups]
-        self._inner = torch.optim.AdamW(copies, **options)
+        self._inner = AdamW(copies, **options)
         for _, copy in self._pairs():
             copy.grad = _pinned(copy)
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import checkpoint
 
 from tandem.config.parallel import ParallelConfig
+from tandem.models.attention import leave_uncompiled
 from tandem.trainer.parallel.ranks import Ranks
 
 # Gradients travel together in pieces of about so many values.
@@ -31,6 +32,8 @@ def needs_group(config: ParallelConfig) -> bool:
 
 def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ranks: Ranks, dtype: torch.dtype) -> None:
     """Recomputation and compilation of layers, then sharding; once, before the optimizer is made."""
+    if config.compile:
+        leave_uncompiled()
     for number, layer in enumerate(layers):
         if config.gradient_checkpointing and number % config.gradient_checkpointing == 0:
             # In place of forward, so that neither parameters nor hooks change their names.

@@ -5,9 +5,9 @@ Every comparison is ‖found − expected‖ / ‖expected‖, over values and g
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -88,12 +88,9 @@ def cases(device: str, dtype: torch.dtype, scale: int) -> Iterator[Case]:
                 gate_up,
             ),
         )
-    for tokens, size, vocab in ((7, 16, 37), (130, 32, 1500 * scale)):
-        for temperature, has_entropy in ((1.0, False), (0.7, True)):
-            yield (
-                f"logprobs {tokens}x{size}x{vocab} {temperature} {has_entropy}",
-                logprobs_case(randn, tokens, size, vocab, temperature, has_entropy),
-            )
+    small, large = (7, 16, 37), (130, 32, 1500 * scale)
+    for shape, temperature, has_entropy in ((small, 1.0, False), (small, 0.7, True), (large, 0.7, True)):
+        yield f"logprobs {shape} {temperature} {has_entropy}", logprobs_case(randn, shape, temperature, has_entropy)
 
 
 def heads_case(
@@ -123,8 +120,9 @@ def heads_case(
 
 
 def logprobs_case(
-    randn: Callable[..., Tensor], tokens: int, size: int, vocab: int, temperature: float, has_entropy: bool
+    randn: Callable[..., Tensor], shape: tuple[int, int, int], temperature: float, has_entropy: bool
 ) -> Callable[[], float]:
+    tokens, size, vocab = shape
     hidden, weight = randn(tokens, size), randn(vocab, size)
     labels = torch.arange(tokens, device=hidden.device) * 31 % vocab
 
@@ -155,18 +153,24 @@ def model_case() -> float:
         return [predicted.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     expected = learned()
-    for module in cast(list[Any], [ops, trainer_logprobs]):
-        module.has_kernels = lambda x: True
-    return relative_error(learned(), expected)
+    with ExitStack() as stack:
+        for module in (ops, trainer_logprobs):
+            stack.enter_context(patch.object(module, "has_kernels", lambda x: True))
+        return relative_error(learned(), expected)
 
 
 def main() -> None:
-    chunk_bytes = int(sys.argv[1])  # small enough that log-probs come in several chunks, some of them kept
-    logprobs.memory_of = lambda device: chunk_bytes
-    dtype = getattr(torch, sys.argv[2])
     torch.manual_seed(0)
-    errors = {name: case() for name, case in cases("cpu", dtype, scale=1)}
-    print(json.dumps(errors | {"model": model_case()}))
+    errors: dict[str, float] = {}
+    whole, chunked = 10**9, 10_000_000  # with little memory log-probs come in several chunks, some of them kept
+    for memory_bytes in (whole, chunked):
+        logprobs.memory_of = lambda device, memory_bytes=memory_bytes: memory_bytes
+        for dtype in (torch.float32, torch.bfloat16):
+            for name, case in cases("cpu", dtype, scale=1):
+                if memory_bytes == whole or name.startswith("logprobs"):
+                    errors[f"{name} {dtype} {memory_bytes}"] = case()
+        errors[f"model {memory_bytes}"] = model_case()
+    print(json.dumps(errors))
 
 
 if __name__ == "__main__":

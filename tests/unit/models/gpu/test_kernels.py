@@ -16,15 +16,17 @@ INTERPRETED = Path(__file__).with_name("interpreted.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-@pytest.mark.parametrize("memory_bytes", [10_000_000, 10**9], ids=["chunks", "whole"])
-def test_kernels_compute_what_their_twins_do(dtype: str, tolerance: float, memory_bytes: int) -> None:
-    command = [sys.executable, str(INTERPRETED), str(memory_bytes), dtype]
+def test_kernels_compute_what_their_twins_do() -> None:
+    command = [sys.executable, str(INTERPRETED)]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout)
-    assert len(errors) == 16
-    assert {name: error for name, error in errors.items() if not error < tolerance} == {}
+    assert len(errors) == 2 * (14 + 3 + 1)  # of log-probs twice, and of a whole model
+    assert {name: error for name, error in errors.items() if not error < tolerance(name)} == {}
+
+
+def tolerance(name: str) -> float:
+    return 3e-2 if "bfloat16" in name else 1e-5
 
 
 @pytest.mark.parametrize(

@@ -62,30 +62,35 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
     return DTensor.from_local(value, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
-def main(model: Path, strategy: str, given: Path, made: Path) -> None:
+def main(model: Path, given: Path, made: Path, strategies: list[str]) -> None:
     with joined("cpu", 60.0) as ranks:
-        trained = load(model, strategy, ranks)
-        # Somebody may have asked the model before, which leaves the parameters gathered with zero2.
-        with torch.no_grad():
-            trained.stepper.predict(pack([TrainingSequence([7, 8, 9], [0, 1, 1], {})]))
-        extra_state = make_checkpointer(trained, given, ranks).load(2)
-        assert extra_state == {"row": 5}
-        loaded = everything(trained)
-        drawn = torch.rand(2)
+        for strategy in strategies:
+            load_and_save(model, given, made / strategy, strategy, ranks)
 
-        update(trained, 3)
-        saver = make_checkpointer(trained, made, ranks)
-        torch.manual_seed(10 + ranks.rank)
-        saver.save(3, {"row": 6})
-        shown = everything(trained)
-        update(trained, 4)
-        saver.save(4, {"row": 7})
-        saver.close()
-        save_file({"drawn": drawn, "next": torch.rand(2)}, made / f"rank_{ranks.rank}.safetensors")
-        if ranks.is_first:
-            save_file(loaded, made / "loaded.safetensors")
-            save_file(shown, made / "step_3.safetensors")
+
+def load_and_save(model: Path, given: Path, made: Path, strategy: str, ranks: Ranks) -> None:
+    trained = load(model, strategy, ranks)
+    # Somebody may have asked the model before, which leaves the parameters gathered with zero2.
+    with torch.no_grad():
+        trained.stepper.predict(pack([TrainingSequence([7, 8, 9], [0, 1, 1], {})]))
+    extra_state = make_checkpointer(trained, given, ranks).load(2)
+    assert extra_state == {"row": 5}
+    loaded = everything(trained)
+    drawn = torch.rand(2)
+
+    update(trained, 3)
+    saver = make_checkpointer(trained, made, ranks)
+    torch.manual_seed(10 + ranks.rank)
+    saver.save(3, {"row": 6})
+    shown = everything(trained)
+    update(trained, 4)
+    saver.save(4, {"row": 7})
+    saver.close()
+    save_file({"drawn": drawn, "next": torch.rand(2)}, made / f"rank_{ranks.rank}.safetensors")
+    if ranks.is_first:
+        save_file(loaded, made / "loaded.safetensors")
+        save_file(shown, made / "step_3.safetensors")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
