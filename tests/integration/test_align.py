@@ -107,6 +107,7 @@ def test_dpo_makes_the_model_prefer_what_was_chosen(align, warm_model: Path, pre
 
 
 SHORT = ("--max-steps", "6", "--batch-size", "8", "--deterministic", "--checkpoint.every", "3", "--threads", "1")
+SHORT += ("--data.eval-size", "20")
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(
@@ -166,10 +167,12 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, warm_model: Path, few_prefer
 
 
 def test_the_reference_may_be_a_model_in_memory(tmp_path: Path, warm_model: Path, few_preferences: Path) -> None:
-    arguments = ("@", "examples/preference/dpo.toml", "--max-steps", "4", "--batch-size", "8", "--loss.reference")
+    arguments = ("@", "examples/preference/dpo.toml", "--max-steps", "4", "--batch-size", "8", "--data.eval-size", "20")
     commands, runs = zip(
         *(
-            command(tmp_path / source, warm_model, few_preferences / "pairs.jsonl", *arguments, source)
+            command(
+                tmp_path / source, warm_model, few_preferences / "pairs.jsonl", *arguments, "--loss.reference", source
+            )
             for source in ("precomputed", "model")
         ),
         strict=True,
