@@ -1,6 +1,7 @@
 """Models that tests in every folder share. Each is made once a session by the script a user would run."""
 
 import fcntl
+import gc
 import importlib.util
 import os
 import shutil
@@ -13,6 +14,14 @@ import pytest
 # A model that is not there is to be refused, not looked for on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# Until the tests are collected there is nothing to free: modules stay, a million objects of them.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

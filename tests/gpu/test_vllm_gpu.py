@@ -30,7 +30,7 @@ def server(
         pytest.skip("set TANDEM_VLLM_PYTHON to the Python of an environment with vLLM")
     options = ["--model.dtype", request.param, "--gpu-memory-utilization", "0.3"]
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    started = start(Path(python), tiny_model, log, *options, eager=False)
+    started = start(Path(python), tiny_model, log, *options, environment={})
     yield started
     started.end()
 

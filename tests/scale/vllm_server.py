@@ -95,7 +95,8 @@ def launch(
     command = [
         *(sys.executable, "-m", "tandem.entrypoints.inference", "--engine", "vllm", "--vllm.python", str(python)),
         *("--model.name", str(model_dir), "--server.api-key-var", "TANDEM_TEST_KEY", "--seq-len", str(SEQ_LEN)),
-        *("--max-sequences", "32", "--tokens-per-step", "1024", "--threads", "1", "--enforce-eager", *options),
+        *("--max-sequences", "32", "--tokens-per-step", "1024", "--threads", "1", *options),
+        *(["--enforce-eager"] if environment.items() >= EAGER.items() else []),
         *("--server.weight-roots", str(model_dir.parents[1])),
     ]
     variables = os.environ | {"TANDEM_TEST_KEY": KEY, "VLLM_HOST_IP": "127.0.0.1", **environment}

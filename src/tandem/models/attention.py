@@ -166,7 +166,8 @@ def leave_uncompiled() -> None:
     """To be called before layers are compiled: there is nothing to fuse here, and the layout changes with every batch.
     Not before that, since it imports the compiler."""
     for kind in (PackedAttention, ExactAttention):
-        kind.attend = torch.compiler.disable(kind.attend)
+        uncompiled: Any = torch.compiler.disable(kind.attend)
+        kind.attend = uncompiled
 
 
 def _contexts(

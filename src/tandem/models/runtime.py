@@ -47,7 +47,7 @@ def setup_torch(*, threads: int | None, seed: int, deterministic: bool) -> None:
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(deterministic)
         # Nothing of ours reads memory before it has written it, and filling all of it takes its time.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     else:  # the same but for the compiler, which need not be imported then: that takes two seconds
         torch.set_deterministic_debug_mode("error" if deterministic else "default")
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Closing(Tokenizer):
 
     closings: list[str]
 
-    @property
+    @cached_property
     def eos_texts(self) -> list[str]:
         return self.closings
 

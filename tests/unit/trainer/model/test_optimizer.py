@@ -1,11 +1,15 @@
-"""The learning rate over the steps, by hand, and who is decayed."""
+"""The learning rate over the steps, by hand, who is decayed, and whose methods are called."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from tandem.config.shared import OptimizerConfig, SchedulerConfig, lr_factor
-from tandem.trainer.model.optimizer import make_optimizer, set_lr
+from tandem.trainer.model.optimizer import AdamW, make_optimizer, set_lr
 
 
 def factors(max_steps: int, **options: object) -> list[float]:
@@ -63,3 +67,50 @@ def test_a_group_with_a_learning_rate_of_its_own_keeps_its_ratio() -> None:
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     set_lr(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [1.5, 0.5]
+
+
+def test_the_update_is_that_of_pytorch_to_the_bit() -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(33, 17), torch.randn(5)]
+    gradients = [[torch.randn_like(tensor) for tensor in start] for _ in range(4)]
+    results = []
+    for kind in (AdamW, torch.optim.AdamW):
+        parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+        optimizer = kind(parameters, lr=0.1, weight_decay=0.2, fused=True)
+        for step, given in enumerate(gradients):
+            if step == 2:  # goes on from what was saved
+                stored, optimizer = optimizer.state_dict(), kind(parameters, lr=9.0, fused=True)
+                optimizer.load_state_dict(stored)
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in parameters)
+        results.append(parameters)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs) and ours.requires_grad
+
+
+PROBE = """
+import sys, torch
+from pathlib import Path
+from tandem.config.parallel import ParallelConfig
+from tandem.config.shared import ModelConfig, OptimizerConfig
+from tandem.data.packing import pack
+from tandem.trainer.build import load_trained
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.types.rollout import TrainingSequence
+ranks = Ranks.single(torch.device("cpu"))
+trained = load_trained(ModelConfig(name=Path(sys.argv[1])), OptimizerConfig(), ParallelConfig(), ranks)
+trained.stepper.predict(pack([TrainingSequence([7, 8, 9], [0, 1, 1], {})])).logprobs.sum().backward()
+trained.optimizer.step()
+trained.optimizer.load_state_dict(trained.optimizer.state_dict())
+trained.optimizer.zero_grad()
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_step_on_a_cpu_does_without_the_compiler(tiny_model: Path) -> None:
+    """To import it takes a fifth of the CPU of a short run."""
+    done = subprocess.run([sys.executable, "-c", PROBE, str(tiny_model)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_an_engine_takes_the_held_version_and_files_for_all_others(tiny_model: P
     assert source.read(tmp_path / step_name(3), 3, decoder) is held.tensors, "there are no files to read"
     with pytest.raises(WeightUpdateRefused, match="no directory"):
         source.read(tmp_path / "another_run" / step_name(3), 3, decoder)
-    assert source.read(tiny_model, 0, decoder).keys() == held.tensors.keys()
+    assert cast(dict[str, torch.Tensor], source.read(tiny_model, 0, decoder)).keys() == held.tensors.keys()
     memory.hold({"model.norm.weight": torch.ones(3)}, 4, None)
     with pytest.raises(WeightUpdateRefused, match="tensors are missing"):
         source.read(tmp_path / step_name(4), 4, decoder)
