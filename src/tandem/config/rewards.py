@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from tandem.config.base import Config
+from tandem.config.shared import root_url
 from tandem.utils.imports import is_import_path
 
 Unit = Literal["characters", "words"]
@@ -13,7 +14,8 @@ Unit = Literal["characters", "words"]
 OWN = "your own"
 
 
-def _is_pattern(value: str | None) -> str | None:
+def is_pattern(value: str | None) -> str | None:
+    """The value, if it is a regular expression or None. Raises ValueError."""
     try:
         re.compile(value or "")
     except re.error as error:
@@ -56,7 +58,7 @@ class Extracting(RewardConfig):
     extract: str | None = None
     """Regular expression: its last match in the completion, or the first group of it, is compared, not all of it."""
 
-    _checked = field_validator("extract")(_is_pattern)
+    _checked = field_validator("extract")(is_pattern)
 
 
 class ExactMatchConfig(Extracting):
@@ -141,7 +143,7 @@ class RegexConfig(RewardConfig):
     whole: bool = False
     """It has to match the whole completion."""
 
-    _checked = field_validator("pattern")(_is_pattern)
+    _checked = field_validator("pattern")(is_pattern)
 
 
 class XmlConfig(RewardConfig):
@@ -197,6 +199,13 @@ class ServerOptions(RewardConfig):
     def _as_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("base_url")
+    @classmethod
+    def _are_addresses(cls, value: list[str]) -> list[str]:
+        for url in value:
+            root_url(url)
+        return value
+
 
 class JudgeConfig(ServerOptions):
     """A language model behind any OpenAI-compatible endpoint gives the score."""
@@ -236,7 +245,7 @@ class JudgeConfig(ServerOptions):
     output_price: float = Field(default=0.0, ge=0)
     """Price of a million completion tokens."""
 
-    _checked = field_validator("score_pattern")(_is_pattern)
+    _checked = field_validator("score_pattern")(is_pattern)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "JudgeConfig":

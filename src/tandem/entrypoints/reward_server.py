@@ -49,9 +49,8 @@ def goal_app(config: RewardServerConfig, api_key: str | None) -> "FastAPI":
 
     from tandem.inference.browsers import RefuseForeignPages, RequireJson, names_of
     from tandem.inference.closing import AnswerWhenClosing
-    from tandem.rewards.server import create_app
+    from tandem.rewards.server import create_app, limit_body
     from tandem.utils.serving.auth import RequireApiKey
-    from tandem.utils.serving.limits import LimitBody
 
     server = config.server
     names = names_of(server.host, server.allowed_hosts) if api_key is None else None
@@ -59,7 +58,7 @@ def goal_app(config: RewardServerConfig, api_key: str | None) -> "FastAPI":
         Middleware(AnswerWhenClosing),
         Middleware(RefuseForeignPages, names=names),
         Middleware(RequireApiKey, api_key=api_key),
-        Middleware(LimitBody, max_bytes=server.max_body_mb << 20, timeout_s=server.receive_timeout_s),
+        limit_body(server),
         Middleware(RequireJson),
     ]
     return create_app(config, middleware)

@@ -5,7 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tandem.utils.errors import shorten
+
 FENCED = re.compile(r"```(?:\w+)?[ \t]*\n(.*?)```", re.DOTALL)
+MAX_CHARS = 200  # of what is wrong with a schema
 
 
 def regex(completion: str, answer: str = "", *, pattern: str, whole: bool = False) -> float:
@@ -35,7 +38,28 @@ def json_schema(completion: str, answer: str = "", *, schema: dict[str, Any] | b
         value = json.loads(last_fenced(completion) or completion)
     except (ValueError, RecursionError):
         return 0.0
-    return float(validator_for(schema)(schema).is_valid(value))
+    try:
+        return float(validator_for(schema)(schema).is_valid(value))
+    except RecursionError:  # nested too deeply to be looked at
+        return 0.0
+
+
+def check_schema(schema: Any) -> None:
+    """ValueError, in one line, where it is no JSON schema, or one that refers to itself without an end."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+    from referencing.exceptions import Unresolvable
+
+    try:
+        validator = validator_for(schema)
+        validator.check_schema(schema)
+        validator(schema).is_valid(None)
+    except SchemaError as error:
+        raise ValueError(f"{error.json_path}: {shorten(error.message, MAX_CHARS)}") from error
+    except (TypeError, AttributeError, Unresolvable) as error:  # no table, a `$schema` that is no text, a dead `$ref`
+        raise ValueError(shorten(str(error), MAX_CHARS)) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply, or refers to itself without an end") from error
 
 
 def last_fenced(text: str) -> str | None:

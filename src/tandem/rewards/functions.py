@@ -1,5 +1,6 @@
 """Rewards as pure functions of a completion and the right answer, between 0 and 1."""
 
+import math
 import re
 import string
 import unicodedata
@@ -9,7 +10,8 @@ from typing import Literal
 Unit = Literal["characters", "words"]
 
 # A sign belongs to a number unless it stands between two: "3-5" is 3 and 5. Thousands may have commas.
-NUMBER = re.compile(r"(?:(?<![\w.,)])[-+\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+")
+SIGN, WHOLE, EXPONENT = r"(?:(?<![\w.,)])[-+\u2212])?", r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)", r"(?:[eE][-+]?\d+)?"
+NUMBER = re.compile(rf"{SIGN}(?:{WHOLE}(?:\.\d+)?|\.\d+){EXPONENT}")
 ARTICLES = {"a", "an", "the"}
 PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
@@ -48,11 +50,14 @@ def numeric(
 ) -> float:
     """1 where the last number of the completion is within max(tolerance, relative · |answer|) of the answer's last."""
     right = last_number(answer)
-    if right is None:
-        raise NoAnswer(f"the answer of the task, {answer[:80]!r}, has no number")
+    if right is None or math.isinf(right):
+        lack = "has no number" if right is None else "is too large for a float"
+        raise NoAnswer(f"the answer of the task, {answer[:80]!r}, {lack}")
     found = extracted(completion, extract)
     number = None if found is None else last_number(found)
-    return float(number is not None and abs(number - right) <= max(tolerance, relative * abs(right)))
+    if number is None or math.isinf(number):
+        return 0.0
+    return float(abs(number - right) <= max(tolerance, relative * abs(right)))
 
 
 def last_number(text: str) -> float | None:

@@ -7,15 +7,17 @@ Called by the goal-space server. Goals may compute on a GPU; nothing here does.
 
 import math
 import time
+from asyncio import CancelledError
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from tandem.config.goals import GoalConfig
 from tandem.rewards import measures
+from tandem.rewards.checked import is_number, shown
+from tandem.rewards.politeness import politeness
 from tandem.utils.errors import UserError
 from tandem.utils.registry import find_registered
 
@@ -57,7 +59,7 @@ GOALS: dict[str, Shipped] = {
     "reading_difficulty": Shipped(measures.reading_difficulty, 0, 18),
     "lexical_diversity": Shipped(measures.lexical_diversity, 0, 150),
     "formality": Shipped(measures.formality, 0, 100),
-    "politeness": Shipped(measures.politeness, 0, 100),
+    "politeness": Shipped(politeness, 0, 100),
 }
 
 
@@ -72,8 +74,11 @@ def make_goals(configs: Sequence[GoalConfig]) -> list[Goal]:
 
 def make_goal(config: GoalConfig) -> Goal:
     measure: Any = find_registered(GOALS, config.type, "goals.type")
-    if config.type == "reading_difficulty" and find_spec("pyphen") is None:
-        raise UserError("goals.type = 'reading_difficulty' needs pyphen; pip install 'tandem-rl[rewards]'")
+    if isinstance(measure, Shipped):
+        try:
+            measure(["word"])  # imports the library now, not with the first request
+        except ImportError as error:
+            raise UserError(f"goals.type = {config.type!r}: {error}; pip install 'tandem-rl[goals]'") from error
     if isinstance(measure, type) or config.args:
         try:
             measure = measure(**config.args) if isinstance(measure, type) else partial(measure, **config.args)
@@ -128,8 +133,8 @@ class GoalSpace:
     def _measured(self, goal: Goal, texts: list[str]) -> list[float]:
         started = time.monotonic()
         try:
-            values = [float(value) for value in goal.measure(texts)]
-        except Exception as error:  # whatever a plug-in raises
+            values = [_as_float(value) for value in goal.measure(texts)]
+        except (Exception, SystemExit, CancelledError) as error:  # whatever a plug-in raises; the server goes on
             raise BadGoal(f"the goal {goal.name!r} failed: {type(error).__name__}: {error}") from error
         self.observe(goal.name, time.monotonic() - started)
         if len(values) != len(texts):
@@ -144,3 +149,9 @@ class GoalSpace:
             self._known.move_to_end(text)
         while len(self._known) > self.cache_size:
             self._known.popitem(last=False)
+
+
+def _as_float(value: object) -> float:
+    if not is_number(value):
+        raise TypeError(f"it gave {shown(value)}, not a number")
+    return float(value)

@@ -20,7 +20,7 @@ from tandem.config.rewards import (
 )
 from tandem.rewards.calls import Call, load_own
 from tandem.rewards.code import CodeReward
-from tandem.rewards.formats import json_schema, regex, xml
+from tandem.rewards.formats import check_schema, json_schema, regex, xml
 from tandem.rewards.functions import exact_match, lcs_ratio, length, normalized_match, numeric, positional_match
 from tandem.rewards.judge import Judge
 from tandem.rewards.maths import math
@@ -90,9 +90,17 @@ def _code(config: CodeConfig) -> CodeReward:
 
 
 def _schema(config: JsonSchemaConfig) -> dict[str, Any]:
-    if isinstance(config.json_schema, dict):
-        return config.json_schema
+    schema = config.json_schema if isinstance(config.json_schema, dict) else _read_schema(config.json_schema)
     try:
-        return json.loads(Path(config.json_schema).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"env.rewards.json_schema = {config.json_schema!r} cannot be read: {error}") from error
+        check_schema(schema)
+    except ValueError as error:
+        where = "" if isinstance(config.json_schema, dict) else f" = {config.json_schema!r}"
+        raise UserError(f"env.rewards.json_schema{where} is no JSON schema: {error}") from error
+    return schema
+
+
+def _read_schema(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"env.rewards.json_schema = {path!r} cannot be read: {error}") from error

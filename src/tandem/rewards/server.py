@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from tandem.config.base import load_config
 from tandem.config.goals import GoalOptions
+from tandem.config.inference import ServerConfig
 from tandem.config.reward_server import RewardServerConfig
 from tandem.rewards.batcher import Batcher
 from tandem.rewards.goals import BadGoal, Goal, GoalSpace, Vector, make_goals
@@ -33,7 +34,6 @@ from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import error_answer
 
 OPTIONS_VAR, KEY_VAR = "TANDEM_GOALS", "TANDEM_API_KEY"
-RECEIVE_TIMEOUT_S = 60.0
 UVICORN_STARTUP_FAILURE = 3  # other workers would not start either, so uvicorn ends
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -137,6 +137,10 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> F
     return app
 
 
+def limit_body(server: ServerConfig) -> Middleware:
+    return Middleware(LimitBody, max_bytes=server.max_body_mb << 20, timeout_s=server.receive_timeout_s)
+
+
 @cache
 def _app() -> FastAPI:
     try:
@@ -151,10 +155,9 @@ def _configured_app() -> FastAPI:
     config = load_config(RewardServerConfig, ["@", path] if path else [])
     if config.model is not None:
         raise UserError(f"model.name in {path} is served by `reward-server @ {path}`, or as a goal: docs/rewards.md")
-    max_bytes = 4 * config.max_texts * config.max_text_chars
     middleware = [
         Middleware(RequireApiKey, api_key=os.environ.get(KEY_VAR) or config.server.resolve_api_key()),
-        Middleware(LimitBody, max_bytes=max_bytes, timeout_s=RECEIVE_TIMEOUT_S, option="max_texts x max_text_chars"),
+        limit_body(config.server),
     ]
     return create_app(config, middleware)
 

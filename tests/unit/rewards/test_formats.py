@@ -1,8 +1,10 @@
 """Forms of a completion that are kept, and nearly kept."""
 
+from typing import Any
+
 import pytest
 
-from tandem.rewards.formats import json_schema, last_fenced, regex, xml
+from tandem.rewards.formats import check_schema, json_schema, last_fenced, regex, xml
 from tandem.rewards.functions import NoAnswer
 from tandem.rewards.maths import math
 
@@ -51,6 +53,35 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 )
 def test_json_schema(completion: str, reward: float) -> None:
     assert json_schema(completion, schema=SCHEMA) == reward
+
+
+def test_json_that_is_nested_too_deeply_does_not_fit() -> None:
+    nested = {"type": "array", "items": {"$ref": "#"}}
+    assert json_schema("[[], [[]]]", schema=nested) == 1.0
+    assert json_schema("[" * 300 + "]" * 300, schema=nested) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "objekt"}, r"\$\.type: 'objekt' is not valid"),
+        ({"properties": [1]}, r"\$\.properties: \[1\] is not of type 'object'"),
+        ({"items": {"pattern": "("}}, r"\$\.items\.pattern: '\(' is not a 'regex'"),
+        ([1], r"\[1\] is not of type 'object', 'boolean'"),
+        (None, "NoneType"),
+        ({"$schema": 5}, "int"),
+        ({"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
+        ({"$ref": "#"}, "refers to itself without an end"),
+    ],
+)
+def test_what_is_no_schema(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_schema(schema)
+
+
+def test_schemas() -> None:
+    for schema in (SCHEMA, {}, True, {"items": {"$ref": "#"}}):
+        check_schema(schema)
 
 
 def test_the_last_fenced_block() -> None:

@@ -75,6 +75,10 @@ def test_normalized_match(completion: str, answer: str, reward: float) -> None:
         ("x = −4", -4.0),
         ("6.02e23 of them", 6.02e23),
         ("costs .5", 0.5),
+        ("-.5", -0.5),
+        ("x = −.5e1", -5.0),
+        ("+.25", 0.25),
+        ("between 3-.5", 0.5),
         ("in 2,3", 3.0),
         ("18. ", 18.0),
         ("no number", None),
@@ -94,6 +98,14 @@ def test_numeric_within_a_tolerance() -> None:
     assert numeric("She has 8 + 4 = 12 apples.", "8 + 4 = <<8+4=12>>12\n#### 12") == 1.0  # as GSM8K writes answers
     with pytest.raises(NoAnswer, match="the answer of the task, 'blue', has no number"):
         numeric("5", "blue")
+
+
+def test_infinity_is_near_nothing() -> None:
+    assert numeric("1e999", "5", relative=0.1) == 0.0
+    assert numeric("1e999", "1e308", relative=10) == 0.0
+    for answer in ("1e999", "-1e999", "9" * 400):
+        with pytest.raises(NoAnswer, match="is too large for a float"):
+            numeric("5", answer, relative=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The goal-space server: what it answers, what it refuses, and that it measures nothing twice."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from starlette.middleware import Middleware
 from tests.ports import free_port
 
 from tandem.config.goals import GoalConfig, GoalOptions
-from tandem.rewards import server
+from tandem.rewards import measures, server
+from tandem.rewards.batcher import Batcher
 from tandem.rewards.goals import BadGoal, GoalSpace, make_goals
 from tandem.rewards.server import create_app
 from tandem.utils.errors import UserError
@@ -60,6 +62,9 @@ def test_each_goal_has_a_number_for_each_text(client: TestClient) -> None:
         ({"texts": ["a", "a" * 11]}, 400, "texts.1 has 11 characters, more than max_text_chars = 10"),
         ({"texts": ["a", "raise"]}, 500, "the goal 'Calls' failed: RuntimeError: no GPU left"),
         ({"texts": ["a", "short"]}, 500, "the goal 'Calls' gave 1 values for 2 texts"),
+        ({"texts": ["a", "exit"]}, 500, "the goal 'Calls' failed: SystemExit: bye"),
+        ({"texts": ["a", "cancel"]}, 500, "the goal 'Calls' failed: CancelledError"),
+        ({"texts": ["a", "text"]}, 500, "the goal 'Calls' failed: TypeError: it gave '1', not a number"),
         ({"texts": ["a", "nan"]}, 500, "the goal 'Calls' gave nan, which is no finite number"),
     ],
 )
@@ -95,6 +100,46 @@ def test_requests_that_wait_are_measured_together() -> None:
     assert 'tandem_goal_seconds_count{goal="Calls"}' in metrics
 
 
+def test_a_text_that_fails_costs_its_own_request_alone() -> None:
+    space = GoalSpace(make_goals([CALLS]))
+    measure: Any = space.goals[0].measure
+
+    async def ask_together() -> list[Any]:
+        batcher = Batcher(space.place_all)
+        asking = [asyncio.create_task(batcher.score(texts)) for texts in (["a", "bb"], ["raise"], ["ccc"])]
+        await asyncio.sleep(0)  # all of them wait before the first is measured
+        worker = asyncio.create_task(batcher.run())
+        try:
+            return await asyncio.gather(*asking, return_exceptions=True)
+        finally:
+            worker.cancel()
+
+    first, guilty, last = asyncio.run(ask_together())
+    assert measure.asked == [["a", "bb", "raise", "ccc"], ["a", "bb"], ["raise"], ["ccc"]]
+    assert (first, last) == ([(1.0,), (2.0,)], [(3.0,)])
+    assert isinstance(guilty, BadGoal)
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+def test_scoring_that_wants_to_exit_fails_its_request(error: type[BaseException]) -> None:
+    def score_all(texts: list[str]) -> list[int]:
+        if "exit" in texts:
+            raise error
+        return [len(text) for text in texts]
+
+    async def ask() -> list[int]:
+        batcher = Batcher(score_all)
+        worker = asyncio.create_task(batcher.run())
+        try:
+            with pytest.raises(RuntimeError, match=f"scoring raised {error.__name__}"):
+                await batcher.score(["exit"])
+            return await batcher.score(["a"])
+        finally:
+            worker.cancel()
+
+    assert asyncio.run(ask()) == [1]
+
+
 def test_the_key_and_the_size_of_a_body() -> None:
     guards = [
         Middleware(RequireApiKey, api_key="secret"),
@@ -128,6 +173,23 @@ def test_the_key_and_the_size_of_a_body() -> None:
 def test_goals_that_cannot_be_had(goals: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_goals([GoalConfig.model_validate(goal) for goal in goals])
+
+
+@pytest.mark.parametrize(
+    ("goal", "module"),
+    [
+        ("reading_difficulty", "pyphen"),
+        ("lexical_diversity", "lexicalrichness"),
+        ("formality", "textblob.en"),
+        ("politeness", "textblob.en"),
+    ],
+)
+def test_a_missing_library_is_named(goal: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    measures.hyphenation.cache_clear()
+    measures.num_syllables.cache_clear()
+    with pytest.raises(UserError, match=rf"'{goal}': .*{module}.*; pip install 'tandem-rl\[goals\]'"):
+        make_goals([GoalConfig(type=goal)])
 
 
 def test_uvicorn_starts_it_with_several_workers(tmp_path: Path) -> None:
@@ -191,4 +253,22 @@ def test_the_key_of_the_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     with TestClient(server.app) as client:
         assert client.get("/goals").status_code == 401
         assert client.get("/goals", headers={"Authorization": "Bearer secret"}).status_code == 200
+    server._app.cache_clear()
+
+
+def test_uvicorn_takes_bodies_as_large_as_the_reward_server_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = tmp_path / "goals.toml"
+    limits = "max_texts = 2\nmax_text_chars = 10"
+    toml.write_text(f'{limits}\n[server]\nport = 8100\nmax_body_mb = 1\n[[goals]]\ntype = "length"\n')
+    monkeypatch.setenv("TANDEM_GOALS", str(toml))
+    server._app.cache_clear()
+    headers = {"Content-Type": "application/json"}
+    with TestClient(server.app) as client:
+        escaped = json.dumps({"texts": ["\N{GRINNING FACE}" * 10] * 2})
+        assert client.post("/goalspace", content=escaped, headers=headers).status_code == 200
+        refused = client.post("/goalspace", content=" " * (1 << 20) + escaped, headers=headers)
+    assert refused.status_code == 413
+    assert refused.json()["error"]["message"] == "the body is larger than server.max_body_mb allows: 1 MiB"
     server._app.cache_clear()

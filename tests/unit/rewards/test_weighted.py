@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward
+from tandem.envs.results import checked_score
 from tandem.rewards.checked import BadReward
 from tandem.rewards.pool import RewardFailed
 from tandem.rewards.weighted import WeightedRewards
@@ -146,12 +147,20 @@ def test_a_regular_expression_that_never_ends() -> None:
         (own("AsyncScorer", args={"size": 1}), "cannot be made with args = {'size': 1}"),
         (own("made", args={"scale": 1}), "is an object that exists already"),
         ({"type": "json_schema", "json_schema": "none.json"}, "'none.json' cannot be read"),
+        ({"type": "json_schema", "json_schema": {"type": "objekt"}}, r"is no JSON schema: \$\.type: 'objekt'"),
         ({"type": "judge", "model": "m", "base_url": "http://x", "api_key_var": "NO_SUCH_VAR"}, "is not set"),
     ],
 )
 def test_what_cannot_be_had_is_refused_at_the_start(table: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make(table)
+
+
+def test_a_file_that_holds_no_schema_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text("[1]")
+    with pytest.raises(UserError, match=r"json_schema = '.*list\.json' is no JSON schema: \$: \[1\] is not of type"):
+        make({"type": "json_schema", "json_schema": str(path)})
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +170,11 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_distinct_and_one_way_is_given() -> None:
+    for name in ("mean", "max"):
+        with pytest.raises(ValueError, match=f"no reward can be called '{name}'"):
+            EnvConfig(rewards=[{"type": "regex", "pattern": "a", "name": name}])  # pyright: ignore
+        with pytest.raises(BadReward, match=f"no reward can be called '{name}'"):
+            checked_score({name: 1.0})
     with pytest.raises(ValueError, match="two of rewards are called 'regex'; give one of them another `name`"):
         EnvConfig(rewards=[{"type": "regex", "pattern": "a"}, {"type": "regex", "pattern": "b"}])  # pyright: ignore
     with pytest.raises(ValueError, match="reward = 'lcs' and rewards are both given"):

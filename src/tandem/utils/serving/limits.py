@@ -13,13 +13,13 @@ MAX_ARRIVING = 16
 
 
 class LimitBody:
-    """Middleware. `option` is what sets the size."""
+    """Middleware. `server.max_body_mb` sets the size."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float, option: str = "server.max_body_mb") -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.timeout_s = timeout_s
-        self.message = f"the body is larger than {option} allows: {max_bytes >> 20} MiB"
+        self.message = f"the body is larger than server.max_body_mb allows: {max_bytes >> 20} MiB"
         self.num_arriving = 0  # bytes of bodies whose end has not come yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
