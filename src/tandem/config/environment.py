@@ -9,6 +9,8 @@ from tandem.config.base import Config
 from tandem.config.filters import FilterConfig
 from tandem.config.rewards import AnyReward
 
+TAKEN_NAMES = ("", "mean", "std", "min", "max")  # reward/mean and so on are those of all rewards together
+
 
 class EnvConfig(Config):
     """The environment: tasks and reward function."""
@@ -59,6 +61,8 @@ class EnvConfig(Config):
             raise ValueError(f"reward = {self.reward!r} and rewards are both given; give one of them")
         names = [reward.label for reward in self.rewards]
         for name in names:
+            if name in TAKEN_NAMES:
+                raise ValueError(f"no reward can be called {name!r}: reward/{name} is taken; give another `name`")
             if names.count(name) > 1:
                 raise ValueError(f"two of rewards are called {name!r}; give one of them another `name`")
         return self

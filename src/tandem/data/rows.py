@@ -156,10 +156,13 @@ def _choose_split(dataset: Any, source: SourceConfig, key: str) -> Any:
 
 
 def _load(key: str, name: str, load: Callable[[], Any]) -> Any:
-    from datasets.exceptions import DatasetsError  # pyright: ignore[reportMissingImports]
+    from datasets.exceptions import DatasetGenerationError, DatasetsError  # pyright: ignore[reportMissingImports]
 
     try:
         return load()
+    except DatasetGenerationError as error:
+        cause = str(error.__cause__ or error).split("\n")[0]
+        raise UserError(f"{key} = {name!r} does not hold the rows of one dataset ({cause}); give {KINDS}") from error
     except (DatasetsError, OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"{key} = {name!r} cannot be loaded: {reason}; give {KINDS}") from error

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ MAX_THREADS = 8
 # How long a cancelled task may take to end.
 CANCEL_S = 1.0
 CALLED_OFF = "the episode was called off"
+# The call that started a task, and the tasks that it started.
+CALL: ContextVar[int] = ContextVar("call", default=0)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Calls:
     async def play(self, number: int, episode: Coroutine[Any, Any, Any], clock: Clock) -> Outcome:
         """Run an episode for as long as its clock lets it. Who cancels this cancels the episode."""
         steps = _awaited(episode)
-        task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number)))
+        task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number), number))
         clock.start()
         try:
             done, _ = await asyncio.wait([task, clock.over], return_when=asyncio.FIRST_COMPLETED)
@@ -72,11 +75,17 @@ class Calls:
 
     async def _run_async(self, number: int, awaitable: Awaitable[Any]) -> Outcome:
         steps = _awaited(awaitable)
-        task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number)))
+        task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number), number))
         done, _ = await asyncio.wait([task], timeout=self.timeout_s)
         if done:
             return task.result()
         return await _cancelled(task, hung_at(over_limit(self.timeout_s), _suspended_at(steps)))
+
+    def make_task(self, loop: asyncio.AbstractEventLoop, steps: Any, **options: Any) -> asyncio.Task[Any]:
+        """A task factory: tasks that the code of a call starts are marked as that call."""
+        if (number := CALL.get()) and inspect.iscoroutine(steps):
+            steps = _awaited(_Marked(steps, self.mark, number))
+        return asyncio.Task(steps, loop=loop, **options)
 
     async def _run_sync(self, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
         thread, ended = _start_thread(function, arguments)
@@ -127,7 +136,8 @@ def _suspended_at(steps: Coroutine[Any, Any, Any]) -> traceback.StackSummary:
     return traceback.StackSummary.extract(frames)
 
 
-async def _settled(awaitable: Awaitable[Any]) -> Outcome:
+async def _settled(awaitable: Awaitable[Any], number: int) -> Outcome:
+    CALL.set(number)
     try:
         return Outcome(await awaitable)
     except BaseException as error:  # SystemExit would end the event loop, CancelledError a call that was not cancelled

@@ -10,17 +10,28 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, field_validator
 
 from tandem.config.base import Config
 from tandem.config.data import SourceConfig
+from tandem.config.rewards import is_pattern
 from tandem.data.conversations import read_prompt
 from tandem.data.rows import RowSource, open_source
 from tandem.rewards.functions import exact_match
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
+
+
+def number_or_fraction(held_out: float) -> float:
+    """The value, if it is a whole number of rows or a fraction below 1. Raises ValueError."""
+    if held_out > 1 and held_out != int(held_out):
+        raise ValueError(f"held_out = {held_out:g} is neither a whole number of rows nor a fraction below 1")
+    return held_out
+
+
+HeldOut = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(number_or_fraction)]
 
 
 class DatasetArgs(Config):
@@ -48,7 +59,7 @@ class DatasetArgs(Config):
     eval_split: str | None = None
     """Split with the held-out tasks: of eval_path, or of path."""
 
-    held_out: float = Field(default=0.1, gt=0)
+    held_out: HeldOut = 0.1
     """Without these two: rows to hold out, a number or a fraction below 1."""
 
     max_tasks: int | None = Field(default=None, ge=2)
@@ -56,6 +67,8 @@ class DatasetArgs(Config):
 
     seed: int = 0
     """Which rows are held out."""
+
+    _checked = field_validator("answer_pattern")(is_pattern)
 
 
 class DatasetEnvironment:
@@ -90,7 +103,9 @@ class DatasetEnvironment:
     def _task(self, index: int, where: str, row: Mapping[str, Any]) -> Task:
         for option in ("prompt", "answer"):
             column = getattr(self.args, option)
-            if row.get(column) is None:
+            if row.get(column, "") is None:
+                raise UserError(f"{where}: {column!r} (env.args.{option}) is null; give it a value, or drop the row")
+            if column not in row:
                 raise UserError(
                     f"{where} has no {column!r} (env.args.{option} = {column!r}); it has {', '.join(sorted(row))}"
                 )
@@ -112,6 +127,9 @@ class DatasetEnvironment:
 
 def hold_out(rows: Sequence[Any], held_out: float, seed: int) -> tuple[list[Any], list[Any]]:
     """Rows to train on and rows held out: so many, or such a fraction, drawn at random."""
+    number_or_fraction(held_out)
+    if not rows:
+        raise ValueError("there are no rows to make tasks of")
     count = int(held_out) if held_out >= 1 else max(round(held_out * len(rows)), 1)
     if count >= len(rows):
         raise ValueError(f"held_out = {held_out:g} leaves none of {len(rows)} rows to train on; lower it")

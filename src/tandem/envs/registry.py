@@ -42,11 +42,11 @@ def make_environment(config: EnvConfig) -> Any:
     try:
         environment = factory(**config.args)
     except ValidationError as error:
-        args_model = getattr(factory, "Args", BaseModel)
-        raise UserError(explain_validation_error(args_model, error, prefix="env.args.")) from error
+        raise UserError(_explain(getattr(factory, "Args", BaseModel), error)) from error
     except UserError:
         raise
     except (TypeError, ValueError) as error:
+        _refuse_undecorated(factory, config)
         raise UserError(f"env.args = {config.args!r} does not fit env.id = {config.id!r}: {error}") from error
     _check(environment, config)
     if config.reward is not None:
@@ -62,6 +62,25 @@ def check_names(config: EnvConfig) -> None:
     _find(config.id)
     if config.reward is not None:
         find_registered(REWARDS, config.reward, "env.reward")
+
+
+def _explain(args_model: type[BaseModel], error: ValidationError) -> str:
+    """What is wrong with env.args. Its options are a level deeper in `rl`, which has an orchestrator."""
+    message = explain_validation_error(args_model, error, prefix="env.args.")
+    return re.sub(r"--(env\.args\.\S+)", r"--\1 (of `rl`: --orchestrator.\1)", message)
+
+
+def _refuse_undecorated(factory: Callable[..., Any], config: EnvConfig) -> None:
+    """UserError for a function that scores or plays, and so takes two arguments that env.args does not have."""
+    if not inspect.isfunction(factory):
+        return
+    parameters = inspect.signature(factory).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.name not in config.args]
+    if len(needed) == len(parameters) == 2:
+        raise UserError(
+            f"env.id = {config.id!r} is a function of ({', '.join(needed)}), not an environment; decorate it with "
+            "@environment(tasks=…) from tandem.envs.decorator (docs/environments.md)"
+        ) from None
 
 
 def _find(env_id: str) -> Callable[..., Any]:

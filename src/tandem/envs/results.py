@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
+from tandem.config.environment import TAKEN_NAMES
 from tandem.rewards.checked import BadReward, checked_reward
 
 MAX_WORD = 64
@@ -40,6 +41,8 @@ def checked_rewards(rewards: Mapping[Any, Any]) -> dict[str, float]:
     for name, value in rewards.items():
         if not isinstance(name, str):
             raise BadReward(f"the name of a reward is {name!r}, not text")
+        if name in TAKEN_NAMES:
+            raise BadReward(f"no reward can be called {name!r}: reward/{name} is taken; give another name")
         try:
             checked[name] = checked_reward(value)
         except BadReward as error:

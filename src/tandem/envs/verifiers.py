@@ -13,10 +13,8 @@ import json
 import time
 from typing import Any
 
-from pydantic import Field
-
 from tandem.config.base import Config
-from tandem.envs.dataset import hold_out
+from tandem.envs.dataset import HeldOut, hold_out
 from tandem.envs.model import ChatRefused, ContextFull, Model, Reply
 from tandem.envs.results import Result
 from tandem.types.rollout import Message, Task
@@ -32,7 +30,7 @@ class VerifiersArgs(Config):
     args: dict[str, Any] = {}
     """Arguments of the environment."""
 
-    held_out: float = Field(default=0.1, gt=0)
+    held_out: HeldOut = 0.1
     """Rows to hold out, a number or a fraction, where the environment has no evaluation set."""
 
 

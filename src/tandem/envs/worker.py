@@ -78,6 +78,7 @@ class Worker:
             "eval": self.environment.eval_tasks,
         }
         calls = Calls(self.config.score_timeout_s, self._set_mark)
+        loop.set_task_factory(calls.make_task)
 
         def read() -> None:
             while (payload := self.channel.receive()) is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.orchestrator.scores import confidence
@@ -62,14 +62,34 @@ def read_results(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
     return results
 
 
+def refuse_other_tasks(path: Path, earlier: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """UserError where a task is another than it was under the same number. Older results have no fingerprints."""
+    before = earlier.get("fingerprints", {})
+    common = [task for task in fingerprints if task in before]
+    others = [task for task in common if before[task] != fingerprints[task]]
+    if others:
+        raise UserError(
+            f"compare = '{path}' is of other tasks: {len(others)} of {len(common)}, task {others[0]} first, have "
+            "another prompt or answer now; evaluate the earlier model again, or leave out --compare"
+        )
+
+
+def short_names(targets: Sequence[str]) -> list[str]:
+    """The versions of a run, which come last, by their names in its directory; a model from elsewhere by its path."""
+    if len(targets) == 1:
+        return list(targets)
+    versions = Path(targets[-1]).parent
+    return [Path(target).name if Path(target).parent == versions else target for target in targets]
+
+
 def show_results(results: Sequence[dict[str, Any]]) -> None:
     """One line a model."""
     names = [name for name in results[0]["scores"] if not name.endswith("_ci95")]
-    table = Table("model", *names, "tasks", "failed")
-    for result in results:
+    table = Table(Column("model", overflow="fold"), *names, "tasks", "failed")
+    for model, result in zip(short_names([result["target"] for result in results]), results, strict=True):
         scores = result["scores"]
         cells = [f"{scores[name]:.3f} ± {scores[f'{name}_ci95']:.3f}" for name in names]
-        table.add_row(result["target"], *cells, str(result["num_prompts"]), str(result["num_failed"]))
+        table.add_row(model, *cells, str(result["num_prompts"]), str(result["num_failed"]))
     console = Console()
     console.print(table)
     for result in results:

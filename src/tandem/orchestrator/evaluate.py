@@ -1,6 +1,7 @@
 """An environment's tasks, asked of an endpoint and scored: what `evaluate` does, besides finding the model."""
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from tandem.envs.results import checked_score, total
 from tandem.orchestrator.endpoint import ChatEndpoint, EndpointPlayer
 from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
+from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
 
@@ -24,16 +26,31 @@ class Outcome:
 
     task: int
     rewards: list[float]
+    fingerprint: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
     error: str | None = None
 
 
-async def evaluate(config: EvaluateConfig, environment: EnvironmentProcess, endpoint: ChatEndpoint) -> list[Outcome]:
-    """Every task, `concurrency` of them at once. One that fails costs nothing but itself."""
+def choose_tasks(config: EvaluateConfig, environment: EnvironmentProcess) -> list[HeldTask]:
+    """The tasks to ask. UserError where there are none."""
     split = environment.eval_tasks if config.split == "held_out" else environment.train_tasks
     tasks = list(split)[: config.num_prompts]
     if not tasks:
         raise UserError(f"env.id = {config.env.id!r} has no {config.split} tasks")
+    return tasks
+
+
+def fingerprint(task: Task) -> str:
+    """Of what is asked, and of the answer. A system prompt is how it is asked, and may differ."""
+    asked = [message for message in task.messages if message.get("role") != "system"]
+    content = orjson.dumps([asked, task.answer], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+async def evaluate(
+    config: EvaluateConfig, environment: EnvironmentProcess, endpoint: ChatEndpoint, tasks: Sequence[HeldTask]
+) -> list[Outcome]:
+    """Every task, `concurrency` of them at once. One that fails costs nothing but itself."""
     limit = asyncio.Semaphore(config.concurrency)
 
     async def one(order: int, task: HeldTask) -> Outcome:
@@ -42,7 +59,7 @@ async def evaluate(config: EvaluateConfig, environment: EnvironmentProcess, endp
                 samples = await _samples(config, environment, endpoint, order, task)
             except Exception as error:  # of the environment's code, or of the endpoint: it is told by task
                 return Outcome(task.index, [], error=str(failure_of(error)))
-        return Outcome(task.index, [sample["reward"] for sample in samples], samples)
+        return Outcome(task.index, [sample["reward"] for sample in samples], fingerprint(task), samples)
 
     return await asyncio.gather(*(one(order, task) for order, task in enumerate(tasks)))
 
@@ -87,6 +104,7 @@ def results_of(target: str, outcomes: Sequence[Outcome], solved_reward: float) -
         "num_failed": len(errors),
         "scores": summarize([outcome.rewards for outcome in scored], solved_reward),
         "tasks": {str(outcome.task): outcome.rewards for outcome in scored},
+        "fingerprints": {str(outcome.task): outcome.fingerprint for outcome in scored},
         "errors": {str(outcome.task): outcome.error for outcome in outcomes if outcome.error is not None},
     }
 

@@ -138,17 +138,15 @@ class Orchestrator:
 
     async def _run(self, tasks: asyncio.TaskGroup) -> None:
         policy = self.policy
-        ready = await self.servers.wait_until_ready()
-        for server in ready:
-            await server.check_access(self.run_dir.weights)
+        watching = [tasks.create_task(policy.watch()), tasks.create_task(collect_by_the_clock())]
+        if (servers_file := self.config.client.servers_file) is not None:
+            watching.append(tasks.create_task(self.servers.follow_file(servers_file, policy)))
+        ready = await self.servers.wait_until_ready(self.run_dir.weights)
         for replica in policy.replicas:
             replica.is_present = replica.server in ready
-        watching = [tasks.create_task(policy.watch()), tasks.create_task(collect_by_the_clock())]
         await self._serve_first_version()
         self.run_log.event("started", version=policy.version, run=self.run_name)
         await self._evaluate_start()
-        if (servers_file := self.config.client.servers_file) is not None:
-            watching.append(tasks.create_task(self.servers.follow_file(servers_file, policy)))
         watching.append(tasks.create_task(self._forward_metrics()))
         following = tasks.create_task(policy.follow(self.config.max_steps, self._on_version))
         await self._write_batches(policy)

@@ -53,15 +53,19 @@ class RolloutMaker:
         self.delays_s = delays_s
         self.episodes = episodes  # of environments that have conversations
         self._starting = asyncio.Lock()
+        self._spent: dict[int, int] = {}  # attempts that failed, by the seed of a group that is not made yet
 
     async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
-        """`sampling.n` rollouts with rewards; TaskFailed where they do not come together."""
+        """`sampling.n` rollouts with rewards; TaskFailed where they do not come together.
+
+        A group that is called off, as too stale, and made anew goes on with the attempts that it has left."""
         prompt_ids = list(prompt)
         rollouts: list[Rollout] = []
         failed: list[RolloutFailure] = []
         times = Times()
-        for attempt in range(self.tries):
-            if attempt:
+        first = self._spent.get(sampling.seed, 0)
+        for attempt in range(first, self.tries):
+            if attempt > first:
                 await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
             seed = request_seed(sampling.seed, "attempt", attempt) if attempt else sampling.seed
             missing = replace(sampling, n=sampling.n - len(rollouts), seed=seed)
@@ -70,7 +74,10 @@ class RolloutMaker:
             failed = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailure)]
             self.record(Attempt(task, order, attempt, sampling.n, failed))
             if not failed:
+                self._spent.pop(sampling.seed, None)
                 return Group(task, order, rollouts, times.generate_s, times.score_s)
+            self._spent[sampling.seed] = attempt + 1
+        del self._spent[sampling.seed]
         raise TaskFailed([one.failure for one in failed])
 
     async def _attempt(

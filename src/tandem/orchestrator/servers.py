@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -33,19 +34,29 @@ class ServerPool:
         for server in [*self, *self._removed]:
             await server.close()
 
-    async def wait_until_ready(self) -> list[Server]:
-        """Those that are ready when the first is, or soon after."""
-        waiting = {asyncio.create_task(server.wait_until_ready()): server for server in self}
-        pending = set(waiting)
-        while pending and not _ended_well(waiting):
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if pending:
-            _, pending = await asyncio.wait(pending, timeout=GRACE_S)
-        for task in pending:
-            task.cancel()
-        ready = [waiting[task] for task in _ended_well(waiting)]
+    async def wait_until_ready(self, weights_folder: Path) -> list[Server]:
+        """Those that are ready when the first is, or soon after, and take weights from below this folder. Servers may
+        come and go meanwhile."""
+        waiting: dict[Server, asyncio.Task[None]] = {}
+        first_ready: float | None = None
+        try:
+            while True:
+                for server in set(self) - set(waiting):
+                    waiting[server] = asyncio.create_task(_get_ready(server, weights_folder))
+                for server in set(waiting) - set(self):
+                    waiting.pop(server).cancel()
+                ready = [server for server in self if _ended_well(waiting[server])]
+                pending = [task for task in waiting.values() if not task.done()]
+                if ready and first_ready is None:
+                    first_ready = time.monotonic()
+                if not pending or (first_ready is not None and time.monotonic() - first_ready >= GRACE_S):
+                    break
+                await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting.values():
+                task.cancel()
         if not ready:
-            next(iter(waiting)).result()  # raises
+            waiting[next(iter(self))].result()  # raises
         if late := [server.base_url for server in self if server not in ready]:
             logger.warning("the run starts without %s; they take part when they are ready", ", ".join(late))
         return ready
@@ -77,5 +88,16 @@ class ServerPool:
             policy.run_log.event("server_removed", server=url)
 
 
-def _ended_well(tasks: Collection[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
-    return [task for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
+async def _get_ready(server: Server, weights_folder: Path) -> None:
+    await server.wait_until_ready()
+    await server.check_access(weights_folder)
+
+
+def _ended_well(task: asyncio.Task[None]) -> bool:
+    """A server that is there and refuses the run ends it."""
+    if not task.done():
+        return False
+    error = task.exception()
+    if isinstance(error, UserError):
+        raise error
+    return error is None

@@ -56,7 +56,7 @@ class Policy:
         self.replicas: list[Replica] = []
         self._keepers: dict[Replica, list[asyncio.Task[None]]] = {}
         self._sessions: OrderedDict[int, Replica] = OrderedDict()  # the latest
-        self._path = model_dir  # of the version being served
+        self._wanted = (model_dir, version)  # what a server that joins has to serve
         self._is_loaded = asyncio.Event()  # the first version
         self._lost: asyncio.Future[None] = loop.create_future()
         for server in servers:
@@ -73,7 +73,7 @@ class Policy:
         return None if None in limits else sum(limit for limit in limits if limit is not None)
 
     def add(self, server: PolicyServer, *, is_present: bool = True) -> None:
-        replica = Replica(server, make_gate(self.concurrency), self.model_dir, (self._path, self.version), self.run_log)
+        replica = Replica(server, make_gate(self.concurrency), self.model_dir, self._wanted, self.run_log)
         replica.is_present = is_present
         server.on_trouble = partial(self._on_trouble, replica)
         self.replicas.append(replica)
@@ -116,22 +116,31 @@ class Policy:
                 keeper.cancel()
 
     async def load(self, path: Path, version: int) -> None:
-        """Returns when every server that is there serves it; those that are away get it when they return."""
+        """Returns when every server that is there serves it; those that are away get it when they return, and those
+        that are removed are not waited for."""
+        before, self._wanted = self._wanted, (path, version)
         present = [replica for replica in self.replicas if replica.is_present]
         for replica in self.replicas:
             if replica not in present:
                 replica.wanted = (path, version)
         loading = {asyncio.ensure_future(replica.load(path, version)): replica for replica in present}
         try:
-            while pending := [task for task, replica in loading.items() if not task.done() and replica.is_present]:
+            while pending := [
+                task
+                for task, replica in loading.items()
+                if not task.done() and replica.is_present and replica in self.replicas
+            ]:
                 await asyncio.wait(pending, timeout=LOADING_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in loading:
-                if task.done():
+            for task, replica in loading.items():
+                if task.done() and replica in self.replicas:
                     task.result()
+        except InferenceError:
+            self._wanted = before
+            raise
         finally:
             for task in loading:
                 task.cancel()
-        self.version, self._path = version, path
+        self.version = version
         self._is_loaded.set()
         self.next_update.set_result(version)
         self.next_update = asyncio.get_running_loop().create_future()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-AT_ONCE = 32  # an answer takes up to a millisecond
+AT_ONCE = 12  # an answer takes up to a millisecond
 
 
 class FewAtOnce(selectors.DefaultSelector):

@@ -143,6 +143,17 @@ def test_a_path_that_leads_nowhere(path: str) -> None:
         read(path)
 
 
+def test_a_directory_of_other_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"size": 3}\n')
+    (folder / "b.jsonl").write_text('{"words": ["a"]}\n')
+    with pytest.raises(UserError, match=r"mixed' does not hold the rows of one dataset \(.+\); give a \.jsonl"):
+        read(folder)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_hub_that_cannot_be_reached(streaming: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -33,6 +33,18 @@ class Misbehaving:
         return misbehave(task.answer)
 
 
+class InTasks(Misbehaving):
+    """Its code runs in tasks that a call starts, a moment after all calls have begun."""
+
+    async def score(self, task: Task, completion: str) -> Any:
+        (reward,) = await asyncio.gather(self._late(task, completion))
+        return reward
+
+    async def _late(self, task: Task, completion: str) -> Any:
+        await asyncio.sleep(0.2)
+        return await super().score(task, completion)
+
+
 class Sync(Misbehaving):
     def score(self, task: Task, completion: str) -> Any:
         if task.answer in REWARDS:

@@ -78,12 +78,21 @@ def test_messages_answers_of_other_types_and_a_set_of_its_own_to_hold_out(tmp_pa
         ({"prompt": "text"}, r"row 0 .*has no 'text' \(env\.args\.prompt = 'text'\); it has question, solution"),
         ({"path": "./nowhere.jsonl"}, r"env\.args\.path = './nowhere\.jsonl' does not exist"),
         ({"held_out": 20}, r"held_out = 20 leaves none of 20 rows to train on"),
+        ({"held_out": 1.5}, r"env\.args\.held_out: held_out = 1\.5 is neither a whole number of rows nor a fraction"),
+        ({"answer_pattern": "(["}, r"env\.args\.answer_pattern: '\(\[' is not a regular expression"),
         ({"answers": "x"}, r"unknown key 'env\.args\.answers' .* did you mean 'answer'\?"),
     ],
 )
 def test_datasets_that_cannot_be_used(tmp_path: Path, args: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make(**{"path": write_jsonl(tmp_path)} | args)
+
+
+def test_a_null_is_told_from_a_column_that_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": null, "solution": "1"}\n' * 2)
+    with pytest.raises(UserError, match=r"row \d .*: 'question' \(env\.args\.prompt\) is null; give it a value"):
+        make(str(path))
 
 
 def sums(count: int = 20) -> list[dict[str, str]]:
@@ -120,5 +129,7 @@ def test_a_function_that_takes_a_model_plays_episodes() -> None:
 def test_what_is_no_environment() -> None:
     with pytest.raises(ValueError, match=r"must take \(task, completion\) or \(task, model\), not \('text',\)"):
         environment(tasks=sums)(lambda text: 1.0)()
+    with pytest.raises(ValueError, match=r"held_out = 2\.5 is neither a whole number of rows"):
+        environment(tasks=sums, held_out=2.5)(lambda task, completion: 1.0)()
     with pytest.raises(ValueError, match="row 0 is neither a Task nor a table with 'prompt'"):
         environment(tasks=["x"])(lambda task, completion: 1.0)()

@@ -80,6 +80,7 @@ def test_what_is_raised_or_is_no_reward_costs_its_call_and_says_where(cls: str) 
     [
         *(("Misbehaving", behaviour) for behaviour in ("awaits for ever", "refuses to be cancelled")),
         *(("Misbehaving", behaviour) for behaviour in ("sleeps", "spins", "holds the interpreter")),
+        *(("InTasks", behaviour) for behaviour in ("sleeps", "holds the interpreter")),
         *(("Sync", behaviour) for behaviour in ("sleeps", "spins", "holds the interpreter")),
     ],
 )

@@ -145,6 +145,23 @@ def test_arguments_that_do_not_suit(args: dict, message: str) -> None:
         make_environment(EnvConfig(args=args))
 
 
+def test_options_of_an_environment_are_named_as_they_are_given() -> None:
+    with pytest.raises(UserError, match=r"env\.args\.id is required .* \(of `rl`: --orchestrator\.env\.args\.id\)"):
+        make_environment(EnvConfig(id="verifiers"))
+    with pytest.raises(UserError, match=r"^env\.args: give either dataset or datasets$"):
+        make_environment(EnvConfig(id="reasoning-gym"))
+
+
+def test_a_function_without_the_decorator(tmp_path: Path) -> None:
+    path = tmp_path / "undecorated_of_a_test.py"
+    path.write_text("def plain(task, completion): return 1\ndef makes(size): raise ValueError('too small')\n")
+    with pytest.raises(UserError, match=r"is a function of \(task, completion\), .* decorate it with @environment"):
+        make_environment(EnvConfig(id=f"{path}:plain"))
+    with pytest.raises(UserError, match=r"does not fit env\.id = .*: too small"):
+        make_environment(EnvConfig(id=f"{path}:makes", args={"size": 1}))
+    sys.modules.pop("undecorated_of_a_test", None)
+
+
 REWARDS = """\
 def length(completion, answer):
     return len(completion) / len(answer)

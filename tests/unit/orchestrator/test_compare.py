@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from tandem.config.evaluate import EvaluateConfig
-from tandem.orchestrator.compare import compare, read_results
+from tandem.orchestrator.compare import compare, read_results, refuse_other_tasks, short_names, show_results
+from tandem.orchestrator.evaluate import Outcome, fingerprint, results_of
+from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
 
@@ -45,3 +47,33 @@ def test_results_of_other_tasks_are_refused(tmp_path: Path, env: dict[str, Any],
     write_json(tmp_path / "results.json", {"config": config().model_dump(mode="json"), "results": results})
     with pytest.raises(UserError, match=message):
         read_results(tmp_path / "results.json", config(**env).model_copy(update={"split": split}))
+
+
+def test_a_task_that_has_changed_under_its_number_is_refused() -> None:
+    tasks = [Task(index, [{"role": "user", "content": f"{index} + 1?"}], str(index + 1)) for index in range(3)]
+    earlier = results_of("m", [Outcome(task.index, [1.0], fingerprint(task)) for task in tasks], 1.0)
+    now = {str(task.index): fingerprint(task) for task in tasks}
+    path = Path("results.json")
+    refuse_other_tasks(path, earlier, now | {"9": "a task that is new"})
+    refuse_other_tasks(path, {"tasks": {"0": [1.0]}}, now)
+    asked_politely = [{"role": "system", "content": "Please."}, *tasks[0].messages]
+    refuse_other_tasks(path, earlier, {"0": fingerprint(Task(0, asked_politely, "1"))})
+    for other in (Task(1, tasks[1].messages, "3"), Task(1, tasks[0].messages, "2")):
+        with pytest.raises(UserError, match=r"compare = 'results\.json' is of other tasks: 1 of 3, task 1 first"):
+            refuse_other_tasks(path, earlier, now | {"1": fingerprint(other)})
+
+
+def test_versions_of_a_run_are_named_without_its_directory() -> None:
+    versions = ["/a/models/step_000001", "/a/run/weights/step_000001", "/a/run/weights/step_000002"]
+    assert short_names(versions) == ["/a/models/step_000001", "step_000001", "step_000002"]
+    assert short_names(["/a/base/latest"]) == ["/a/base/latest"]
+
+
+def test_versions_can_be_told_apart_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    versions = [f"/a/long/way/to/the/directory/of/a/run/weights/step_{step:06}" for step in (12, 13)]
+    show_results([results_of(version, [Outcome(0, [1.0]), Outcome(1, [0.0])], 1.0) for version in versions])
+    shown = capsys.readouterr().out
+    assert "step_000012" in shown and "step_000013" in shown

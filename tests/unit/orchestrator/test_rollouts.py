@@ -107,6 +107,28 @@ def test_a_task_whose_rollouts_keep_failing_has_failed(tokenizer: Tokenizer) -> 
     assert [attempt.number for attempt in attempts] == [0, 1]
 
 
+def test_a_group_made_anew_goes_on_with_the_attempts_that_it_has_left(tokenizer: Tokenizer) -> None:
+    client, attempts = FakeClient(tokenizer), list[Attempt]()
+    rewards = LetterRewards({letter: KeyError(letter) for letter in "abcdefghijkl"})
+    maker = RolloutMaker(client, rewards, tokenizer, tries=3, record=attempts.append, delays_s=(60.0, 0.0))
+    request = SamplingRequest(3, 8, temperature=0.7, seed=11, options=OPTIONS)
+
+    async def called_off_once() -> None:
+        first = asyncio.ensure_future(maker.make_group(TASK, PROMPT, 9, request))
+        while not attempts:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(TaskFailed):
+            await maker.make_group(TASK, PROMPT, 9, request)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+    asyncio.run(called_off_once())
+    assert [attempt.number for attempt in attempts] == [0, 1, 2]
+    assert [one["seed"] for one in client.requests] == [11, *(request_seed(11, "attempt", number) for number in (1, 2))]
+    assert not maker._spent
+
+
 def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: Tokenizer) -> None:
     """b hangs, and c is not scored by then: both are lost, and sampled again."""
     hung = UserCodeError(Failure("took too long", hung=True))

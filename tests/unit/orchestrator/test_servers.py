@@ -255,21 +255,36 @@ def test_weights_that_one_server_refuses_are_an_error(tmp_path: Path) -> None:
     run_with(tmp_path, 2, body)
 
 
-def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
-    made: dict[str, Machine] = {}
-    path = tmp_path / "servers.txt"
-    path.write_text("http://a:1/v1  # the first\n\nhttp://b:1\n")
+class Listed:
+    """A file of servers, the machines it has named so far by address, and the policy that follows it."""
 
-    def connect(url: str) -> Machine:
-        made[url] = Machine(url)
-        return made[url]
+    def __init__(self, root: Path, text: str, version: int = 0) -> None:
+        self.path = root / "servers.txt"
+        self.path.write_text(text)
+        self.made: dict[str, Machine] = {}
+        self.pool = ServerPool(read_servers(self.path), self._connect)
+        self.policy = Policy(list(self.pool), BASE, root, version, RunLog(RunDir(root), "orchestrator"))
 
+    def _connect(self, url: str) -> Machine:
+        self.made[url] = Machine(url)
+        return self.made[url]
+
+
+def run_listed(root: Path, text: str, body: Callable[[Listed], Awaitable[None]], version: int = 0) -> None:
     async def run() -> None:
-        pool = ServerPool(read_servers(path), connect)
-        policy = Policy(list(pool), BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"))
+        listed = Listed(root, text, version)
+        following = asyncio.ensure_future(listed.pool.follow_file(listed.path, listed.policy))
+        await body(listed)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
+    async def body(listed: Listed) -> None:
+        policy, made = listed.policy, listed.made
         await policy.load(BASE, 0)
-        following = asyncio.ensure_future(pool.follow_file(path, policy))
-        path.write_text("http://b:1\nhttp://c:1\n")
+        listed.path.write_text("http://b:1\nhttp://c:1\n")
         await until(lambda: policy.num_present == 2 and "http://c:1" in made)
         await asyncio.gather(*(ask(policy, token) for token in range(4)))
         assert Counter({url: machine.answered for url, machine in made.items()}) == {
@@ -278,13 +293,43 @@ def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
             "http://c:1": 2,
         }
         assert made["http://c:1"].versions == [0]
-        path.write_text("not an address\n")
+        listed.path.write_text("not an address\n")
         await asyncio.sleep(0.02)
-        assert list(pool.by_url) == ["http://b:1", "http://c:1"]
-        following.cancel()
+        assert list(listed.pool.by_url) == ["http://b:1", "http://c:1"]
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    run_listed(tmp_path, "http://a:1/v1  # the first\n\nhttp://b:1\n", body)
     assert events(tmp_path)[:2] == ["server_added", "server_removed"]
+
+
+def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(tmp_path: Path) -> None:
+    async def body(listed: Listed) -> None:
+        listed.made["http://a:1"].down = True
+        waiting = asyncio.ensure_future(listed.pool.wait_until_ready(tmp_path))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        listed.path.write_text("http://b:1\n")
+        assert await waiting == [listed.made["http://b:1"]]
+
+    run_listed(tmp_path, "http://a:1\n", body)
+
+
+def test_a_server_that_moves_during_the_first_load_serves_the_version_of_the_run(tmp_path: Path) -> None:
+    """A resumed run: what came in its place must not serve the model that the run began with."""
+    weights = tmp_path / "step_000006"
+
+    async def body(listed: Listed) -> None:
+        policy, made = listed.policy, listed.made
+        made["http://a:1"].down = True
+        loading = asyncio.ensure_future(policy.load(weights, 6))
+        await asyncio.sleep(0.02)
+        assert not loading.done()
+        listed.path.write_text("http://b:1\n")
+        await loading
+        (completion,) = await ask(policy)
+        assert completion.versions == [6] and made["http://b:1"].versions == [6] and made["http://a:1"].versions == []
+        assert [replica.wanted for replica in policy.replicas] == [(weights, 6)]
+
+    run_listed(tmp_path, "http://a:1\n", body, version=6)
 
 
 def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path) -> None:
@@ -293,7 +338,7 @@ def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path) -> None:
         first, second, third = (pool.by_url[url] for url in pool.by_url)
         assert isinstance(second, Machine) and isinstance(third, Machine)
         second.down = third.down = third.gives_up = True
-        assert await pool.wait_until_ready() == [first]
+        assert await pool.wait_until_ready(tmp_path) == [first]
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -305,7 +350,24 @@ def test_without_any_server_the_start_ends_with_a_name(tmp_path: Path) -> None:
             assert isinstance(server, Machine)
             server.down = server.gives_up = True
         with pytest.raises(TimeoutError, match="no server at http://a:1"):
-            await pool.wait_until_ready()
+            await pool.wait_until_ready(tmp_path)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_server_that_refuses_the_run_ends_it_while_others_are_waited_for(tmp_path: Path) -> None:
+    class Refusing(Machine):
+        async def check_access(self, folder: Path) -> None:
+            assert folder == tmp_path
+            raise UserError(f"{self.base_url} refuses this run")
+
+    async def run() -> None:
+        pool = ServerPool(["http://a:1", "http://b:1"], Refusing)
+        waiting = pool.by_url["http://a:1"]
+        assert isinstance(waiting, Machine)
+        waiting.down = True
+        with pytest.raises(UserError, match="http://b:1 refuses"):
+            await pool.wait_until_ready(tmp_path)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
