@@ -5,10 +5,12 @@ message and exit code 2. Nothing heavy is imported here: `--help` has to answer 
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -19,7 +21,7 @@ from tandem.config.explain import explain_validation_error, models_in, option_pa
 from tandem.config.help import render_help
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
 from tandem.config.short_names import MODEL, spell_out
-from tandem.config.sources import Tree, extract_files, merge
+from tandem.config.sources import Tree, extract_files, merge, nest, split_values
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, is_to_be_fetched
 
@@ -48,6 +50,16 @@ class Config(BaseConfig):
         kinds = _kinds_of(cls.model_fields[info.field_name].annotation)
         if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
             raise ValueError(f"{str(value).lower()} is not a number")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_a_table_as_a_list(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would not say that in TOML a list of tables has brackets of its own."""
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, dict) and get_origin(annotation) is list and models_in(annotation):
+            raise ValueError(f"it is a list of tables, not one; write [[…{info.field_name}]], in two pairs of brackets")
         return value
 
     @classmethod
@@ -124,7 +136,7 @@ def load_config(
 ) -> C:
     """Defaults < `base` < files from left to right < flags. Raises UserError on bad input."""
     files, flags = extract_files(arguments, find_switches(cls), find_sections(cls))
-    files = merge(base or {}, files)
+    files, flags = merge(base or {}, files), _with_json(split_values(flags), find_free_tables(cls))
     # The parser reads files only; what several files give together is handed to it as one.
     with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:
         json.dump({FILES: files}, merged)
@@ -139,7 +151,12 @@ def load_config(
                 raise UserError(f"{stray!r} is not an option; give files as @ FILE, options as --name VALUE") from error
             raise UserError(str(error)) from error
         except json.JSONDecodeError as error:
-            raise UserError(f"{error.doc!r} on the command line is not valid JSON: {error}") from error
+            raise UserError(f"{_flag_of(error.doc, flags)}{error.doc!r} is not valid JSON: {error}") from error
+
+
+def _flag_of(value: str, flags: list[str]) -> str:
+    """The flag that was given this value, with a space behind it; empty: it cannot be told."""
+    return f"{flags[flags.index(value) - 1]} " if value in flags[1:] else ""
 
 
 def find_switches(cls: type[BaseModel], prefix: str = "") -> set[str]:
@@ -162,3 +179,35 @@ def find_sections(cls: type[BaseModel], prefix: str = "") -> set[str]:
         for inner in models_in(field.annotation):
             sections |= {f"--{path}"} | find_sections(inner, path + ".")
     return sections
+
+
+def find_free_tables(cls: type[BaseModel], prefix: str = "--") -> set[str]:
+    """The flags of tables with keys of any name, such as env.args."""
+    tables: set[str] = set()
+    for name, field in cls.model_fields.items():
+        path = prefix + name.replace("_", "-")
+        tables |= {path} if field.annotation == dict[str, Any] else set()
+        for inner in models_in(field.annotation):
+            tables |= find_free_tables(inner, path + ".")
+    return tables
+
+
+def _with_json(flags: list[str], tables: Collection[str]) -> list[str]:
+    """The flags with JSON in them as the parser reads it: --env.args.sizes '[3]' is --env.args '{"sizes": [3]}'."""
+    result = list(flags)
+    for place, (flag, text) in enumerate(pairwise(flags)):
+        table = next((table for table in tables if flag.startswith(f"{table}.")), None)
+        if table is not None and (value := _from_json(text)) != text:
+            keys = flag.removeprefix(f"{table}.").replace("-", "_").split(".")
+            result[place : place + 2] = [table, json.dumps(nest(keys, value))]
+    return result
+
+
+def _from_json(text: str) -> Any:
+    """An object, a list, a number or a truth value; another text as it is."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_number = isinstance(read, int | float) and math.isfinite(read)
+    return read if is_number or isinstance(read, dict | list) else text

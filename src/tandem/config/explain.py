@@ -27,7 +27,7 @@ def _without_echoes(errors: list[ErrorDetails]) -> list[ErrorDetails]:
 
 def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
     location = [str(part) for part in details["loc"]]
-    key = prefix + ".".join(location)
+    key = (prefix + ".".join(location)).removesuffix(".")
     kind = details["type"]
     if kind == "extra_forbidden":
         return f"unknown key {key!r} (value {_short(details['input'])}); {_nearest_key(root, location)}"
@@ -39,6 +39,9 @@ def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
     if kind == "literal_error":
         hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
         return f"{key} = {_short(details['input'])} is not valid; {hint}"
+    if kind == "model_type":
+        inner = _first_required(root, location) or _fields_at(root, location)[:1]
+        return f"{key} = {_short(details['input'])} is not valid: it is a section; give {'.'.join([key, *inner])}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
         return f"{key}: {message}" if key else message

@@ -118,6 +118,8 @@ def _kind(annotation: Any) -> str:
     """Of value: INT, {a,b}, [STR [...]], FLOAT|None."""
     parts = get_args(annotation)
     origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kind(parts[0])
     if origin is Literal:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin in (Union, types.UnionType):

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
+from typing import Any
 
 # Long names, as `man sbatch` lists them (22.05 to 25.05).
 _NAMES = """
@@ -18,6 +19,17 @@ spread-job stepmgr switches thread-spec threads-per-core time time-min tmp tres-
 use-min-nodes verbose wait-all-nodes wckey x11
 """
 OPTIONS = frozenset(_NAMES.split())
+# Those that take no value, and those that may go without one.
+_FLAGS = """
+bell contiguous hold ignore-pbs no-bell no-requeue overcommit oversubscribe quiet reboot requeue spread-job stepmgr
+use-min-nodes verbose
+"""
+FLAGS = frozenset(_FLAGS.split())
+_EITHER = """
+exclusive get-user-env nice no-kill oom-kill-step propagate resv-ports x11
+"""
+WITH_OR_WITHOUT = frozenset(_EITHER.split())
+LINE_ENDS = ("\n", "\r", "\0")
 # Options of sbatch that decide what is submitted, or how it answers: that is done here.
 OURS = {
     "array": "the runs of a sweep are one array: --max-jobs limits how many run at once",
@@ -38,6 +50,26 @@ def sbatch_name(name: str) -> str:
         hint = f"did you mean {nearest[0]!r}?" if nearest else "`man sbatch` lists all of them"
         raise ValueError(f"sbatch has no option {name!r}; {hint}")
     return option
+
+
+def sbatch_value(option: str, value: Any) -> str | int | float:
+    """As sbatch gets it; of a flag, whether it is given. Raises ValueError for what cannot stand in a job script."""
+    bare = FLAGS | WITH_OR_WITHOUT
+    if option in bare and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if option in FLAGS:
+        raise ValueError(f"{option} = {value!r}: sbatch takes no value for it; give true or false")
+    if isinstance(value, bool):
+        raise ValueError(f"{option} needs a value, and {str(value).lower()} is none; give a number or a quoted text")
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{option} = {value!r} is not one value; give a number or a text")
+    if not is_one_line(str(value)):
+        raise ValueError(f"{option} = {value!r} has a line break, which would break the job script; leave it out")
+    return value
+
+
+def is_one_line(text: str) -> bool:
+    return not any(sign in text for sign in LINE_ENDS)
 
 
 def gpus_per_node(options: Mapping[str, str], num_nodes: int) -> int:

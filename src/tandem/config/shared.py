@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tandem.config.base import Config
 from tandem.utils.errors import UserError
@@ -170,6 +170,13 @@ class RunOptions(Config):
     resume: bool = False
     """Continue the run in output_dir from its newest complete checkpoint. --resume DIR: continue the run in DIR
     with the configuration it was started with; other flags win over that."""
+
+    @field_validator("output_dir", mode="before")
+    @classmethod
+    def _is_given(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("'' names no directory; '.' is this one")
+        return value
 
 
 class SyncOptions(Config):

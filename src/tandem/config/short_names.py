@@ -1,6 +1,7 @@
 """Short names of flags, for options that people type every day."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from tandem.config.sources import SUFFIXES
 from tandem.utils.errors import UserError
@@ -25,8 +26,7 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
     for short, full in short_names.items():
         if short in given and full in given:
             raise UserError(f"{short} and {full} say the same thing; give one of them")
-    following = [*arguments[1:], ""]
-    return [_in_full(*pair, short_names) for pair in zip(arguments, following, strict=True)]
+    return [_in_full(*pair, short_names) for pair in pairwise([*arguments, ""])]
 
 
 def _in_full(argument: str, following: str, short_names: Mapping[str, str]) -> str:

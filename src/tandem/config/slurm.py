@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from tandem.config.base import Config
-from tandem.config.sbatch import gpus_per_node, sbatch_name
+from tandem.config.sbatch import gpus_per_node, sbatch_name, sbatch_value
 
 
 class SlurmConfig(Config):
@@ -41,7 +41,13 @@ class SlurmConfig(Config):
     def sbatch(self) -> dict[str, Any]:
         """What is handed to sbatch, by its long names."""
         given = {sbatch_name(name): value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {"nodes": self.nodes, **given}
+        return {"nodes": self.nodes, **{option: sbatch_value(option, value) for option, value in given.items()}}
+
+    @property
+    def requeues(self) -> bool | None:
+        """Whether the job may be queued again; None: nothing is said of it."""
+        given = self.sbatch
+        return given["requeue"] if "requeue" in given else not given["no-requeue"] if "no-requeue" in given else None
 
     @property
     def gpus_per_node(self) -> int:
@@ -53,6 +59,13 @@ class SlurmConfig(Config):
         if self.inference_nodes is not None:
             return self.inference_nodes
         return (self.nodes + 1) // 2 if self.nodes > 1 else 0
+
+    @model_validator(mode="after")
+    def _has_values_for_sbatch(self) -> Self:
+        given = self.sbatch
+        if "requeue" in given and given["requeue"] == given.get("no-requeue"):
+            raise ValueError("requeue and no-requeue contradict each other; give one of them")
+        return self
 
     @model_validator(mode="after")
     def _leaves_a_trainer(self) -> Self:

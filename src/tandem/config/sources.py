@@ -86,6 +86,19 @@ def _with_signs(arguments: list[str], switches: Collection[str], sections: Colle
     return signed
 
 
+def split_values(flags: list[str]) -> list[str]:
+    """`--name=value` as two words, since the parser of optional sections knows no other form.
+
+    A value that would then read as a flag or as a file stays where it is.
+    """
+    words: list[str] = []
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        parted = name.startswith("--") and equals and not value.startswith(("--", "@"))
+        words += [name, value] if parted else [flag]
+    return words
+
+
 def merge(base: Tree, override: Tree) -> Tree:
     """Both trees in one, `override` winning where both give a value."""
     result = dict(base)

@@ -277,9 +277,9 @@ class Cluster:
 
     def restart(self) -> bool:
         """All workers anew, with a rendezvous of their own: for ranks, which cannot be replaced one by one. False where
-        there is no room for all."""
+        there is no room for all, or when the cluster is stopped meanwhile."""
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
+        while self.workers and time.monotonic() < deadline:
             for worker in self.workers:
                 worker.kill()
                 if not (places := self.places_for(worker)):

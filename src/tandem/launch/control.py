@@ -7,12 +7,13 @@ machines, containers and users.
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tandem.config.shared import CheckpointConfig
 from tandem.transport.checkpoints import how_to_go_on, is_finished
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.files import read_json_lines, read_table
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir, step_name, steps_with
 from tandem.utils.run_lock import Holder, is_held, read_holder
@@ -47,9 +48,7 @@ def stop_run(root: Path) -> str:
         return f"nothing runs in {root}; {_ended(run_dir)}"
     if holder.command != "rl":
         raise UserError(f"--stop {root}: it is run by {holder.describe()}; `rl --stop` is for runs of `rl`")
-    stored = read_json(run_dir.config / "rl.json").get("checkpoint", {})
-    save_s = CheckpointConfig.model_validate(stored).on_signal_timeout_s
-    deadline = Deadline(f"the run in {root} to end", save_s + ENDING_S, f"it is {holder.describe()}")
+    deadline = Deadline(f"the run in {root} to end", _saving_s(run_dir) + ENDING_S, f"it is {holder.describe()}")
     while (left := read_holder(run_dir.root / LOCK)) is not None and left.token == holder.token:
         if holder.is_on_this_machine() and not holder.is_alive():
             break
@@ -63,17 +62,17 @@ def status_lines(root: Path) -> list[str]:
     """What `--status` prints."""
     run_dir = require_run(root)
     holder = running(run_dir)
-    config = read_json(run_dir.config / "rl.json")
-    max_steps = int(config["max_steps"])
+    max_steps = _max_steps(run_dir)
     state = _state(run_dir, max_steps, holder)
     lines = read_metrics(run_dir)
     step = max((line["step"] for line in lines if line["process"] == "trainer"), default=0)
-    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    rewards = _numbers(lines, "reward/mean")
+    times = _numbers(lines, "time")
     told = [f"{root}: {state}", f"step        {step} of {max_steps}"]
     if rewards:
         told.append(f"reward      {rewards[-1]:.3f} (first {rewards[0]:.3f})")
-    if lines:
-        told.append(f"last sign   {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(lines[-1].get('time', 0)))}")
+    if times:
+        told.append(f"last sign   {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(times[-1]))}")
     checkpoints = steps_with(run_dir.checkpoints, MANIFEST)
     told.append(f"checkpoint  {step_name(checkpoints[-1]) if checkpoints else 'none yet'}")
     events = [event for event in read_json_lines(run_dir.events) if event.get("event") in ("restarted", "failed")]
@@ -96,6 +95,27 @@ def running(run_dir: RunDir) -> Holder | None:
     return holder if holder is not None and is_held(path, holder) else None
 
 
+def _max_steps(run_dir: RunDir) -> int:
+    path = run_dir.config / "rl.json"
+    max_steps = read_table(path).get("max_steps")
+    if type(max_steps) is not int:
+        raise UserError(f"{path} is damaged: max_steps = {max_steps!r}; the command of the run is in command.txt")
+    return max_steps
+
+
+def _saving_s(run_dir: RunDir) -> float:
+    """How long the run may take for its last checkpoint; where its configuration is damaged, as long as others."""
+    try:
+        stored = read_table(run_dir.config / "rl.json").get("checkpoint", {})
+        return CheckpointConfig.model_validate(stored).on_signal_timeout_s
+    except ValueError:
+        return CheckpointConfig().on_signal_timeout_s
+
+
+def _numbers(lines: list[dict[str, Any]], name: str) -> list[float]:
+    return [value for line in lines if isinstance(value := line.get(name), int | float)]
+
+
 def _state(run_dir: RunDir, max_steps: int, holder: Holder | None) -> str:
     if holder is not None:
         return f"running, `{holder.command}` (pid {holder.pid} on {holder.host}, since {holder.since})"
@@ -105,6 +125,5 @@ def _state(run_dir: RunDir, max_steps: int, holder: Holder | None) -> str:
 
 
 def _ended(run_dir: RunDir) -> str:
-    max_steps = int(read_json(run_dir.config / "rl.json")["max_steps"])
-    is_done = is_finished(run_dir, ("orchestrator", "trainer"), max_steps)
+    is_done = is_finished(run_dir, ("orchestrator", "trainer"), _max_steps(run_dir))
     return "it is finished" if is_done else how_to_go_on(run_dir, "rl")

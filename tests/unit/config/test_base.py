@@ -45,6 +45,39 @@ def test_dotted_kebab_case_flags_reach_nested_options(rl_toml: str) -> None:
     assert config.trainer.optimizer.lr == 3e-4
 
 
+def test_a_value_may_follow_an_equals_sign(rl_toml: str) -> None:
+    """Also of keys that no option names, and in sections that may be left out."""
+    flags = ["--slurm.time=2:00:00", "--slurm.nodes=2", "--slurm.export=A=1", "--dry-run=true"]
+    flags += ["--inference.engine=vllm", "--inference.vllm.flags.tensor-parallel-size=2"]
+    config = load_config(RLConfig, ["@", rl_toml, *flags])
+    assert config.slurm is not None and config.inference is not None and config.dry_run
+    assert config.slurm.sbatch == {"nodes": 2, "time": "2:00:00", "export": "A=1"}
+    assert config.inference.vllm.flags == {"tensor-parallel-size": 2}
+
+
+def test_json_is_read_below_a_table_with_keys_of_any_name(rl_toml: str, tmp_path: Path) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text("[orchestrator.env.args]\nfrom_file = '[0]'\n")
+    values = {
+        "config": '{"max_terms": 3}',
+        "data-sets": '[{"name": "a"}]',
+        "pattern": "[0-9]+",
+        "size": "-3",
+        "a.b": "2",
+    }
+    flags = [part for name, value in values.items() for part in (f"--orchestrator.env.args.{name}", value)]
+    flags += ["--orchestrator.env.args", '{"typed": "[1]"}']
+    assert load_config(RLConfig, ["@", rl_toml, "@", str(more), *flags]).orchestrator.env.args == {
+        "from_file": "[0]",
+        "config": {"max_terms": 3},
+        "data_sets": [{"name": "a"}],
+        "pattern": "[0-9]+",
+        "size": -3,
+        "a": {"b": 2},
+        "typed": "[1]",
+    }
+
+
 def test_boolean_flags_need_no_value(rl_toml: str) -> None:
     config = load_config(RLConfig, ["@", rl_toml, "--dry-run", "--no-clean"])
     assert (config.dry_run, config.clean) == (True, False)

@@ -76,6 +76,8 @@ def test_a_section_that_is_no_table(refusal, rl_toml, tmp_path) -> None:
     more = tmp_path / "more.json"
     more.write_text('{"trainer": 5}')
     assert "trainer = 5 is not valid" in refusal("@", rl_toml, "@", str(more))
+    more.write_text('{"model": "x"}')
+    assert "model = 'x' is not valid: it is a section; give model.name" in refusal("@", rl_toml, "@", str(more))
 
 
 def test_a_value_out_of_range(refusal) -> None:
@@ -116,7 +118,14 @@ def test_a_stray_argument(refusal, rl_toml) -> None:
 
 def test_json_that_is_none(refusal, rl_toml) -> None:
     message = refusal("@", rl_toml, "--orchestrator.env.args", "{size: 3}")
-    assert message.startswith("'{size: 3}' on the command line is not valid JSON: ")
+    assert message.startswith("--orchestrator.env.args '{size: 3}' is not valid JSON: ")
+
+
+def test_a_table_where_a_list_of_tables_belongs(refusal, rl_toml, tmp_path) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text('[orchestrator.env.rewards]\ntype = "exact_match"\n')
+    message = refusal("@", rl_toml, "@", str(more))
+    assert message.startswith("orchestrator.env.rewards: it is a list of tables, not one; write [[…rewards]]")
 
 
 def test_a_group_of_one(refusal, rl_toml) -> None:
@@ -219,4 +228,6 @@ def test_a_table_of_several_kinds_is_explained_by_its_type(tmp_path: Path) -> No
     assert refusal('type = "numric"').startswith("env.rewards.0.type = 'numric' is not valid; did you mean 'numeric'?")
     assert "(value 1); did you mean 'tolerance'?" in refusal('type = "numeric"\ntolerence = 1')
     assert "env.rewards.0.regex.pattern is required" in refusal('type = "regex"')
+    no_address = refusal('type = "judge"\nmodel = "m"\nbase_url = ["http://a:1", "127.0.0.1:1"]')
+    assert no_address.startswith("env.rewards.0.judge.base_url: '127.0.0.1:1' is not the address of a server; give one")
     assert "'(' is not a regular expression" in refusal('type = "regex"\npattern = "("')

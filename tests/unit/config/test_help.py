@@ -5,10 +5,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel, Field, create_model
 
 from tandem.config.align import AlignConfig
 from tandem.config.base import Config
@@ -157,3 +157,15 @@ def test_a_long_flag_stands_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert "--kind {a kind with a long name,another kind" in flag and "a third}" in more
     assert default.strip("│ ") == "(default: and a third)"
     assert x.startswith("│ --x INT     (default: 1)")
+
+
+class Limited(Config):
+    """A command with a limit."""
+
+    limit: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
+    """How many."""
+
+
+def test_an_annotated_type_is_shown_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert "--limit {auto}|INT|None  How many. (default: None)" in render_help(Limited, "try", "")

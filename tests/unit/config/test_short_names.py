@@ -25,6 +25,15 @@ def test_every_short_name_leads_to_its_option() -> None:
     assert not load("--no-allow-unauthenticated").server.allow_unauthenticated
 
 
+def test_no_arguments_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(RLConfig, "rl", "", [], short_names=RL)
+    assert left.value.code == 2
+    assert (
+        capsys.readouterr().err == "rl: model is required and was not given; set it in the file or with --model.name\n"
+    )
+
+
 def test_a_model_by_its_short_name() -> None:
     for words in (["--model", "m"], ["--model=m"]):
         assert parse(InferenceConfig, "inference", "", words).model.name == Path("m")

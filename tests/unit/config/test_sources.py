@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.sources import extract_files, merge, nest, read_config_file
+from tandem.config.sources import extract_files, merge, nest, read_config_file, split_values
 from tandem.utils.errors import UserError
 
 keys = st.sampled_from(["a", "b", "c", "d"])
@@ -223,3 +223,8 @@ def test_a_file_without_a_sign_that_is_not_there_is_refused(tmp_path: Path) -> N
 def test_an_at_sign_at_the_end_is_refused() -> None:
     with pytest.raises(UserError, match="'@' is followed by nothing; give a config file"):
         extract_files(["--steps", "3", "@"])
+
+
+def test_values_behind_an_equals_sign_become_words_of_their_own() -> None:
+    assert split_values(["--a.b=1=2", "--c", "d=3", "--e="]) == ["--a.b", "1=2", "--c", "d=3", "--e", ""]
+    assert split_values(["--a=--b", "--c=@d", "-e=1"]) == ["--a=--b", "--c=@d", "-e=1"]

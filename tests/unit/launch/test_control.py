@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.shared import CheckpointConfig
+from tandem.launch import control
 from tandem.launch.control import StopRequest, status_lines, stop_run
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
@@ -58,3 +60,27 @@ def test_only_a_run_of_rl_is_stopped(run_dir: RunDir, tmp_path: Path) -> None:
         stop_run(run_dir.root)
     with pytest.raises(UserError, match="is not the directory of a run"):
         stop_run(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\x00", b"{", b"[]", b"{}", b'{"max_steps": "9"}'])
+def test_a_damaged_configuration_is_told_in_one_line(run_dir: RunDir, content: bytes) -> None:
+    (run_dir.config / "rl.json").write_bytes(content)
+    for ask in (status_lines, stop_run):
+        with pytest.raises(UserError, match=r"^\S+rl\.json (is|must)[^\n]*$"):
+            ask(run_dir.root)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"checkpoint": {"every": "x"}}'])
+def test_a_run_whose_configuration_is_damaged_can_still_be_stopped(run_dir: RunDir, content: str) -> None:
+    (run_dir.config / "rl.json").write_text(content)
+    assert control._saving_s(run_dir) == CheckpointConfig().on_signal_timeout_s
+
+
+def test_damaged_metrics_are_left_out_of_the_state(run_dir: RunDir) -> None:
+    log = RunLog(run_dir, "orchestrator")
+    log.metrics(4, {"reward/mean": 0.25})
+    with run_dir.metrics.open("a") as file:
+        for record in ({"reward/mean": None}, {"reward/mean": "x"}, {"time": "x"}):
+            file.write(json.dumps({"step": 5, "process": "orchestrator", **record}) + "\n")
+    told = "\n".join(status_lines(run_dir.root))
+    assert "reward      0.250 (first 0.250)" in told and "last sign   2" in told

@@ -38,7 +38,7 @@ def test_a_good_configuration_starts_at_zero(good) -> None:
 
 
 def test_another_run(good, tmp_path: Path) -> None:
-    (tmp_path / "run" / "weights").mkdir(parents=True)
+    (tmp_path / "run" / "weights" / "step_000000").mkdir(parents=True)
     with pytest.raises(UserError, match="holds another run"):
         preflight.check(good())
     assert preflight.check(good(clean=True)) == 0

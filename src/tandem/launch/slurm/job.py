@@ -14,13 +14,14 @@ from typing import Any
 
 import jinja2
 
+from tandem.config.sbatch import is_one_line
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.slurm import srun
 from tandem.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
 SITE_TEMPLATES = "TANDEM_SLURM_TEMPLATES"
-JOB = "TANDEM_SLURM_JOB"  # set by the script: the job that a command is the work of
+JOB = "TANDEM_SLURM_JOB"  # set by the script: the job that a command is the work of; empty by hand
 RESTARTED = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]'
 
 
@@ -61,14 +62,20 @@ def in_job() -> bool:
     return bool(os.environ.get("SLURM_JOB_ID")) and os.environ.get(JOB) == os.environ.get("SLURM_JOB_ID")
 
 
+def in_script() -> bool:
+    """Whether one of our scripts has started this process, in a job or by hand."""
+    return os.environ.get(JOB) == os.environ.get("SLURM_JOB_ID", "")
+
+
 def render(job: Job) -> str:
     def quoted(path: Path | None) -> str:
         return "" if path is None else shlex.quote(str(path))
 
     context: dict[str, Any] = {
         "options": sbatch_lines(sbatch_options(job)),
-        "comment": list(job.comment),
+        "comment": [" ".join(line.splitlines()) for line in job.comment],
         "folder": quoted(job.folder),
+        "prints": shlex.quote(as_pattern(job.folder)),
         "directory": quoted(Path.cwd()),
         "venv": quoted(job.slurm.venv or _own_environment()),
         "environment": [(name, shlex.quote(value)) for name, value in job.environment.items()],
@@ -82,6 +89,7 @@ def render(job: Job) -> str:
         "goes_on": f"[ -e {quoted(job.run)}/config ]" if job.always_goes_on else RESTARTED,
         "command": command_line(job),
         "after": list(job.after),
+        "requeues": job.slurm.requeues is not False,
     }
     try:
         return templates().get_template("job.sh").render(context).replace("\n\n\n", "\n\n")
@@ -125,26 +133,40 @@ def shutdown_timeout(save_timeout_s: float) -> int:
 
 def sbatch_options(job: Job) -> dict[str, Any]:
     """What the user gave, and what is computed where nothing is given."""
-    given = job.slurm.sbatch
+    given = {name: value for name, value in job.slurm.sbatch.items() if name not in ("requeue", "no-requeue")}
     computed: dict[str, Any] = {
-        "output": str(job.folder / "slurm-%j.out"),
+        "output": f"{as_pattern(job.folder)}/slurm-%j.out",
         "open-mode": "append",  # a job that is queued again keeps its id
     }
     if job.slurm.nodes > 1:
         computed["ntasks-per-node"] = 1
     if job.run is not None:
-        computed |= {"signal": f"B:USR1@{job.slurm.signal_s}"}
-        computed |= {} if "no-requeue" in given else {"requeue": True}
+        computed["signal"] = f"B:USR1@{job.slurm.signal_s}"
+    if job.run is not None or job.slurm.requeues is not None:
+        computed["no-requeue" if job.slurm.requeues is False else "requeue"] = True
     return {"job-name": job.name} | computed | given | {"job-name": job.name}
 
 
 def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
     """As they stand behind `#SBATCH`, where sbatch takes quotes as a shell does."""
+    for name, value in options.items():
+        if not is_one_line(str(value)):
+            raise UserError(f"{name} = {value!r} has a line break, which would break the job script; rename output_dir")
     return [
         f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
         for name, value in options.items()
         if value is not None and value is not False
     ]
+
+
+def as_pattern(folder: Path) -> str:
+    """A folder as `--output` has it, where SLURM replaces what begins with %."""
+    return str(folder).replace("%", "%%")
+
+
+def check_venv(venv: Path | None, key: str = "slurm.venv") -> None:
+    if venv is not None and not (venv / "bin" / "activate").exists():
+        raise UserError(f"{key} = {str(venv)!r} is no virtual environment: it has no bin/activate; give one, or none")
 
 
 def _own_environment() -> Path | None:

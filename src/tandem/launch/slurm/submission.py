@@ -15,7 +15,7 @@ from tandem.launch.evaluation import models_of
 from tandem.launch.plan import API_KEY_VAR, SGLANG_KEY_VAR, make_plan, run_config
 from tandem.launch.restarts import delay_before_s
 from tandem.launch.slurm.client import require_slurm, submit
-from tandem.launch.slurm.job import Job, in_job, render
+from tandem.launch.slurm.job import Job, check_venv, in_script, render
 from tandem.models.files import check_model_dir
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.transport.weights.manifest import MANIFEST
@@ -29,8 +29,8 @@ NOT_STORED = ("clean", "resume", "dry_run")
 
 
 def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
-    """Not inside a job of our own, nor in the ranks of a torchrun that somebody has started."""
-    return slurm is not None and not in_job() and "RANK" not in os.environ
+    """Not by a job script, which has been, nor in the ranks of a torchrun that somebody has started."""
+    return slurm is not None and not in_script() and "RANK" not in os.environ
 
 
 def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
@@ -66,6 +66,7 @@ def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
 def _check(command: str, config: RLConfig | OfflineConfig) -> None:
     """What would else be found out when the job has waited for its nodes."""
     assert config.slurm is not None
+    check_venv(config.slurm.venv)
     if config.resume:
         _check_resumed(config)
     if not waits_for_others(config.slurm):
@@ -109,6 +110,7 @@ def submit_evaluation(config: EvaluateConfig) -> None:
     if config.slurm.nodes > 1:
         raise UserError(f"slurm.nodes = {config.slurm.nodes}: `evaluate` runs on one node; leave it out")
     _refuse_servers("evaluate", config.slurm)
+    check_venv(config.slurm.venv)
     check_names(config.env)
     if config.endpoint.base_url is None and not waits_for_others(config.slurm):
         check_model_dir(models_of(config)[0])

@@ -72,7 +72,7 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
     """Everything but the runs themselves. A run that has begun keeps its configuration: another one is refused."""
     for run in runs:
         _refuse_changed(output_dir, run)
-    with refuse_unwritable(output_dir):
+    with refuse_unwritable(output_dir, "execution.output_dir"):
         output_dir.mkdir(parents=True, exist_ok=True)
     if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
         shutil.copyfile(experiment, output_dir / EXPERIMENT)

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,19 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.config.explain import explain_validation_error, option_paths
 from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
+from tandem.config.sbatch import is_one_line
 from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree, merge, nest, read_config_file
 from tandem.data.dataset import check_sources
 from tandem.data.rows import refuse_missing
 from tandem.envs.registry import check_names
+from tandem.launch.slurm.job import check_venv
 from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name
 from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
 from tandem.launch.sweep.document import Document
 from tandem.launch.sweep.expand import Variant
-from tandem.launch.sweep.rules import Options, Refused, apply_rules, value_at
+from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
 from tandem.models.files import check_model_dir, check_positions
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
@@ -96,12 +99,20 @@ def _output_dir(document: Document) -> Path:
             "output_dir",
             f"output_dir = {str(value)!r} is relative; give {str(Path(str(value)).expanduser().resolve())!r}",
         )
-    existing = next(folder for folder in (Path(value), *Path(value).parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise document.refuse(
-            "execution", "output_dir", f"output_dir = {str(value)!r} cannot be written: see {str(existing)!r}"
-        )
+    if (reason := _why_not_writable(Path(value))) is not None:
+        told = f"output_dir = {str(value)!r} cannot be written: {reason}; give another one"
+        raise document.refuse("execution", "output_dir", told)
     return Path(str(value))
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    if not is_one_line(str(folder)):
+        return "there is a line break in it, which would break the job scripts"
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return None
+    found = "it" if existing == folder else repr(str(existing))
+    return f"{found} may not be written to" if existing.is_dir() else f"{found} is a file"
 
 
 class Resolver:
@@ -120,7 +131,7 @@ class Resolver:
         name, algorithm = self._algorithm(variant)
         folder = self.output_dir / variant.name
         slurm = self._slurm(variant)
-        environment: dict[str, str] = variant.section("environment")
+        environment = self._environment(variant)
         options = Options(algorithm.is_online)
         if slurm.inference_nodes is not None and not algorithm.is_online:
             options.notes.append(f"inference_nodes: {name} has no inference servers; all nodes train")
@@ -149,16 +160,32 @@ class Resolver:
 
     def _slurm(self, variant: Variant) -> SlurmConfig:
         given: dict[str, Any] = variant.section("slurm")
-        if venv := variant.section("execution").get("venv"):
-            if not (Path(venv) / "bin" / "activate").exists():
-                raise self._refuse("venv", f"venv = {venv!r} is not a virtual environment: it has no bin/activate")
-            given["venv"] = str(Path(venv).absolute())
+        if venv := variant.section("execution").get("venv", given.get("venv")):
+            try:
+                check_venv(Path(str(venv)), "venv")
+            except UserError as error:
+                raise self._refuse("venv", str(error)) from error
+            given["venv"] = str(Path(str(venv)).absolute())
         for key in given:  # one by one, for the line
             try:
                 SlurmConfig.model_validate({"nodes": given.get("nodes", 1), key: given[key]})
             except ValidationError as error:
                 raise self._refuse(key, explain_validation_error(SlurmConfig, error)) from error
-        return SlurmConfig.model_validate(given)
+        try:
+            return SlurmConfig.model_validate(given)
+        except ValidationError as error:
+            raise self.document.refuse("slurm", None, explain_validation_error(SlurmConfig, error)) from error
+
+    def _environment(self, variant: Variant) -> dict[str, str]:
+        """What the job script exports."""
+        given = variant.section("environment")
+        for name, value in given.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                told = f"{name!r} is no name of a variable; give letters, digits and _"
+                raise self.document.refuse("environment", name, told)
+            if not isinstance(value, str) or not is_one_line(value):
+                raise self.document.refuse("environment", name, f"{name} = {value!r} is not a text of one line")
+        return given
 
     def _tree(self, variant: Variant, name: str, algorithm: Algorithm, options: Options, slurm: SlurmConfig) -> Tree:
         online = algorithm.is_online
@@ -213,6 +240,8 @@ class Resolver:
         """One argument: ours by another name, one for the rules, one that changes nothing, or refused."""
         online = algorithm.is_online
         names = renamed(online)
+        if key == "max_steps" and value == NO_LIMIT:
+            return
         if key == "dataset_name" and online:
             options.set("env.id", "dataset", key)
             options.set("env.args.path", value, key)
@@ -236,7 +265,7 @@ class Resolver:
                 key, f"{key} has no meaning for {kind} algorithms such as {algorithm.command}'s; leave it out"
             )
         elif key in (paths := set(option_paths(CONFIGS[algorithm.command]))):
-            options.values[key], options.sources[key] = value, key
+            options.set_exactly(key, value, key)
         elif placed(key, online) in paths:
             options.set(key, value, key)
         else:

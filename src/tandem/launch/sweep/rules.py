@@ -13,7 +13,7 @@ SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear
 TRACKERS = ("tensorboard", "wandb", "trackio")
 # What the rules compute with: a mistake in these would not reach the options that are checked later.
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_prompt_length")
-WHOLE = ("max_steps",)  # -1: no limit
+NO_LIMIT = -1  # max_steps of transformers where epochs count: as if it was left out
 NUMBERS = ("num_train_epochs", "eval_steps", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2")
 SWITCHES = ("bf16", "use_cpu", "use_peft", "use_vllm", "precompute_ref_log_probs", "gradient_checkpointing")
 
@@ -37,12 +37,17 @@ class Options:
     notes: list[str] = field(default_factory=list)
 
     def set(self, path: str, value: Any, key: str) -> None:
-        path = placed(path, self.online)
-        if path in self.values and self.values[path] != value:
-            raise Refused(
-                key, f"{key} and {self.sources[path]} both set {path}, to {value!r} and {self.values[path]!r}; give one"
-            )
-        self.values[path], self.sources[path] = value, key
+        """An option by its path under `sft` and `align`."""
+        self.set_exactly(placed(path, self.online), value, key)
+
+    def set_exactly(self, path: str, value: Any, key: str) -> None:
+        """An option by its path under the command itself; a table is so many options."""
+        for option, given in _leaves(path, value).items():
+            before = self.values.get(option, given)
+            if before != given:
+                other = self.sources[option]
+                raise Refused(key, f"{key} and {other} both set {option}, to {given!r} and {before!r}; give one")
+            self.values[option], self.sources[option] = given, key
 
     def compute(self, path: str, value: Any, why: str) -> None:
         """A value that was left out."""
@@ -55,6 +60,13 @@ class Options:
         """As set, or as the algorithm and the files that the experiment builds on have it."""
         path = placed(path, self.online)
         return self.values[path] if path in self.values else value_at(self.base, path)
+
+
+def _leaves(path: str, value: Any) -> dict[str, Any]:
+    """Values by dotted path. A table whose keys have dots themselves stays whole."""
+    if not isinstance(value, Mapping) or not value or any("." in key for key in value):
+        return {path: value}
+    return {leaf: inner for key in value for leaf, inner in _leaves(f"{path}.{key}", value[key]).items()}
 
 
 def value_at(tree: Mapping[str, Any], path: str) -> Any:
@@ -99,8 +111,9 @@ def _refuse_wrong_type(key: str, value: Any) -> None:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if key in COUNTS and not (is_whole and value >= 1):
         raise Refused(key, f"{key} = {value!r} is not a count; give a whole number from 1 on")
-    if key in WHOLE and not is_whole:
-        raise Refused(key, f"{key} = {value!r} is not a whole number")
+    if key == "max_steps" and not (is_whole and value >= 1):
+        told = "is not a whole number from 1 on; give one, or -1 and num_train_epochs"
+        raise Refused(key, f"{key} = {value!r} {told}")
     if key in NUMBERS and not (is_whole or isinstance(value, float)):
         raise Refused(key, f"{key} = {value!r} is not a number")
     if key in SWITCHES and not isinstance(value, bool | int):
@@ -110,12 +123,11 @@ def _refuse_wrong_type(key: str, value: Any) -> None:
 
 
 def _length(given: Mapping[str, Any], options: Options) -> None:
-    steps = given.get("max_steps", -1)
-    if steps > 0:
-        options.set("max_steps", steps, "max_steps")
+    if "max_steps" in given:
+        options.set("max_steps", given["max_steps"], "max_steps")
         # transformers lets max_steps win over num_train_epochs.
         options.values.pop("epochs", None)
-    if options.online and "num_train_epochs" in given and steps <= 0:
+    if options.online and "num_train_epochs" in given and "max_steps" not in given:
         raise Refused(
             "num_train_epochs", "num_train_epochs counts passes over rows, and `rl` counts steps; give max_steps"
         )

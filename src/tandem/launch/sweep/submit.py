@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.launch.slurm.client import require_slurm, submit
-from tandem.launch.slurm.job import sbatch_lines
+from tandem.launch.slurm.job import as_pattern, sbatch_lines
 from tandem.launch.sweep.folder import EVALUATION, SCRIPT, Run, alone, store_jobs
 from tandem.launch.sweep.states import progress_of
 from tandem.utils.files import write_atomic
@@ -77,7 +77,7 @@ def _submit_array(output_dir: Path, runs: Sequence[Run], number: int, max_jobs: 
 
 def _write_array(output_dir: Path, runs: Sequence[Run], script: str, name: str) -> Path:
     """A script that runs one of others by the number of its task; each prints into its own folder."""
-    own = {"job-name": output_dir.name, "output": f"{output_dir}/{name.removesuffix('.sh')}-%A_%a.out"}
+    own = {"job-name": output_dir.name, "output": f"{as_pattern(output_dir / name.removesuffix('.sh'))}-%A_%a.out"}
     header = [*(f"#SBATCH {line}" for line in sbatch_lines(own)), *_header(Path(runs[0].folder) / script)]
     folders = "\n".join(f"  {shlex.quote(run.folder)}" for run in runs)
     text = f"""#!/bin/bash

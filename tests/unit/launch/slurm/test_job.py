@@ -78,6 +78,69 @@ def test_what_the_user_says_wins(tmp_path: Path) -> None:
     assert "#SBATCH --requeue" not in script and "#SBATCH --no-requeue\n" in script
 
 
+@pytest.mark.parametrize(
+    "given", [{"requeue": False}, {"requeue": "false"}, {"no-requeue": True}, {"no_requeue": "true"}]
+)
+def test_requeue_is_switched_off(tmp_path: Path, programs: Callable[..., Path], given: dict[str, Any]) -> None:
+    """The warning still has the run save a checkpoint."""
+    folder = programs(
+        scontrol=f'echo "$@" >> {tmp_path}/asked',
+        python="trap 'exit 143' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done",
+    )
+    job = make_job(tmp_path, slurm=given)
+    done = run_script(job, folder, SLURM_JOB_ID="77")
+    assert done.returncode == 143 and not (tmp_path / "asked").exists(), done.stderr
+    header = [line for line in render(job).splitlines() if line.startswith("#SBATCH") and line.endswith("requeue")]
+    assert header == ["#SBATCH --no-requeue"]
+    evaluation = render(job.changed(command="evaluate", run=None))
+    assert "#SBATCH --no-requeue\n" in evaluation and "scontrol requeue" not in evaluation
+
+
+def test_flags_of_sbatch_have_no_value(tmp_path: Path) -> None:
+    given = {"exclusive": "true", "hold": "False", "no-requeue": False, "nice": True, "comment": "true"}
+    header = [line for line in render(make_job(tmp_path, slurm=given)).splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --exclusive", "#SBATCH --requeue", "#SBATCH --nice", "#SBATCH --comment=true"} <= {*header}
+    assert not [line for line in header if "hold" in line or "no-requeue" in line]
+    assert "#SBATCH --exclusive=user\n" in render(make_job(tmp_path, slurm={"exclusive": "user"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"comment": "a\nb"}, r"comment = 'a\\nb' has a line break"),
+        ({"time": {"a": 1}}, "time = {'a': 1} is not one value; give a number or a text"),
+        ({"mail_type": ["END", "FAIL"]}, "mail-type = .* is not one value"),
+        ({"mail-type": True}, "mail-type needs a value, and true is none"),
+        ({"requeue": "maybe"}, "requeue = 'maybe': sbatch takes no value for it; give true or false"),
+        ({"requeue": True, "no-requeue": True}, "requeue and no-requeue contradict each other"),
+    ],
+)
+def test_values_that_would_break_a_job_script_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SlurmConfig.model_validate(given)
+
+
+def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm(tmp_path: Path) -> None:
+    folder = tmp_path / "50%j"
+    job = make_job(tmp_path, "rl", {"nodes": 2}, serving=1, inference=tmp_path / "a.json").changed(folder=folder)
+    script = render(job)
+    assert f"#SBATCH --output={tmp_path}/50%%j/slurm-%j.out\n" in script
+    assert f"--output={tmp_path}/50%%j/inference-%N-%t.log" in script.replace("'", "")
+
+
+def test_a_line_break_does_not_break_a_job_script(tmp_path: Path) -> None:
+    assert "\n# two lines\n" in render(make_job(tmp_path, comment=["two\nlines"]))
+    with pytest.raises(UserError, match=r"output = .* has a line break, which would break the job script"):
+        render(make_job(tmp_path).changed(folder=tmp_path / "two\nlines"))
+
+
+def test_a_job_ends_where_its_environment_is_gone(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(render(make_job(tmp_path, slurm={"venv": str(tmp_path / "gone")})).replace("python -m", "echo"))
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
 @pytest.mark.parametrize("command", ["rl", "sft", "align", "evaluate"])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_scripts_are_bash(tmp_path: Path, command: str, nodes: int) -> None:
@@ -113,6 +176,19 @@ def test_where_a_job_begins(tmp_path: Path, restarts: str, checkpoint: bool, alw
     environment = {"SLURM_RESTART_COUNT": restarts, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1:] == expected
+
+
+@pytest.mark.parametrize("name", ["a[1]", "what?", "all*", "{a,b}", "it's"])
+def test_a_job_in_a_folder_named_like_a_pattern_goes_on(tmp_path: Path, name: str) -> None:
+    job = make_job(tmp_path).changed(run=tmp_path / name)
+    assert job.run is not None
+    (job.run / "checkpoints" / "step_000002").mkdir(parents=True)
+    (job.run / "checkpoints" / "step_000002" / "manifest.json").touch()
+    script = tmp_path / "job.sh"
+    script.write_text(render(job).replace("python -m", "echo"))
+    environment = {"SLURM_RESTART_COUNT": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1:] == ["--resume"]
 
 
 def test_a_warning_ends_the_command_and_the_job_is_queued_again(tmp_path: Path, programs: Callable[..., Path]) -> None:
@@ -183,6 +259,27 @@ def test_roles_are_laid_over_the_nodes_of_a_job(make_config, tmp_path: Path, mon
     assert trainer.command[-4:] == ["-m", "tandem.entrypoints.trainer", "@", f"{tmp_path}/trainer.json"]
 
 
+def test_a_script_started_by_hand_runs_its_command_here(
+    tmp_path: Path, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run_script(make_job(tmp_path), programs(python=f'echo "${{{JOB}-unset}}" >> {tmp_path}/asked'))
+    assert done.returncode == 0 and (tmp_path / "asked").read_text() == "\n", done.stderr
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    assert is_to_be_submitted(SlurmConfig())
+    monkeypatch.setenv(JOB, "")
+    assert not is_to_be_submitted(SlurmConfig()) and not in_job()
+    monkeypatch.setenv("SLURM_JOB_ID", "6")  # of a job that is not ours
+    assert is_to_be_submitted(SlurmConfig())
+
+
+def test_a_job_of_several_nodes_is_not_run_by_hand(tmp_path: Path, programs: Callable[..., Path]) -> None:
+    folder = programs(python=f"touch {tmp_path}/ran", scontrol="exit 1")
+    done = run_script(make_job(tmp_path, slurm={"nodes": 2}), folder)
+    assert done.returncode != 0 and "this is a job of 2 nodes; submit it with sbatch" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_dry_run_writes_the_job_and_submits_nothing(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +316,8 @@ def test_what_a_job_would_fail_for_is_refused_before_it_is_submitted(tmp_path: P
         sft("--slurm.nodes", "2", "--slurm.inference-nodes", "1")
     with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint"):
         sft("--resume")
+    with pytest.raises(UserError, match=r"slurm.venv = '/nope' is no virtual environment"):
+        sft("--slurm.venv", "/nope")
     sft("--slurm.dependency", "afterok:3", "--model.name", "made_by_job_3")  # and so are its rows
 
     def evaluate(*more: str) -> None:
@@ -228,6 +327,8 @@ def test_what_a_job_would_fail_for_is_refused_before_it_is_submitted(tmp_path: P
         evaluate("--model", "nowhere", "--slurm.time", "1:00")
     with pytest.raises(UserError, match=r"env.id = 'revers-text' is not known"):
         evaluate("--model", str(tiny_model), "--env.id", "revers-text", "--slurm.time", "1:00")
+    with pytest.raises(UserError, match=r"slurm.venv = '/nope' is no virtual environment"):
+        evaluate("--model", str(tiny_model), "--env.id", "reverse-text", "--slurm.venv", "/nope")
     evaluate("--model", "nowhere", "--slurm.dependency", "afterok:3")
 
 

@@ -13,7 +13,7 @@ from tests.unit.launch.sweep.conftest import Write
 from tandem.config.align import AlignConfig
 from tandem.config.base import load_config
 from tandem.entrypoints import sweep as entrypoint
-from tandem.launch.sweep.folder import Run, store_jobs
+from tandem.launch.sweep.folder import Run, store_jobs, write_sweep
 from tandem.launch.sweep.local import run_here
 from tandem.launch.sweep.results import as_csv, draw
 from tandem.launch.sweep.states import Progress, progress_of
@@ -59,6 +59,12 @@ def test_writing_again_changes_nothing_and_another_configuration_is_refused(writ
         UserError, match=r"run 'lr0.0001' was started with another configuration \(loss.beta = 0.3 → 0.4"
     ):
         entrypoint.write(write(TWO, "beta: 0.4"))
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_its_key(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written: Not a directory; choose another execution.output_dir"):
+        write_sweep(tmp_path / "file" / "sweep", write(), [])
 
 
 def test_states_come_from_files_and_from_the_queue(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +137,16 @@ def test_jobs_that_ask_for_different_things_are_different_arrays(write: Write, m
     submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None)
     assert scripts == ["array_0.sh", "array_1.sh"]
     assert "#SBATCH --cpus-per-task=2" in (output_dir / "array_1.sh").read_text()
+
+
+def test_an_array_prints_below_a_folder_with_a_percent_sign(
+    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output_dir, runs = entrypoint.write(write(TWO, output_dir=str(tmp_path / "50%j")))
+    monkeypatch.setattr("tandem.launch.sweep.submit.submit", lambda script, options: "9")
+    monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
+    submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None)
+    assert f"#SBATCH --output={tmp_path}/50%%j/array_0-%A_%a.out\n" in (output_dir / "array_0.sh").read_text()
 
 
 def test_a_plot_needs_no_metrics(write: Write) -> None:

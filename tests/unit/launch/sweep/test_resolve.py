@@ -125,6 +125,13 @@ def test_options_of_ours_are_taken_by_their_own_names(write: Write) -> None:
     assert (config.batch_size, config.loss.reference, config.data.shuffle) == (6, "model", False)
 
 
+def test_what_a_table_says_is_not_computed_again(write: Write) -> None:
+    config = config_of(
+        write("scheduler: {type: cosine, warmup_steps: 2}", "warmup_steps: 2", "loss.beta: 0.3", "beta: 0.3")
+    )
+    assert (config.scheduler.type, config.scheduler.warmup_steps, config.loss.beta) == ("cosine", 2, 0.3)
+
+
 def test_ranks_of_ones_own_count_in_the_batch(write: Write) -> None:
     config = config_of(write("parallel.ranks: 3", "per_device_train_batch_size: 2"))
     assert (config.parallel.ranks, config.batch_size) == (3, 6)
@@ -147,6 +154,15 @@ def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
     assert (config.max_steps, config.orchestrator.env.id, config.trainer.loss.type) == (7, "reverse-text", "rloo")
 
 
+def test_no_limit_of_steps_is_as_if_none_was_given(write: Write, tmp_path: Path) -> None:
+    assert (config_of(write("max_steps: -1")).epochs, config_of(write()).epochs) == (3, 3)
+    assert config_of(write("max_steps: -1", "num_train_epochs: 2")).epochs == 2
+    base = tmp_path / "base.toml"
+    base.write_text("max_steps = 7\n")
+    config = config_of(write("max_steps: -1", f"config: {base}"))
+    assert (config.max_steps, config.epochs) == (7, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -157,6 +173,14 @@ def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
             "line 3: distributed_config = 'DSZero4' is not known",
         ),
         ((), {"slurm": ("nods: 2",)}, "line 5: sbatch has no option 'nods'; did you mean 'nodes'?"),
+        ((), {"slurm": ("hold: 1",)}, "line 5: hold = '1': sbatch takes no value for it; give true or false"),
+        ((), {"slurm": ("nodes: 1", "time: {a: 1}")}, "line 6: time = {'a': '1'} is not one value"),
+        ((), {"slurm": ('comment: "a\\nb"',)}, "line 5: comment = 'a\\nb' has a line break"),
+        ((), {"slurm": ("requeue: no", "no-requeue: no")}, "line 4: requeue and no-requeue contradict each other"),
+        ((), {"slurm": ("venv: /nope",)}, "line 5: venv = '/nope' is no virtual environment"),
+        ((), {"rest": 'environment:\n  "A B": 1'}, "line 13: 'A B' is no name of a variable"),
+        ((), {"rest": "environment:\n  A: {b: 1}"}, "line 13: A = {'b': '1'} is not a text of one line"),
+        ((), {"rest": 'environment:\n  A: "a\\nb"'}, "line 13: A = 'a\\nb' is not a text of one line"),
         ((), {"slurm": ("array: 1-3",)}, "line 5: 'array' is not yours to set"),
         ((), {"model": "/nowhere"}, "line 9: model.name = '/nowhere' is not a directory"),
         (("fp16: true",), {}, "line 11: fp16 = True is not supported: half precision here is bfloat16; use bf16: true"),
@@ -172,9 +196,14 @@ def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
         (("warmup_ratio: 0.1",), {}, "line 11: warmup_ratio = 0.1 is a share of max_steps, which is not given"),
         (("eval_strategy: epoch",), {}, "line 11: eval_strategy = 'epoch' is not here"),
         (("max_length: 8", "max_seq_length: 9"), {}, "max_seq_length and max_length both set seq_len, to 9 and 8"),
+        (("beta: [0.1, 0.2]", "loss.beta: 0.3"), {}, "line 12: loss.beta and beta both set loss.beta, to 0.3 and 0.1"),
+        (("loss.beta: 0.3", "beta: 0.1"), {}, "line 12: beta and loss.beta both set loss.beta, to 0.1 and 0.3"),
+        (("beta: 0.1", "loss: {beta: 0.3}"), {}, "line 12: loss and beta both set loss.beta, to 0.3 and 0.1"),
         ((), {"script": ("dataset_name: /no/rows.jsonl",)}, "line 7: dataset_name = '/no/rows.jsonl' does not exist"),
         (("learning_rate: [1.0, 1.0]",), {}, "line 11: learning_rate has 1.0 twice"),
-        (("max_steps: three",), {}, "line 11: max_steps = 'three' is not a whole number"),
+        (("max_steps: three",), {}, "line 11: max_steps = 'three' is not a whole number from 1 on"),
+        (("max_steps: 0",), {}, "line 11: max_steps = 0 is not a whole number from 1 on; give one, or -1"),
+        (("seed: 1", "max_steps: -2"), {}, "line 12: max_steps = -2 is not a whole number from 1 on"),
         (("per_device_train_batch_size: 0",), {}, "line 11: per_device_train_batch_size = 0 is not a count"),
         (("gradient_accumulation_steps: two",), {}, "line 11: gradient_accumulation_steps = 'two' is not a count"),
         (("eval_steps: often",), {}, "line 11: eval_steps = 'often' is not a number"),
@@ -183,7 +212,13 @@ def test_a_file_of_ours_may_be_the_base(write: Write, tmp_path: Path) -> None:
         (("dataset_name: x.jsonl",), {}, "line 11: 'dataset_name' is given twice (first in line 7)"),
         ((), {"model": "None"}, "line 8: model_name_or_path is required"),
         ((), {"script": ("dataset_name: None",)}, "line 6: dataset_name is required"),
-        ((), {"output_dir": "/dev/null/sweep"}, "line 3: output_dir = '/dev/null/sweep' cannot be written"),
+        (
+            (),
+            {"output_dir": "/dev/null/sweep"},
+            "line 3: output_dir = '/dev/null/sweep' cannot be written: '/dev/null' is a file; give another one",
+        ),
+        ((), {"output_dir": "/dev/null"}, "line 3: output_dir = '/dev/null' cannot be written: it is a file"),
+        ((), {"output_dir": '"/tmp/a\\nb"'}, "cannot be written: there is a line break in it"),
         ((), {"rest": "evaluation:\n  env: revers-text"}, "line 13: env.id = 'revers-text' is not known"),
         ((), {"algorithm": "grpo", "script": ("env: nope",)}, "line 7: env = 'nope' is not known"),
         (

@@ -11,7 +11,7 @@ set -uo pipefail
 {% block setup -%}
 cd {{ directory }} || exit 1
 {% if venv -%}
-source {{ venv }}/bin/activate
+source {{ venv }}/bin/activate || exit 1
 {% endif -%}
 {% for name, value in environment -%}
 export {{ name }}={{ value }}
@@ -23,6 +23,7 @@ export TANDEM_SLURM_JOB=$job
 rendezvous_port=$((10000 + ${job:-$$} % 1000))          # of the job's own, where jobs share a node
 serving_port=$((11000 + ${job:-$$} % 1000))
 {% if nodes > 1 -%}
+: "${SLURM_JOB_NODELIST:?this is a job of {{ nodes }} nodes; submit it with sbatch}"
 address() { scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 export TANDEM_TRAINER_NODES=$(IFS=,; echo "${nodes[*]:0:{{ nodes - serving }}}")
@@ -36,12 +37,14 @@ if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS
 mode=({{ first }})
 if {{ goes_on }}; then
   mode=(--clean)
-  if compgen -G {{ run }}'/checkpoints/step_*/manifest.json' > /dev/null; then mode=(--resume); fi
+  complete=({{ run }}/checkpoints/step_*/manifest.json)  # the pattern itself where there is none
+  if [ -e "${complete[0]}" ]; then mode=(--resume); fi
 fi
 {% else -%}
 mode=()
 {% endif %}
-# SLURM's warning before the time limit: save a checkpoint, then be queued again. SIGTERM: save a checkpoint and end.
+# SLURM's warning before the time limit: save a checkpoint
+{%- if requeues %}, then be queued again. SIGTERM: save a checkpoint and end.{% else %} and end, as on SIGTERM.{% endif %}
 requeue=no
 stop=no
 main=
@@ -85,7 +88,7 @@ export -f serve
 cpus=$((${SLURM_CPUS_PER_TASK:-1} / {{ servers_per_node }}))
 srun --nodes={{ serving }} --ntasks={{ serving * servers_per_node }} --ntasks-per-node={{ servers_per_node }} \
   --nodelist="$(IFS=,; echo "${servers[*]}")" --cpus-per-task=$((cpus > 0 ? cpus : 1)) --overcommit \
-  --overlap --output={{ folder }}/inference-%N-%t.log --open-mode=append bash -c serve &
+  --overlap --output={{ prints }}/inference-%N-%t.log --open-mode=append bash -c serve &
 inference=$!
 trap 'kill -TERM $inference 2> /dev/null; wait' EXIT
 {% endif -%}
@@ -100,6 +103,8 @@ while kill -0 $main 2> /dev/null; do wait $main; code=$?; done     # a signal in
 {% for line in after -%}
 {{ line }}
 {% endfor -%}
+{% if requeues -%}
 if [ $requeue = yes ] && [ $code -ne 0 ] && [ -n "$job" ]; then scontrol requeue "$job"; fi
+{% endif -%}
 exit $code
 {% endblock %}
