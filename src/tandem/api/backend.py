@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
+WATCH_S = 0.2
 GRACE_S = 30.0
 KEEP_ROLLOUTS = 4
 STRATEGIES = {"fsdp": "zero3"}
@@ -90,6 +91,8 @@ class PyTorchTrainingBackend:
         self.run_dir = RunDir(self.config.output_dir)
         self._writer = RolloutWriter(self.run_dir.rollouts, KEEP_ROLLOUTS)
         self._num_restarts = 0
+        self._restarting = asyncio.Lock()
+        self._step = 0  # the last that it was given a batch for
         self._metrics = Follower(self.run_dir.metrics)
         self._held = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,13 +124,20 @@ class PyTorchTrainingBackend:
 
     async def train(self, batch: TrainBatch) -> "Metrics":
         """One step; its weights are published when this returns, where they are due."""
+        self._step = batch.step
         await asyncio.to_thread(self._writer.write, batch)
         while (found := self._metrics_of(batch.step)) is None:
-            if (problem := self._problem()) is not None:
-                await self._start_again(problem, batch.step)
+            await self._keep_alive()
             await asyncio.sleep(POLL_S)
         self._writer.remove_trained(max(steps_with(self.run_dir.checkpoints, MANIFEST), default=0))
         return found
+
+    async def watch(self) -> NoReturn:
+        """While others than `train` are waited for: a trainer that dies is started again, until TrainingFailed."""
+        while True:
+            if not self.is_finished:
+                await asyncio.shield(self._keep_alive())  # who stops watching does not stop it halfway
+            await asyncio.sleep(WATCH_S)
 
     def weights(self, version: int) -> Path:
         """Where the trainer publishes a version, in a format that transformers loads."""
@@ -141,7 +151,8 @@ class PyTorchTrainingBackend:
     async def close(self) -> None:
         """Wait for the last checkpoint of a trainer that has done all its steps; end one that has not."""
         try:
-            await self._end()
+            async with self._restarting:
+                await self._end()
         finally:
             self._held.close()
 
@@ -158,17 +169,25 @@ class PyTorchTrainingBackend:
                 return {key: value for key, value in record.items() if key not in ("process", "time", "step")}
         return None
 
-    async def _start_again(self, problem: str, step: int) -> None:
+    async def _keep_alive(self) -> None:
+        async with self._restarting:
+            if (problem := self._problem()) is not None:
+                await self._start_again(problem)
+
+    async def _start_again(self, problem: str) -> None:
         if self._num_restarts == self.max_restarts:
             raise TrainingFailed(problem)
         self._num_restarts += 1
         logger.warning("%s\nThe trainer is started again (%d of %d)", problem, self._num_restarts, self.max_restarts)
-        RunLog(self.run_dir, "orchestrator").event("trainer_restarted", step=step, reason=problem)
+        RunLog(self.run_dir, "orchestrator").event("trainer_restarted", step=self._step, reason=problem)
         await self._clear()
         start = newest_checkpoint(self.run_dir) or 0
         for folder in [path for path in self.run_dir.weights.glob("step_*") if (step_of(path) or 0) > start]:
             shutil.rmtree(folder)
-        self._launch(self.config.model_copy(update={"resume": start > 0}))
+        await self._launch_again(self.config.model_copy(update={"resume": start > 0}))
+
+    async def _launch_again(self, config: TrainerConfig) -> None:
+        self._launch(config)
 
     # From here on: one process, with all ranks below it.
 

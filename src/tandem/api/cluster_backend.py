@@ -41,9 +41,13 @@ class ClusterTrainingBackend(PyTorchTrainingBackend):
         self._threads = ThreadPoolExecutor(len(workers), "trainer ranks")
         self._ranks: dict[RemoteWorker, Future[dict[str, Any]]] = {}
 
-    def _launch(self, config: TrainerConfig) -> None:
-        if self._ranks and not self.cluster.restart():
+    async def _launch_again(self, config: TrainerConfig) -> None:
+        """Ray takes up to half a minute to notice that a node is gone; prompts are completed meanwhile."""
+        if not await asyncio.to_thread(self.cluster.restart):
             raise WorkerDied("the trainer's ranks cannot be started again: no node is left with room for them")
+        self._launch(config)
+
+    def _launch(self, config: TrainerConfig) -> None:
         write_run_config(self.run_dir.config, {"trainer": config.model_dump(mode="json")})
         environment = {TOKEN: os.environ[TOKEN]}  # the run directory is ours, and theirs
         message = {"cmd": "train", "config": config.model_dump(mode="json"), "environment": environment}

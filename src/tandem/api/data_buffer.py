@@ -10,8 +10,8 @@ from tandem.config.explain import explain_validation_error
 from tandem.envs.registry import make_environment
 from tandem.orchestrator.tasks import TaskOrder
 from tandem.rewards.calls import prompt_of
-from tandem.types.rollout import Task
-from tandem.utils.errors import UserError
+from tandem.types.rollout import Message, Task
+from tandem.utils.errors import UserError, shorten
 
 Row = str | tuple[str, str] | Mapping[str, Any] | Task
 """A prompt; a prompt and its answer; a table with prompt (or messages), answer and info; or a Task."""
@@ -43,10 +43,10 @@ class DataBuffer:
     """
 
     def __init__(self, rows: Iterable[Row], seed: int = 0, *, eval_rows: Iterable[Row] = ()) -> None:
-        self.tasks: Sequence[Task] = [_task(number, row) for number, row in enumerate(rows)]
+        self.tasks: Sequence[Task] = _tasks("rows", rows)
         if not self.tasks:
             raise UserError("DataBuffer has no rows; give at least one prompt")
-        self.eval_tasks: Sequence[Task] = [_task(number, row) for number, row in enumerate(eval_rows)]
+        self.eval_tasks: Sequence[Task] = _tasks("eval_rows", eval_rows)
         self.env: EnvConfig | None = None  # whose reward, or whose episodes, count where no reward is given
         self.has_conversations = False
         self.position = 0
@@ -91,19 +91,47 @@ class DataBuffer:
         return self._order.place(order)
 
 
+def _tasks(name: str, rows: Iterable[Row]) -> list[Task]:
+    if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+        raise UserError(f"{name} = {shorten(repr(rows), 80)} is no list of rows; give one, as in [('2 + 2', '4')]")
+    return [_task(number, row) for number, row in enumerate(rows)]
+
+
 def _task(number: int, row: Row) -> Task:
     if isinstance(row, Task):
         return row
     if isinstance(row, str):
         row = {"prompt": row}
-    elif isinstance(row, tuple):
+    elif isinstance(row, tuple) and len(row) == 2:
         prompt, answer = row
         row = {"prompt": prompt, "answer": answer}
+    elif not isinstance(row, Mapping):
+        raise UserError(
+            f"row {number} is {shorten(repr(row), 80)}; give a prompt, (prompt, answer), a table with prompt or "
+            "messages, or a Task"
+        )
     unknown = row.keys() - {"prompt", "messages", "answer", "info"}
     if unknown or ("prompt" in row) == ("messages" in row):
+        keys = ", ".join(map(repr, row)) or "no keys"
+        raise UserError(f"row {number} has {keys}; give prompt or messages, and answer and info where there are some")
+    info = row.get("info") or {}
+    if not isinstance(info, Mapping):
+        raise UserError(f"row {number}: info = {shorten(repr(info), 80)} is no table; give one")
+    return Task(number, _messages(number, row), str(row.get("answer", "")), dict(info))
+
+
+def _messages(number: int, row: Mapping[str, Any]) -> list[Message]:
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str):
+            raise UserError(
+                f"row {number}: prompt = {shorten(repr(row['prompt']), 80)} is no text; give one, or messages"
+            )
+        return [{"role": "user", "content": row["prompt"]}]
+    given = row["messages"]
+    messages = list(given) if isinstance(given, Iterable) else []
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise UserError(
-            f"row {number} has {', '.join(map(repr, row))}; give prompt or messages, and answer and info where there "
-            "are some"
+            f"row {number}: messages = {shorten(repr(given), 80)} is no list of messages; give one, as in "
+            "[{'role': 'user', 'content': '2 + 2'}]"
         )
-    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-    return Task(number, list(messages), str(row.get("answer", "")), dict(row.get("info") or {}))
+    return messages

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from tandem.types.rollout import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
 GATHER_S = 0.005  # prompts of a batch arrive one by one; whoever takes many at once waits for them so long
+RETRY_S = (1.0, 5.0, 20.0)  # one that dies while it is started again is tried after so long, as often as this
 
 
 class SamplerGone(RuntimeError):
@@ -60,63 +61,75 @@ class Sampler(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class Member:
+    """A sampler from when it joins the pool until it is lost; one that comes back is another member."""
+
+    sampler: Sampler
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
 class SamplerPool:
     """For one event loop. `generate` may be called for any number of prompts at once."""
 
     def __init__(self) -> None:
-        self.samplers: list[Sampler] = []
+        self._members: list[Member] = []
         self._queue: deque[Job] = deque()
-        self._filled = asyncio.Condition()
+        self._filled = asyncio.Event()  # set while there are jobs in the queue
         self._tasks: set[asyncio.Task[None]] = set()
         self._reviving = 0
         self._weights: tuple[Path, int] | None = None
-        self._last_loss: SamplerGone | None = None
+        self._last_loss: Exception | None = None
 
     def add(self, sampler: Sampler) -> None:
         """It has the weights that are served."""
-        self.samplers.append(sampler)
-        for _ in range(sampler.slots):
-            self._start(self._work(sampler))
+        member = Member(sampler)
+        self._members.append(member)
+        member.tasks = [self._start(self._work(member)) for _ in range(sampler.slots)]
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         """`sampling.n` completions of one prompt."""
-        if not self.samplers and not self._reviving:
+        if not self._members and not self._reviving:
             raise self._none_left()
         job = Job(prompt_ids, sampling, asyncio.get_running_loop().create_future())
-        async with self._filled:
-            self._queue.append(job)
-            self._filled.notify()
+        self._queue.append(job)
+        self._filled.set()
         return await job.answer
 
     async def load(self, path: Path, version: int) -> None:
-        """Returns when every sampler that is there has the weights."""
+        """Returns when every sampler that is there has the weights. One that is lost meanwhile gets them when it comes
+        back."""
         self._weights = (path, version)
-        samplers = list(self.samplers)
-        results = await asyncio.gather(*(one.load(path, version) for one in samplers), return_exceptions=True)
-        for sampler, result in zip(samplers, results, strict=True):
+        members = list(self._members)
+        loading = (member.sampler.load(path, version) for member in members)
+        results = await asyncio.gather(*loading, return_exceptions=True)
+        for member, result in zip(members, results, strict=True):
             if isinstance(result, SamplerGone):
-                self._lose(sampler, result)
-            elif isinstance(result, BaseException):
+                self._lose(member, result)
+            elif isinstance(result, BaseException) and member in self._members:
                 raise result
-        if not self.samplers and not self._reviving:
+        if not self._members and not self._reviving:
             raise self._none_left()
 
     async def close(self) -> None:
         """Whoever made the samplers ends them."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, sampler: Sampler) -> None:
-        while sampler in self.samplers:
-            jobs = await self._take(sampler)
+    async def _work(self, member: Member) -> None:
+        while member in self._members:
+            jobs = await self._take(member.sampler)
             try:
-                completions = await sampler.sample(jobs)
+                completions = await member.sampler.sample(jobs)
             except SamplerGone as error:
-                self._queue.extendleft(reversed(jobs))
-                self._lose(sampler, error)
-                await self._wake_all()
+                self._put_back(jobs)
+                self._lose(member, error)
                 return
+            except asyncio.CancelledError:  # it was lost while it had them
+                self._put_back(jobs)
+                raise
             except Exception as error:  # whoever waits for the prompt learns why it cannot be completed
                 for job in jobs:
                     _end(job, error)
@@ -127,53 +140,74 @@ class SamplerPool:
     async def _take(self, sampler: Sampler) -> list[Job]:
         """What comes next: of many prompts several at a time, of few one, so that all have something to do to the
         end."""
-        async with self._filled:
-            await self._filled.wait_for(lambda: self._queue)
-        if sampler.slots == 1:
-            await asyncio.sleep(GATHER_S)
-        slots = sum(one.slots for one in self.samplers)
-        count = min(max(1, len(self._queue) // (2 * max(1, slots))), len(self._queue))
+        while not self._queue:
+            await self._filled.wait()
+            if sampler.slots == 1:
+                await asyncio.sleep(GATHER_S)
+        slots = sum(member.sampler.slots for member in self._members)
+        count = max(1, len(self._queue) // (2 * max(1, slots)))
         jobs = [self._queue.popleft() for _ in range(count)]
-        return jobs if jobs else await self._take(sampler)
+        if not self._queue:
+            self._filled.clear()
+        return jobs
 
-    def _lose(self, sampler: Sampler, error: SamplerGone) -> None:
+    def _put_back(self, jobs: Sequence[Job]) -> None:
+        self._queue.extendleft(reversed(jobs))
+        self._filled.set()
+
+    def _lose(self, member: Member, error: SamplerGone) -> None:
         """The first who notices takes it out and tries to bring it back."""
-        if sampler not in self.samplers:
+        if member not in self._members:
             return
-        self.samplers.remove(sampler)
+        self._members.remove(member)
         self._last_loss = error
         self._reviving += 1
-        logger.warning("%s; %d are left", error, len(self.samplers))
-        self._start(self._bring_back(sampler))
+        logger.warning("%s; %d are left", error, len(self._members))
+        self._start(self._bring_back(member))
 
-    async def _bring_back(self, sampler: Sampler) -> None:
+    async def _bring_back(self, member: Member) -> None:
+        """Nothing is asked of it until it has the weights that are served by then."""
         try:
-            if await sampler.revive():
+            for task in member.tasks:
+                task.cancel()
+            await asyncio.gather(*member.tasks, return_exceptions=True)
+            if await self._revive(member.sampler):
+                logger.info("%s takes part again", member.sampler.name)
+                self.add(member.sampler)
+        except Exception as error:  # the others go on without it
+            self._last_loss = error
+            logger.warning("%s did not come back: %s", member.sampler.name, error)
+        finally:
+            self._reviving -= 1
+            if not self._members and not self._reviving:
+                while self._queue:
+                    _end(self._queue.popleft(), self._none_left())
+
+    async def _revive(self, sampler: Sampler) -> bool:
+        waits = iter(RETRY_S)
+        while True:
+            try:
+                if not await sampler.revive():
+                    return False
                 loaded = None
                 while self._weights is not None and loaded != self._weights:
                     loaded = self._weights
                     await sampler.load(*loaded)
-                logger.info("%s takes part again", sampler.name)
-                self.add(sampler)
-        except SamplerGone as error:
-            logger.warning("%s did not come back: %s", sampler.name, error)
-        finally:
-            self._reviving -= 1
-            if not self.samplers and not self._reviving:
-                while self._queue:
-                    _end(self._queue.popleft(), self._none_left())
+                return True
+            except SamplerGone as error:
+                if (wait_s := next(waits, None)) is None:
+                    raise
+                logger.warning("%s; the next try is in %g s", error, wait_s)
+                await asyncio.sleep(wait_s)
 
     def _none_left(self) -> NoSamplersLeft:
         return NoSamplersLeft(f"nothing is left that could complete prompts; the last loss: {self._last_loss}")
 
-    async def _wake_all(self) -> None:
-        async with self._filled:
-            self._filled.notify_all()
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _end(job: Job, outcome: list[Completion] | Exception) -> None:

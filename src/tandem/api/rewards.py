@@ -2,24 +2,39 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from tandem.api.data_buffer import Prompt
-from tandem.config.rewards import AnyReward, RewardConfig
+from tandem.api.reward_processes import RewardProcesses, num_processes
+from tandem.api.threads import DaemonThreads, GivenUp
+from tandem.config.base import Config
+from tandem.config.explain import explain_validation_error
+from tandem.config.rewards import AnyReward, CodeConfig, OwnConfig
 from tandem.envs.protocol import Score
 from tandem.rewards.calls import Call
-from tandem.rewards.registry import make_call, require_installed
+from tandem.rewards.pool import RewardFailed
+from tandem.rewards.registry import is_slow, make_call, require_installed
+from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
+
+MAX_THREADS = 32  # calls of a user's reward under way, those that were given up not counted
 
 
 class Scorer(Protocol):
     """A reward object; `score` may be async."""
 
     def score(self, prompt: str, response: str) -> Any: ...
+
+
+class _Named(Config):
+    """Where a reward stands in the messages about it."""
+
+    reward: AnyReward
 
 
 class Reward:
@@ -32,18 +47,34 @@ class Reward:
 
     def __init__(self, type: str, **options: Any) -> None:
         try:
-            config: RewardConfig = TypeAdapter(AnyReward).validate_python({"type": type, **options})
+            config = _Named.model_validate({"reward": {"type": type, **options}}).reward
         except ValidationError as error:
-            problem = error.errors()[0]
-            raise UserError(f"Reward({type!r}): {'.'.join(map(str, problem['loc'][1:]))} {problem['msg']}") from error
+            raise UserError(f"Reward({type!r}): {explain_validation_error(_Named, error)}") from error
         require_installed(config)
-        self._call = make_call(config)
+        make_call(config, make=False)
+        self.config = config
 
     def score(self, prompt: str, response: str) -> Any:
-        """A number; of rewards that ask a server, something to await."""
+        """A number; of rewards that ask a server, something to await. What may take long is computed in a process of
+        its own, within timeout_s."""
         prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
         task = Task(0, [{"role": "user", "content": str(prompt)}], prompt.answer, dict(prompt.info))
-        return self._call(self._call.arguments(task, response))
+        arguments = self._call.arguments(task, response)
+        if is_slow(self.config, self._call) and not isinstance(self.config, OwnConfig):
+            return self.config.weight * self._processes.score(arguments)
+        value = self._call(arguments)
+        return self._weighted(value) if inspect.isawaitable(value) else self.config.weight * value
+
+    async def _weighted(self, value: Awaitable[float]) -> float:
+        return self.config.weight * await value
+
+    @cached_property
+    def _call(self) -> Call:
+        return make_call(self.config)
+
+    @cached_property
+    def _processes(self) -> RewardProcesses:
+        return RewardProcesses(self.config)
 
 
 class MathReward(Reward):
@@ -65,26 +96,68 @@ class RewardedTasks:
         train_tasks: Sequence[Task] = (),
         eval_tasks: Sequence[Task] = (),
     ) -> None:
-        self.timeout_s = timeout_s
         self.train_tasks = train_tasks
         self.eval_tasks = eval_tasks
-        self._call = _call_of(reward)
+        named = Reward(reward) if isinstance(reward, str) else reward
+        self._scoring = NamedScoring(named, timeout_s) if isinstance(named, Reward) else OwnScoring(named, timeout_s)
 
     async def score(self, task: Task, completion: str) -> Score:
-        async with asyncio.timeout(self.timeout_s):
-            if self._call.is_async:
+        return await self._scoring.score(task, completion)
+
+    async def close(self) -> None:
+        await self._scoring.close()
+
+
+class NamedScoring:
+    """A `Reward`, scored as `rl` scores it: what may take long in processes that can be killed. A timeout_s of its own
+    comes first."""
+
+    def __init__(self, reward: Reward, timeout_s: float) -> None:
+        config = reward.config
+        has_limit = "timeout_s" in config.model_fields_set or isinstance(config, CodeConfig)  # which has one for a test
+        if not has_limit:
+            config = config.model_copy(update={"timeout_s": timeout_s})
+        self._rewards = WeightedRewards([config], num_processes())
+
+    async def score(self, task: Task, completion: str) -> Score:
+        return sum((await self._rewards.score(task, completion)).values())
+
+    async def close(self) -> None:
+        await self._rewards.close()
+
+
+class OwnScoring:
+    """A user's object or function, in this interpreter: awaited where it is async, in threads where it is not."""
+
+    def __init__(self, reward: Scorer | Callable[..., Any], timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._call = _call_of(reward)
+        self._threads = DaemonThreads(MAX_THREADS, "rewards")
+
+    async def score(self, task: Task, completion: str) -> Score:
+        if self._call.is_async:
+            async with asyncio.timeout(self.timeout_s):
                 return await self._score(task, completion)
-            # In a thread: a reward that computes does not keep the next requests waiting.
-            score = await asyncio.to_thread(self._score, task, completion)
-            return await score if inspect.isawaitable(score) else score
+        # In a thread: a reward that computes does not keep the next requests waiting.
+        try:
+            score = await self._threads.run(self.timeout_s, self._score, task, completion)
+        except GivenUp as error:
+            raise RewardFailed(f"the reward took longer than reward_timeout_s = {self.timeout_s:g} s") from error
+        if not inspect.isawaitable(score):
+            return score
+        async with asyncio.timeout(self.timeout_s):
+            return await score
+
+    async def close(self) -> None:
+        """Calls that were given up end when they do, or with the program."""
+        self._threads.close()
 
     def _score(self, task: Task, completion: str) -> Any:
         arguments = self._call.arguments(task, completion)
         return self._call(arguments | ({"prompt": Prompt.of(task)} if "prompt" in arguments else {}))
 
 
-def _call_of(reward: Scorer | Callable[..., Any] | str) -> Call:
-    reward = Reward(reward) if isinstance(reward, str) else reward
+def _call_of(reward: Scorer | Callable[..., Any]) -> Call:
     if (score := getattr(reward, "score", None)) is not None:
         return Call(score, scores=True)
     if not callable(reward):

@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic import TypeAdapter, ValidationError
+
 from tandem.api.data_buffer import DataBuffer
 from tandem.api.engines import InferenceEngine
 from tandem.api.pool import Job, Sampler, SamplerGone, SamplerPool
 from tandem.api.rewards import RewardedTasks, Scorer
+from tandem.api.threads import DaemonThreads, GivenUp
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.process import open_environment
 from tandem.envs.protocol import Environment
@@ -32,6 +34,8 @@ from tandem.utils.run_dir import RunDir
 
 if TYPE_CHECKING:
     from tandem.api.training import RLTrainingConfig
+
+COMPLETIONS = TypeAdapter(list[list[Completion]])
 
 
 class RolloutManager:
@@ -159,7 +163,9 @@ class RolloutManager:
         """Users' environments run in a process of their own, under their time limits, as under `rl`."""
         buffer = self.data_buffer
         if self.reward is not None:
-            return RewardedTasks(self.reward, config.reward_timeout_s, buffer.tasks, buffer.eval_tasks)
+            rewarded = RewardedTasks(self.reward, config.reward_timeout_s, buffer.tasks, buffer.eval_tasks)
+            self._closing.push_async_callback(rewarded.close)
+            return rewarded
         assert buffer.env is not None, "check comes first"
         environment = await self._closing.enter_async_context(open_environment(buffer.env))
         await try_environment(environment, buffer.env)
@@ -235,7 +241,8 @@ class Worker(Protocol):
 class RemoteRolloutManager(RolloutManager):
     """The same over workers on other nodes, which run `tandem.api.workers.inference` or a function of your own that
     answers the same messages. Any number of prompts goes over any number of workers; each takes as much as it gets
-    done. If one dies, its prompts go to the others, and it is started again where that is possible."""
+    done. If one dies, or does not answer within config.worker_timeout_s, its prompts go to the others, and it is
+    started again where that is possible."""
 
     def __init__(
         self,
@@ -274,31 +281,35 @@ class RemoteRolloutManager(RolloutManager):
             "options": self.options,
             "weight_roots": [str(run_dir.root.resolve())],
         }
-        # One thread for each: a call blocks it until the worker answers, and rewards need threads too.
-        threads = ThreadPoolExecutor(len(self.workers), "inference workers")
-        self._closing.callback(threads.shutdown, wait=False)
-        remote = [RemoteSampler(worker, message, threads) for worker in self.workers]
+        assert self.config is not None, "start comes first"
+        remote = [RemoteSampler(worker, message, self.config.worker_timeout_s) for worker in self.workers]
+        for one in remote:
+            self._closing.callback(one.close)
         await asyncio.gather(*(one.open() for one in remote))
         return [*remote, *engines]
 
 
 class RemoteSampler:
-    """A worker as the pool sees it: one message at a time."""
+    """A worker as the pool sees it: one message at a time. One that does not answer within `timeout_s` is gone."""
 
     slots = 1
 
-    def __init__(self, worker: Worker, first_message: dict[str, Any], threads: Executor) -> None:
+    def __init__(self, worker: Worker, first_message: dict[str, Any], timeout_s: float) -> None:
         self.worker = worker
         self.first_message = first_message
-        self.threads = threads
+        self.timeout_s = timeout_s
+        self._thread = DaemonThreads(1, worker.name)
         self._turn = asyncio.Lock()
+        self._is_open = False
 
     @property
     def name(self) -> str:
         return self.worker.name
 
     async def open(self) -> None:
-        await self._call(self.first_message)
+        """Returns when the worker has its engine."""
+        async with self._turn:
+            await self._open()
 
     async def sample(self, jobs: Sequence[Job]) -> list[list[Completion]]:
         asked = [{"prompt_ids": job.prompt_ids, "sampling": asdict(job.sampling)} for job in jobs]
@@ -308,7 +319,13 @@ class RemoteSampler:
                 f"{self.name} answered `generate` with {shorten(str(answer), 200)}; whoever sends it messages has to "
                 "receive their answers"
             )
-        completions = [[Completion(**one) for one in group] for group in answer["completions"]]
+        try:
+            completions = COMPLETIONS.validate_python(answer["completions"])
+        except ValidationError as error:
+            raise UserError(
+                f"{self.name} answered `generate` with completions = {shorten(repr(answer['completions']), 200)}; give "
+                "a list for each prompt, of tables with token_ids, logprobs, versions and finish_reason"
+            ) from error
         if [len(group) for group in completions] != [job.sampling.n for job in jobs]:
             raise SamplerGone(
                 f"{self.name} answered {len(jobs)} prompts with {list(map(len, completions))} completions"
@@ -319,17 +336,45 @@ class RemoteSampler:
         await self._call({"cmd": "update_weights", "path": str(path.resolve()), "version": version})
 
     async def revive(self) -> bool:
-        if not await asyncio.get_running_loop().run_in_executor(self.threads, self.worker.restart):
-            return False
-        await self.open()
+        async with self._turn:
+            if not await self._in_time("restart", self.worker.restart):
+                return False
+            await self._open()
         return True
+
+    def close(self) -> None:
+        """Whoever started the worker ends it."""
+        self._thread.close()
+
+    async def _open(self) -> None:
+        await self._exchange(self.first_message)
+        self._is_open = True
 
     async def _call(self, message: dict[str, Any]) -> dict[str, Any]:
         async with self._turn:
-            try:
-                answer = await asyncio.get_running_loop().run_in_executor(self.threads, self.worker.call, message)
-            except WorkerDied as error:
-                raise SamplerGone(str(error)) from error
+            if not self._is_open:  # who waited for this turn must not meet a worker that has just been started again
+                raise SamplerGone(f"{self.name} died")
+            return await self._exchange(message)
+
+    async def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer = await self._in_time(message["cmd"], self.worker.call, message)
+        except WorkerDied as error:
+            self._is_open = False
+            raise SamplerGone(str(error)) from error
+        if not isinstance(answer, dict):
+            raise UserError(
+                f"{self.name} answered `{message['cmd']}` with {shorten(repr(answer), 200)}; every answer is a table"
+            )
         if "error" in answer:
             raise UserError(f"{self.name}: {answer['error']}")
         return answer
+
+    async def _in_time(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return await self._thread.run(self.timeout_s, function, *arguments)
+        except GivenUp as error:
+            self._is_open = False
+            raise SamplerGone(
+                f"{self.name} has not answered `{what}` within worker_timeout_s = {self.timeout_s:g} s"
+            ) from error

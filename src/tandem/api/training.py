@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -25,10 +25,12 @@ from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.orchestrator.state import OrchestratorState
 from tandem.types.rollout import Group, TrainBatch
+from tandem.utils.errors import UserError
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.run_dir import RunDir
 
 Metrics = dict[str, float]
+T = TypeVar("T")
 
 
 class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
@@ -55,6 +57,18 @@ class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
 
     reward_tries: int = Field(default=3, ge=1)
     """Attempts at a task whose rewards fail, before the task is set aside."""
+
+    worker_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long a worker may take to answer one message, or to start again. Past that, it counts as dead."""
+
+    if not TYPE_CHECKING:  # which knows the options otherwise
+
+        def __init__(self, **options: Any) -> None:
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                problem = explain_validation_error(RLTrainingConfig, error)
+                raise UserError(f"RLTrainingConfig: {problem}") from error
 
     @property
     def orchestrator(self) -> OrchestratorConfig:
@@ -93,6 +107,10 @@ class TrainingBackend(Protocol):
 
     async def train(self, batch: TrainBatch) -> Metrics: ...
 
+    async def watch(self) -> NoReturn:
+        """Until it is cancelled; raises when training cannot go on. It runs while `train` does not."""
+        ...
+
     def weights(self, version: int) -> Path: ...
 
     async def close(self) -> None: ...
@@ -121,7 +139,7 @@ async def run_rl_training(
         stack.push_async_callback(backend.close)
         done = await backend.start(config)
         stack.push_async_callback(manager.close)
-        await manager.start(config, backend.model_dir, backend.run_dir)
+        await _watched(backend, manager.start(config, backend.model_dir, backend.run_dir))
         if done:
             state = OrchestratorState.load(backend.run_dir, done)
             manager.data_buffer.position = state.next_order
@@ -143,12 +161,12 @@ async def _loop(
     run_log, served = RunLog(backend.run_dir, "orchestrator"), done
     history: list[Metrics] = []
     if manager.evaluator is not None and not done:
-        history.append({"step": 0, "eval/reward": await manager.evaluate(0, backend.run_dir)})
+        history.append({"step": 0, "eval/reward": await _watched(backend, manager.evaluate(0, backend.run_dir))})
     generating = asyncio.ensure_future(manager.generate_batch())
     try:
         for step in range(done + 1, config.num_steps + 1):
             started = time.monotonic()
-            groups = await generating
+            groups = await _watched(backend, generating)
             generated_s = time.monotonic() - started
             left_out, state = manager.filter.take_metrics(), _state(step, manager.data_buffer)
             is_last = step == config.num_steps
@@ -160,7 +178,7 @@ async def _loop(
                 await manager.update_weights(backend.weights(step), step)
                 previous, served = served, step
                 if manager.evaluator is not None and manager.evaluator.is_due(previous, served, config.num_steps):
-                    trained["eval/reward"] = await manager.evaluate(served, backend.run_dir)
+                    trained["eval/reward"] = await _watched(backend, manager.evaluate(served, backend.run_dir))
             if not config.overlap and not is_last:
                 generating = asyncio.ensure_future(manager.generate_batch())
             times = {"generate_s": generated_s, "step_s": time.monotonic() - started}
@@ -172,6 +190,18 @@ async def _loop(
         generating.cancel()
         await asyncio.gather(generating, return_exceptions=True)
     return history
+
+
+async def _watched(backend: TrainingBackend, work: Awaitable[T]) -> T:
+    """The result of `work`, unless the trainer fails meanwhile."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(backend.watch())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else watching.result()
+    finally:
+        for one in (working, watching):
+            one.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _make_batch(groups: Sequence[Group], step: int, config: RLTrainingConfig, run_dir: RunDir) -> TrainBatch:

@@ -1,13 +1,17 @@
 """The small parts of the Python API: imports, data, rewards, GPUs."""
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 import tandem
 from tandem import (
@@ -24,6 +28,7 @@ from tandem.api import backend, engines, run
 from tandem.api.gpus import gpu_environment
 from tandem.api.rewards import RewardedTasks
 from tandem.api.run import parse
+from tandem.rewards.pool import RewardFailed
 from tandem.types.rollout import Task
 
 
@@ -57,10 +62,38 @@ def test_a_data_buffer_gives_every_row_once_an_epoch_however_many_are_asked_for(
     assert buffer.tasks[0].answer == "4" and buffer.tasks[1].messages[0]["content"] == "Say hello"
 
 
+def refusal(work: Callable[[], object]) -> str:
+    """What a user is told, in one line."""
+    with pytest.raises(UserError) as refused:
+        work()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("rows", [[], [{"question": "?"}], [{"prompt": "?", "messages": []}]])
 def test_rows_that_are_none_are_refused(rows: list[Any]) -> None:
-    with pytest.raises(UserError, match="give"):
-        DataBuffer(rows)
+    assert "give" in refusal(lambda: DataBuffer(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("abc", "rows = 'abc' is no list of rows"),
+        ({"prompt": "a"}, "rows = {'prompt': 'a'} is no list of rows"),
+        (None, "rows = None is no list of rows"),
+        ([1], "row 0 is 1; give a prompt"),
+        (["a", ("a", "b", "c", "d")], "row 1 is ('a', 'b', 'c', 'd'); give a prompt"),
+        ([{}], "row 0 has no keys"),
+        ([{"prompt": 5}], "row 0: prompt = 5 is no text"),
+        ([(None, "b")], "row 0: prompt = None is no text"),
+        ([{"messages": "a"}], "row 0: messages = 'a' is no list of messages"),
+        ([{"messages": []}], "row 0: messages = [] is no list of messages"),
+        ([("a", "b"), {"prompt": "a", "info": 5}], "row 1: info = 5 is no table"),
+    ],
+)
+def test_what_is_no_row_is_named(rows: Any, problem: str) -> None:
+    assert problem in refusal(lambda: DataBuffer(rows))
+    assert problem.replace("rows =", "eval_rows =") in refusal(lambda: DataBuffer(["a"], eval_rows=rows))
 
 
 def test_what_is_set_aside_is_left_out() -> None:
@@ -81,9 +114,18 @@ def test_tasks_of_an_environment() -> None:
         DataBuffer.from_env({"id": "arithmetic", "arg": {}})
 
 
-def score(reward: Any, completion: str) -> Any:
+async def scores(reward: Any, *completions: str, timeout_s: float = 60) -> list[Any]:
+    """Rewards of completions, one after the other; what went wrong in place of those that fail."""
     task = Task(0, [{"role": "user", "content": "What is 1/4 + 1/4?"}], "1/2", {"weight": 3})
-    return asyncio.run(RewardedTasks(reward, timeout_s=60).score(task, completion))
+    rewarded = RewardedTasks(reward, timeout_s)
+    try:
+        return [(await asyncio.gather(rewarded.score(task, one), return_exceptions=True))[0] for one in completions]
+    finally:
+        await rewarded.close()
+
+
+def score(reward: Any, completion: str) -> Any:
+    return asyncio.run(scores(reward, completion))[0]
 
 
 class ByPrompt:
@@ -109,9 +151,11 @@ def test_rewards_of_all_kinds() -> None:
 
 
 def test_rewards_that_are_none_are_refused() -> None:
-    for wrong in (lambda: Reward("nmeric"), lambda: Reward("numeric", tolerence=1), lambda: RewardedTasks(3, 1)):  # type: ignore[arg-type]
-        with pytest.raises(UserError):
-            wrong()
+    assert "did you mean 'numeric'?" in refusal(lambda: Reward("nmeric"))
+    assert "one of: exact_match, normalized_match" in refusal(lambda: Reward("nope"))
+    assert "did you mean 'tolerance'?" in refusal(lambda: Reward("numeric", tolerence=1))
+    assert "tolerance = -1 is not valid" in refusal(lambda: Reward("numeric", tolerance=-1))
+    assert "neither a function" in refusal(lambda: RewardedTasks(3, 1))  # type: ignore[arg-type]
 
 
 def test_a_reward_that_hangs_is_given_up() -> None:
@@ -122,6 +166,56 @@ def test_a_reward_that_hangs_is_given_up() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(RewardedTasks(Hangs(), timeout_s=0.01).score(Task(0, [], ""), "x"))
+
+
+ENDLESS = "\\boxed{9^{9^{9^9}}}"
+
+
+def test_a_reward_that_holds_the_interpreter_costs_its_own_rollout() -> None:
+    right = "\\boxed{0.5}"
+    before, lost, after = asyncio.run(scores("math", right, ENDLESS, right, timeout_s=PATIENCE))
+    assert isinstance(lost, RewardFailed) and f"timeout_s = {PATIENCE:g} s" in str(lost)
+    assert before == after == 1.0
+    (lost,) = asyncio.run(scores(Reward("math", timeout_s=0.5), ENDLESS, timeout_s=600))
+    assert "timeout_s = 0.5 s" in str(lost), "its own limit comes first"
+
+
+def test_so_does_one_that_is_part_of_a_users() -> None:
+    class WithLength:
+        def __init__(self) -> None:
+            self.math = Reward("math", timeout_s=PATIENCE, weight=2.0)
+
+        def score(self, prompt: Prompt, response: str) -> float:
+            return self.math.score(prompt, response) + len(response)
+
+    lost, found = asyncio.run(scores(WithLength(), ENDLESS, "0.5"))
+    assert isinstance(lost, RewardFailed) and found == 5.0
+
+
+def test_rewards_by_import_path_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "pids_as_rewards.py").write_text("import os\n\ndef pid(completion, answer):\n    return os.getpid()\n")
+    assert score(f"{tmp_path}/pids_as_rewards.py:pid", "x") != os.getpid()
+
+
+def test_a_program_ends_though_a_reward_hangs() -> None:
+    code = """
+import asyncio, time
+from tandem.api.rewards import RewardedTasks
+from tandem.types.rollout import Task
+
+def reward(completion, answer):
+    time.sleep(float(completion))
+    return 1.0
+
+async def main():
+    rewarded, task = RewardedTasks(reward, timeout_s=1), Task(0, [], "")
+    lost = await asyncio.gather(*(rewarded.score(task, "1e6") for _ in range(40)), return_exceptions=True)
+    print(sum("reward_timeout_s = 1 s" in str(one) for one in lost), await rewarded.score(task, "0"))
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60 * PATIENCE)
+    assert ended.stdout.split() == ["40", "1.0"], ended.stderr
 
 
 def test_gpu_ids_count_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +238,11 @@ def test_mistakes_in_options_name_the_key() -> None:
         NativeEngine("models/x", seqlen=3)
     with pytest.raises(UserError, match="both given"):
         NativeEngine("models/x", 0, gpu_ids=[1])
-    with pytest.raises(ValueError, match=r"group_size = 1 .* set group_size to 2 or more"):
-        RLTrainingConfig(num_steps=1, group_size=1)
-    with pytest.raises(ValueError, match="max_tokens = 64 leaves no room for a prompt"):
-        RLTrainingConfig(num_steps=1, max_tokens=64, seq_len=64)
+    assert "set group_size to 2 or more" in refusal(lambda: RLTrainingConfig(num_steps=1, group_size=1))
+    too_long = refusal(lambda: RLTrainingConfig(num_steps=1, max_tokens=64, seq_len=64))
+    assert "max_tokens = 64 leaves no room for a prompt" in too_long
+    unknown = refusal(lambda: RLTrainingConfig(num_steps=1, groupsize=2))  # type: ignore[call-arg]
+    assert "did you mean 'group_size'?" in unknown
     assert PyTorchTrainingBackend("models/x", strategy="fsdp").config.parallel.strategy == "zero3"
 
 
@@ -160,6 +255,9 @@ def test_rl_takes_a_file_or_a_table_and_what_is_laid_over_it() -> None:
         parse("examples/reverse_text/rl.toml", {"max_step": 7})
     with pytest.raises(UserError, match="final"):
         parse(config, {"max_steps": 7})
+    wrong: Any
+    for wrong in (None, 5):
+        assert f"config = {wrong} is none of a file" in refusal(partial(tandem.rl, wrong))
 
 
 def test_names_of_others_lead_to_ours() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.api.samplers import SAMPLING, FakeSampler
 
-from tandem.api.pool import Job, NoSamplersLeft, SamplerPool
+from tandem.api import pool as pool_module
+from tandem.api.pool import Job, NoSamplersLeft, SamplerGone, SamplerPool
 from tandem.types.rollout import Completion
 
 
@@ -66,6 +67,119 @@ def test_what_comes_back_has_the_weights_that_are_served_by_then() -> None:
         await pool.load(Path("weights"), 3)
         check_echoes(answers := await generate_all(pool, 5), 5)
         assert mortal.loaded == [3, 3] and {v for group in answers for one in group for v in one.versions} == {3}
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_is_asked_of_one_that_was_lost_until_it_is_back_with_its_weights() -> None:
+    class DiesOfWeights(FakeSampler):
+        """Dies when it is given version 1; comes back when `may_return` is set."""
+
+        may_return = asyncio.Event()
+        is_there = True
+
+        async def sample(self, jobs: Sequence[Job]) -> list[list[Completion]]:
+            assert self.is_there and self.loaded == [0, 1]
+            return await super().sample(jobs)
+
+        async def load(self, path: Path, version: int) -> None:
+            if version == 1 and not self.may_return.is_set():
+                self.is_there = False
+                raise SamplerGone(f"{self.name} died")
+            await super().load(path, version)
+
+        async def revive(self) -> bool:
+            await self.may_return.wait()
+            self.is_there = True
+            return True
+
+    async def run() -> None:
+        pool = SamplerPool()
+        mortal, other = DiesOfWeights("mortal", slots=3), FakeSampler("other")
+        for sampler in (mortal, other):
+            pool.add(sampler)
+        for version in (0, 1):
+            await asyncio.sleep(0)  # all wait for prompts
+            await pool.load(Path("weights"), version)
+        check_echoes(await generate_all(pool, 7), 7)
+        assert not mortal.taken and sum(other.taken) == 7
+        mortal.may_return.set()
+        while not mortal.taken:
+            check_echoes(await generate_all(pool, 7), 7)
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_what_one_that_dies_was_asked_at_the_same_time_goes_to_the_others() -> None:
+    """Its other requests may never be answered; and who comes back has as many at a time as before."""
+
+    class Stuck(FakeSampler):
+        most = running = 0
+
+        async def sample(self, jobs: Sequence[Job]) -> list[list[Completion]]:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                if self.lives and len(self.taken) + 1 < self.slots:
+                    self.taken.append(len(jobs))
+                    await asyncio.Event().wait()
+                return await super().sample(jobs)
+            finally:
+                self.running -= 1
+
+    async def run() -> None:
+        pool = SamplerPool()
+        stuck = Stuck("stuck", slots=4, dies_at=4, lives=1)
+        pool.add(stuck)
+        check_echoes(await generate_all(pool, 40), 40)
+        assert stuck.lives == 0 and stuck.most == 4
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_dies_while_it_is_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fragile(FakeSampler):
+        """Its first start fails, and after the second one it dies of its weights."""
+
+        starts = 0
+
+        async def revive(self) -> bool:
+            self.starts += 1
+            if self.starts == 1:
+                raise SamplerGone(f"{self.name} did not start")
+            return await super().revive()
+
+        async def load(self, path: Path, version: int) -> None:
+            if self.starts == 2:
+                raise SamplerGone(f"{self.name} died of its weights")
+            await super().load(path, version)
+
+    async def run() -> None:
+        pool = SamplerPool()
+        fragile = Fragile("fragile", dies_at=1, lives=9)
+        pool.add(fragile)
+        await pool.load(Path("weights"), 1)
+        check_echoes(await generate_all(pool, 5), 5)
+        assert fragile.starts == 3 and fragile.loaded == [1, 1]
+        await pool.close()
+
+    monkeypatch.setattr(pool_module, "RETRY_S", (0.0, 0.0))
+    asyncio.run(run())
+
+
+def test_one_that_cannot_be_brought_back_is_named_to_whoever_waits() -> None:
+    class Broken(FakeSampler):
+        async def revive(self) -> bool:
+            raise ValueError("no memory")
+
+    async def run() -> None:
+        pool = SamplerPool()
+        pool.add(Broken("broken", dies_at=1))
+        with pytest.raises(NoSamplersLeft, match="no memory"):
+            await pool.generate([1], SAMPLING)
         await pool.close()
 
     asyncio.run(run())

@@ -3,18 +3,31 @@
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from tests.patience import PATIENCE
 
-from tandem import DataBuffer, Prompt, RemoteRolloutManager, RLTrainingConfig, RolloutManager, UserError, WorkerDied
+from tandem import (
+    DataBuffer,
+    Prompt,
+    PyTorchTrainingBackend,
+    RemoteRolloutManager,
+    RLTrainingConfig,
+    RolloutManager,
+    TrainingFailed,
+    UserError,
+    WorkerDied,
+)
 from tandem import run_rl_training as run
 from tandem.api.training import Metrics
 from tandem.config.sampling import EvalConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.orchestrator.state import OrchestratorState
 from tandem.types.rollout import TrainBatch
 from tandem.utils.files import read_json_lines
@@ -38,6 +51,10 @@ class FakeBackend:
     async def train(self, batch: TrainBatch) -> Metrics:
         self.batches.append(batch)
         return {"loss": 0.5}
+
+    async def watch(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
 
     def weights(self, version: int) -> Path:
         return self.run_dir.weights / str(version)
@@ -156,6 +173,129 @@ def test_a_dead_workers_share_is_redone(tiny_model: Path, tmp_path: Path, comes_
     assert (mortal.version == 4) is comes_back and other.versions == [1, 2, 3, 4]
 
 
+class Hanging(FakeWorker):
+    """Never answers the message that it is to die of; the next start gives it another life."""
+
+    is_hanging = False
+
+    def __init__(self, name: str, hangs_at: str, comes_back: bool) -> None:
+        super().__init__(name, comes_back=comes_back)
+        self.hangs_at: str | None = hangs_at
+
+    def restart(self) -> bool:
+        self.hangs_at, self._lock = None, threading.Lock()
+        return super().restart()
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["cmd"] == self.hangs_at:
+            self.is_hanging = True
+            threading.Event().wait()
+        return super()._answer(message)
+
+
+@pytest.mark.parametrize(
+    ("hangs_at", "comes_back"), [("generate", True), ("generate", False), ("update_weights", True)]
+)
+def test_a_worker_that_never_answers_is_a_dead_one(
+    tiny_model: Path, tmp_path: Path, hangs_at: str, comes_back: bool
+) -> None:
+    hanging, other = Hanging("hanging", hangs_at, comes_back), FakeWorker("other")
+    backend, metrics = train(tiny_model, tmp_path, [hanging, other], worker_timeout_s=0.5 * PATIENCE)
+    assert len(metrics) == 4 and [batch.packed.num_sequences for batch in backend.batches] == [14] * 4
+    assert (hanging.version == 4) is comes_back and other.versions == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("hangs_at", ["init_engine", "generate"])
+def test_a_trainer_that_fails_ends_the_run_though_a_worker_hangs(
+    tiny_model: Path, tmp_path: Path, hangs_at: str
+) -> None:
+    class Failing(FakeBackend):
+        async def watch(self) -> NoReturn:
+            while not any(worker.is_hanging for worker in workers):
+                await asyncio.sleep(0.01)
+            raise TrainingFailed("the trainer ended with exit code 1")
+
+    workers = [Hanging("hanging", hangs_at, comes_back=False)]
+    manager = RemoteRolloutManager(workers, DataBuffer(["a"]), lambda text, answer: 1.0)
+    backend = Failing(tiny_model, tmp_path)
+    with pytest.raises(TrainingFailed, match="exit code 1"):
+        asyncio.run(run(backend, manager, config=RLTrainingConfig(num_steps=2, max_tokens=4)))
+    assert backend.is_closed
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_trainer_that_dies_while_prompts_are_completed_is_started_again_so_often(
+    tiny_model: Path, tmp_path: Path, max_restarts: int
+) -> None:
+    class Dying(PyTorchTrainingBackend):
+        num_starts = 0
+
+        def _launch(self, config: TrainerConfig) -> None:
+            self.num_starts += 1
+            self._process = subprocess.Popen(["false"], start_new_session=True)
+
+    async def watch() -> None:
+        await backend.start(RLTrainingConfig(num_steps=1, max_tokens=8, seq_len=64))
+        try:
+            async with asyncio.timeout(60 * PATIENCE):
+                await backend.watch()
+        finally:
+            await backend.close()
+
+    backend = Dying(tiny_model, output_dir=tmp_path / "run", max_restarts=max_restarts)
+    with pytest.raises(TrainingFailed, match="exit code 1"):
+        asyncio.run(watch())
+    assert backend.num_starts == 1 + max_restarts
+
+
+def test_a_program_ends_though_a_worker_hangs(tiny_model: Path, tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from tests.unit.api.test_training import Hanging, FakeWorker, train
+train(Path({str(tiny_model)!r}), Path({str(tmp_path)!r}), [Hanging("one", "generate", False), FakeWorker("two")],
+      worker_timeout_s=1)
+print("trained")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60 * PATIENCE)
+    assert ended.stdout == "trained\n", ended.stderr
+
+
+def test_a_worker_is_called_in_one_thread(tiny_model: Path, tmp_path: Path) -> None:
+    """The kernel ends processes with the thread that started them, where they ask it to, as our servers do."""
+
+    class Threads(FakeWorker):
+        used: set[threading.Thread] = set()
+
+        def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+            self.used.add(threading.current_thread())
+            assert all(thread.is_alive() for thread in self.used)
+            return super()._answer(message)
+
+    train(tiny_model, tmp_path, [worker := Threads("worker")])
+    assert len(worker.used) == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_worker_that_dies_of_new_weights_is_asked_nothing_before_it_has_them(
+    tiny_model: Path, tmp_path: Path, overlap: bool
+) -> None:
+    class DiesOfWeights(FakeWorker):
+        def restart(self) -> bool:
+            restarted = super().restart()
+            time.sleep(0.1)  # the others ask for work meanwhile
+            return restarted
+
+        def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+            if message["cmd"] == "update_weights" and self.dies_at is not None:
+                raise WorkerDied(f"{self.name} died")
+            return super()._answer(message)
+
+    mortal, other = DiesOfWeights("mortal", dies_at=10_000, comes_back=True), FakeWorker("other")
+    backend, metrics = train(tiny_model, tmp_path, [mortal, other], num_steps=8, overlap=overlap)
+    assert len(metrics) == 8 and [batch.packed.num_sequences for batch in backend.batches] == [14] * 8
+    assert other.versions == list(range(1, 9))
+
+
 def test_a_reward_that_fails_ends_the_run_with_its_reason(tiny_model: Path, tmp_path: Path) -> None:
     def reward(completion: str, answer: str) -> float:
         raise KeyError("no such column")
@@ -234,6 +374,19 @@ def test_an_answer_to_somebody_elses_message_is_named(tiny_model: Path, tmp_path
 
     with pytest.raises(UserError, match=r"answered `generate` with {'status': 'ready'}"):
         train(tiny_model, tmp_path, [Behind("behind")])
+
+
+@pytest.mark.parametrize(
+    "answer", [None, "x", {"completions": "x"}, {"completions": [None]}, {"completions": [[{"token_ids": [1]}]]}]
+)
+def test_an_answer_of_another_shape_is_named(tiny_model: Path, tmp_path: Path, answer: Any) -> None:
+    class Confused(FakeWorker):
+        def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+            return answer if message["cmd"] == "generate" else super()._answer(message)
+
+    with pytest.raises(UserError, match="confused answered `generate` with ") as refused:
+        train(tiny_model, tmp_path, [Confused("confused")])
+    assert "\n" not in str(refused.value)
 
 
 class ResumedBackend(FakeBackend):
