@@ -1,11 +1,13 @@
-"""`evaluate`: an environment's tasks against a model, a run or an endpoint. (`eval` alone is a word of every shell.)"""
+"""`evaluate`: an environment's tasks against a model, a run or an endpoint. Also installed as `eval`."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from tandem.config.base import parse
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.short_names import ORCHESTRATOR
+from tandem.utils.errors import UserError
 from tandem.utils.processes import run_entrypoint, run_process
 
 DESCRIPTION = """\
@@ -36,21 +38,40 @@ def launch(config: EvaluateConfig) -> None:
     if config.dry_run:
         print("dry run: the options are valid")
         return
-    earlier = None if config.compare is None else read_results(config.compare, config)
+    earlier = None if config.compare is None else read_results(config.compare, config)[-1]
+    if config.model is not None:
+        refuse_missing_model(config.model)
     with guarded():
-        results = asyncio.run(evaluate_all(config))
+        results = asyncio.run(evaluate_all(config, earlier))
     show_results(results)
     if earlier is not None:
-        show_comparison(earlier[-1], results[-1])
+        show_comparison(earlier, results[-1])
     print(f"results and samples are in {config.output_dir}")
 
 
-async def evaluate_all(config: EvaluateConfig) -> list[dict[str, Any]]:
-    """The results of every model that there is to evaluate, written as they come."""
+def refuse_missing_model(path: Path) -> None:
+    """UserError before a server is started for it; a name on the hub is for the server to fetch."""
+    from tandem.models.files import check_model_dir
+    from tandem.utils.hub import is_hub_name
+
+    if is_hub_name(path) and not path.parent.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"model = '{path}' is not a directory; give a model directory in Hugging Face format")
+    try:
+        check_model_dir(path)
+    except UserError as error:
+        raise UserError(str(error).replace("model.name =", "model =", 1)) from error
+
+
+async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The results of every model that there is to evaluate, written as they come. Tasks that are not those of the
+    `earlier` results are refused."""
     from tandem.envs.process import open_environment
     from tandem.envs.trial import try_environment
     from tandem.launch.evaluation import targets
-    from tandem.orchestrator.evaluate import append_samples, evaluate, results_of
+    from tandem.orchestrator.compare import refuse_other_tasks
+    from tandem.orchestrator.evaluate import append_samples, choose_tasks, evaluate, fingerprint, results_of
     from tandem.utils.files import write_json
     from tandem.utils.run_lock import refuse_unwritable
 
@@ -58,11 +79,15 @@ async def evaluate_all(config: EvaluateConfig) -> list[dict[str, Any]]:
     options = config.model_dump(mode="json", exclude={"endpoint": {"api_key"}})
     async with open_environment(config.env) as environment:
         await try_environment(environment, config.env)
+        tasks = choose_tasks(config, environment)
+        if earlier is not None:
+            assert config.compare is not None
+            refuse_other_tasks(config.compare, earlier, {str(task.index): fingerprint(task) for task in tasks})
         with refuse_unwritable(config.output_dir):
             config.output_dir.mkdir(parents=True, exist_ok=True)
             (config.output_dir / "samples.jsonl").unlink(missing_ok=True)
         async for target, endpoint in targets(config):
-            outcomes = await evaluate(config, environment, endpoint)
+            outcomes = await evaluate(config, environment, endpoint, tasks)
             append_samples(config.output_dir / "samples.jsonl", target, outcomes)
             results.append(results_of(target, outcomes, config.solved_reward))
             write_json(config.output_dir / "results.json", {"config": options, "results": results})

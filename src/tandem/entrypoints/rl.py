@@ -44,7 +44,8 @@ def control(words: list[str]) -> None:
 
     asked, *others = [part for word in words for part in word.split("=", 1) if part]
     if asked not in CONTROLS or len(others) != 1:
-        raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else: `rl --stop outputs/rl`")
+        example = f"rl {asked if asked in CONTROLS else CONTROLS[0]} outputs/rl"
+        raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else: `{example}`")
     root = Path(others[0])
     print(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
 

@@ -4,17 +4,37 @@ Entrypoints print a UserError and leave with exit code 2.
 """
 
 import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 # What is shown of one text: errors of user code, and of servers, may hold whole responses.
 MAX_CHARS = 2000
 
 # The file system says no, whatever the program does: the message is all there is to know.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class UserError(ValueError):
     """Says what is wrong, the value that is wrong, and what would be right."""
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What safetensors says of the file system while it writes a file, as an OSError with its number."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        if told is None:
+            raise
+        number = int(told[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def shorten(text: str, max_chars: int = MAX_CHARS) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tandem.utils.errors import UserError
 
+VERSIONS = "versions.json"
 # What makes a directory a run, and what a run leaves besides.
 RUN_CONTENT = ("rollouts", "weights", "checkpoints", "metrics.jsonl", "events.jsonl")
 RUN_SURROUNDINGS = (
@@ -97,8 +98,17 @@ class RunDir:
         for folder in (self.config, self.root / "logs", self.root / "samples"):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def is_of_a_run(self) -> bool:
+        """Whether a run wrote here: it leaves the versions it was started with, its last weights, folders for steps."""
+        if (self.config / VERSIONS).exists() or (self.weights / "latest").exists():
+            return True
+        steps = (path for folder in (self.rollouts, self.weights, self.checkpoints) for path in folder.glob("*"))
+        return any(step_of(path) is not None for path in steps)
+
     def clean(self) -> None:
-        """Remove what a run wrote, and only that: other files in the directory stay."""
+        """Remove what a run wrote, and only that: other files in the directory stay, and all where there was no run."""
+        if not self.is_of_a_run():
+            return
         for entry in RUN_CONTENT + RUN_SURROUNDINGS:
             path = self.root / entry
             if path.is_dir():
@@ -111,6 +121,12 @@ class RunDir:
             raise UserError("resume and clean exclude each other: --resume continues a run, --clean deletes it")
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
+        if clean and self.holds_a_run() and not self.is_of_a_run():
+            found = next(entry for entry in RUN_CONTENT if (self.root / entry).exists())
+            raise UserError(
+                f"output_dir = {str(self.root)!r} has {found!r}, which no run wrote, and --clean deletes only runs; "
+                "choose another --output-dir, or move it away"
+            )
         if self.holds_a_run() and not resume and not clean:
             raise UserError(
                 f"output_dir = {str(self.root)!r} holds another run; continue it (--resume), "

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.utils.errors import NOT_WRITABLE, UserError
+from tandem.utils.errors import NO_ROOM, NOT_WRITABLE, UserError
 from tandem.utils.processes import is_first_rank, process_exists, process_state, start_time
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 ROLES = ("orchestrator", "trainer")  # always taken in this order
 BEAT_S = 5.0
 STALE_S = 60.0
+CLAIM_S = 5.0
 TOKEN = "TANDEM_RUN_LOCK"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system without hard links
 
@@ -122,9 +123,13 @@ def take(path: Path, holder: Holder) -> "RunLock":
             created = _create(path, holder)
         if created:
             return RunLock(path, holder)
-        found = read_holder(path)
+        content = _bytes_of(path)
+        if content is None:
+            continue  # released meanwhile
+        found = _holder_in(content)
         if is_held(path, found):
-            who = "another process" if found is None else found.describe()
+            holds = read_holder(path) or found  # it may have changed hands while it was watched
+            who = "another process" if holds is None else holds.describe()
             raise UserError(f"output_dir = {str(path.parent)!r} is in use by {who}")
         _remove_stale(path, found)
 
@@ -157,7 +162,7 @@ class RunLock:
         warned = False
         while not self._released.wait(BEAT_S):
             self._beat()
-            # Whoever examines a stale lock may move this one for a moment.
+            # Twice: a shared file system may fail to answer for a moment.
             num_lost = 0 if self._is_in_place() else num_lost + 1
             if num_lost > 1:
                 _leave(f"the lock {self.path} was taken or removed: this process ends, so that no two write to one run")
@@ -210,9 +215,12 @@ def _changes(look: Callable[[], bytes | None]) -> bool:
 
 def read_holder(path: Path) -> Holder | None:
     """None where there is no lock, or none that can be read."""
-    content = _bytes_of(path)
+    return _holder_in(_bytes_of(path) or b"")
+
+
+def _holder_in(content: bytes) -> Holder | None:
     try:
-        record = json.loads(content or b"")
+        record = json.loads(content)
         return Holder(**{key: value for key, value in record.items() if key != "beat"})
     except (ValueError, TypeError, AttributeError):
         return None
@@ -252,16 +260,29 @@ def _create(path: Path, holder: Holder) -> bool:
 
 
 def _remove_stale(path: Path, examined: Holder | None) -> None:
-    """Another process may have examined the same lock and taken it meanwhile: a new one is put back."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.stale")
-    with suppress(FileNotFoundError):
-        if read_holder(path) != examined:
-            return
-        path.rename(aside)
-        if read_holder(aside) != examined:
-            with suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()
+    """Unless another process took the lock meanwhile. One at a time: what was examined is then what is removed."""
+    claim = path.with_name(f".{path.name}.stale")
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        _await_removal(claim)
+        return
+    except FileNotFoundError:
+        return  # the directory itself is gone
+    try:
+        if read_holder(path) == examined:
+            path.unlink(missing_ok=True)
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _await_removal(claim: Path) -> None:
+    """It is there for a moment, unless its process was killed in that moment."""
+    deadline = time.monotonic() + CLAIM_S
+    while claim.exists():
+        if time.monotonic() > deadline:
+            claim.unlink(missing_ok=True)
+        time.sleep(0.01)
 
 
 def _make_directory(root: Path) -> list[Path]:
@@ -282,16 +303,16 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 @contextmanager
-def refuse_unwritable(root: Path) -> Iterator[None]:
-    """Where nothing has started yet, a run directory that cannot be written is a user's mistake."""
+def refuse_unwritable(root: Path, option: str = "--output-dir") -> Iterator[None]:
+    """Where nothing has started yet, a run directory that cannot be written is a user's mistake; `option` names it."""
     try:
         yield
     except OSError as error:
         if error.errno not in NOT_WRITABLE and not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise
+        fix = "free some space, or choose" if error.errno in NO_ROOM else "choose"
         raise UserError(
-            f"output_dir = {str(root)!r} cannot be written: {error.strerror}; free some space, or choose another "
-            "--output-dir"
+            f"output_dir = {str(root)!r} cannot be written: {error.strerror}; {fix} another {option}"
         ) from error
 
 

@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,8 @@ MAX_OPEN_FILES = 128
 # What programs read besides Python's own folders: shared libraries, time zones, random numbers.
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+# A line of /proc/pid/status. Another one holds the name, which the code chooses, but for line feeds.
+THREADS = re.compile(rb"^Threads:\s*(\d+)$", re.MULTILINE)
 
 
 class SandboxUnavailable(RuntimeError):
@@ -240,7 +243,7 @@ class _Run:
                 self.stopped = "time"
             elif _num_threads(process.pid) > MAX_THREADS:
                 self.stopped = "threads"
-            elif _is_over(self.folder, self.limits.disk_mb << 20):
+            elif _is_over(self.folder, process.pid, self.limits.disk_mb << 20):
                 self.stopped = "disk"
 
 
@@ -280,15 +283,15 @@ async def _feed(pipe: asyncio.StreamWriter, text: str) -> None:
 
 def _num_threads(pid: int) -> int:
     try:
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        found = THREADS.search(Path(f"/proc/{pid}/status").read_bytes())
     except OSError:
         return 0
-    return int(status.partition("Threads:")[2].split(maxsplit=1)[0] or 0)
+    return int(found[1]) if found else 0
 
 
-def _is_over(folder: Path, max_bytes: int) -> bool:
-    """Whether the files in `folder` are too many, too large together, or not to be looked at."""
-    pending, num_files, size_bytes = [str(folder)], 0, 0
+def _is_over(folder: Path, pid: int, max_bytes: int) -> bool:
+    """Whether the files in `folder` and those removed but held open are too many, too large, or not to be looked at."""
+    pending, num_files, size_bytes = [str(folder)], 0, _removed_bytes(pid)
     while pending:
         try:
             with os.scandir(pending.pop()) as entries:
@@ -297,14 +300,33 @@ def _is_over(folder: Path, max_bytes: int) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
                     else:
-                        size_bytes += entry.stat(follow_symlinks=False).st_size
+                        size_bytes += _size_bytes(entry)
                     if num_files > MAX_FILES or size_bytes > max_bytes:
                         return True
         except FileNotFoundError:  # removed meanwhile
             continue
         except OSError:  # a path that is too long, a folder without rights
             return True
-    return False
+    return size_bytes > max_bytes
+
+
+def _size_bytes(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:  # removed meanwhile
+        return 0
+
+
+def _removed_bytes(pid: int) -> int:
+    """The size of files that no folder holds any more and the process does. They have no other place to be counted."""
+    sizes: dict[tuple[int, int], int] = {}
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it may have ended
+        for entry in entries:
+            with suppress(OSError):  # closed meanwhile
+                file = entry.stat()
+                if file.st_nlink == 0:
+                    sizes[file.st_dev, file.st_ino] = file.st_size
+    return sum(sizes.values())
 
 
 def _remove(folder: Path) -> None:

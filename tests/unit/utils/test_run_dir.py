@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.utils.errors import UserError
+from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RUN_CONTENT, RunDir, remove_old_steps, step_name, step_of, steps_with
 
 
@@ -24,6 +25,7 @@ def test_another_run_is_refused_unless_it_is_resumed_or_deleted(tmp_path: Path, 
     with pytest.raises(UserError, match=message):
         run_dir.refuse_another_run(resume=False, clean=False)
     run_dir.refuse_another_run(resume=True, clean=False)
+    write_run_config(run_dir.config, {})
     run_dir.refuse_another_run(resume=False, clean=True)
 
 
@@ -83,3 +85,26 @@ def test_old_steps_are_removed(tmp_path: Path) -> None:
     remove_old_steps(tmp_path, keep_from=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000003"]
     remove_old_steps(tmp_path / "nowhere", keep_from=3)
+
+
+@pytest.mark.parametrize("entry", ["config/site.yaml", "logs/mine.log", "samples/a.txt", "wandb/key"])
+def test_clean_leaves_what_no_run_wrote(tmp_path: Path, entry: str) -> None:
+    mine = tmp_path / entry
+    mine.parent.mkdir()
+    mine.touch()
+    run_dir = RunDir(tmp_path)
+    run_dir.refuse_another_run(resume=False, clean=True)
+    run_dir.clean()
+    assert mine.exists()
+
+
+@pytest.mark.parametrize("entry", ["checkpoints/mine.pt", "weights/model.bin", "rollouts/1.json"])
+def test_what_no_run_wrote_and_stands_in_its_place_is_refused(tmp_path: Path, entry: str) -> None:
+    mine = tmp_path / entry
+    mine.parent.mkdir()
+    mine.touch()
+    told = rf"has '{mine.parent.name}', which no run wrote, and --clean deletes only runs"
+    with pytest.raises(UserError, match=told):
+        RunDir(tmp_path).refuse_another_run(resume=False, clean=True)
+    RunDir(tmp_path).clean()
+    assert mine.exists()

@@ -124,6 +124,54 @@ def test_of_many_at_once_exactly_one_wins(tmp_path: Path, stale: bool) -> None:
     assert sum("is in use by `rl`" in text for text in answers) == 5
 
 
+def test_a_lock_that_vanishes_while_it_is_looked_at_is_not_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = elsewhere(tmp_path)
+
+    def released(looked_at: Path) -> None:
+        looked_at.unlink()
+        monkeypatch.undo()
+
+    monkeypatch.setattr(run_lock, "_bytes_of", released)
+    run_lock.take(path, Holder.this_process("rl")).release()
+    assert caplog.text == ""
+
+
+def test_a_lock_that_changes_hands_while_it_is_watched_names_the_new_one(tmp_path: Path, taker) -> None:
+    path = tmp_path / "trainer.lock"
+    content = path.read_bytes()
+    path.write_bytes(b"")
+    threading.Timer(0.3, path.write_bytes, [content]).start()
+    with pytest.raises(UserError, match=rf"is in use by `rl` \(pid {taker.pid} "):
+        run_lock.take(path, Holder.this_process("rl"))
+
+
+def test_a_new_lock_is_not_removed_for_the_stale_one_before_it(tmp_path: Path) -> None:
+    stale = read_holder(elsewhere(tmp_path))
+    path = elsewhere(tmp_path)  # another holder by its token
+    run_lock._remove_stale(path, stale)
+    assert path.exists()
+    run_lock._remove_stale(path, read_holder(path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_at_a_time_removes_a_stale_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = elsewhere(tmp_path)
+    claim = tmp_path / ".trainer.lock.stale"
+    claim.touch()
+    threading.Timer(0.3, claim.unlink).start()
+    started = time.monotonic()
+    run_lock._remove_stale(path, read_holder(path))
+    assert time.monotonic() - started >= 0.25 and path.exists(), "the other one removes it"
+
+    claim.touch()  # of a process that was killed meanwhile
+    monkeypatch.setattr(run_lock, "CLAIM_S", 0.1)
+    run_lock._remove_stale(path, read_holder(path))
+    run_lock._remove_stale(path, read_holder(path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_roles_exclude_themselves_and_whole_runs_only(tmp_path: Path) -> None:
     with hold_run(tmp_path, "trainer", ["trainer"]):
         token = os.environ.pop(TOKEN)

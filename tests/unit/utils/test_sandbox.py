@@ -247,6 +247,18 @@ def test_threads_are_bounded() -> None:
     assert run(code).stopped == "threads"
 
 
+@pytest.mark.parametrize("name", ["Threads: 1", "\rThreads:\t1", "\nThreads:\t1", "Threads: x", "Threads:"])
+def test_code_that_calls_itself_threads_has_no_more_of_them(name: str) -> None:
+    code = f"""
+    import ctypes, threading, time
+    assert ctypes.CDLL(None).prctl(15, {name.encode()!r}, 0, 0, 0) == 0
+    time.sleep(0.3)
+    threading.stack_size(32768)
+    while True: threading.Thread(target=threading.Event().wait).start()
+    """
+    assert run(code).stopped == "threads"
+
+
 def test_disk_is_bounded() -> None:
     many = "n = 0\nwhile True:\n    open(f'file{n}', 'w').write('x' * 100_000); n += 1"
     assert run(many, disk_mb=8).stopped == "disk"
@@ -254,6 +266,39 @@ def test_disk_is_bounded() -> None:
     assert run(empty).stopped == "disk"
     one = run("open('large', 'wb').write(bytes(100 << 20))", disk_mb=8, memory_mb=1024)
     assert not one.succeeded
+
+
+def test_files_that_are_removed_and_held_open_take_disk() -> None:
+    code = """
+    import os, time
+    files = []
+    for n in range(20):
+        files.append(open("file", "wb", buffering=0))
+        os.remove("file")
+        files[-1].write(bytes(1 << 20))
+    time.sleep(60)
+    """
+    assert run(code, disk_mb=8).stopped == "disk"
+    closed = "import os, time\nfor n in range(20):\n    open('file', 'wb').write(bytes(1 << 20)); os.remove('file')"
+    assert run(f"{closed}\ntime.sleep(0.3)", disk_mb=8).succeeded
+    shared = "import os, time\nfile = open('file', 'wb'); file.write(bytes(1 << 20)); file.flush(); os.remove('file')"
+    assert run(f"{shared}\ncopies = [os.dup(file.fileno()) for _ in range(20)]; time.sleep(0.3)", disk_mb=8).succeeded
+
+
+def test_a_file_that_is_removed_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abcdef":
+        (tmp_path / name).write_bytes(bytes(1000))
+    size_bytes, seen = sandbox._size_bytes, []
+
+    def remove_first(entry: os.DirEntry[str]) -> int:
+        if not seen:
+            Path(entry.path).unlink()
+        seen.append(entry.name)
+        return size_bytes(entry)
+
+    monkeypatch.setattr(sandbox, "_size_bytes", remove_first)
+    assert sandbox._is_over(tmp_path, os.getpid(), 4999)
+    assert not sandbox._is_over(tmp_path, os.getpid(), 5000)
 
 
 def test_what_it_leaves_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

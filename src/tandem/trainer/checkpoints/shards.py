@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from tandem.utils.errors import disk_errors
 from tandem.utils.files import fsync_path
 
 ShardIndex = dict[str, TensorStorageMetadata]
@@ -34,7 +35,9 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, group: dist.Proces
     """Every rank of the group calls this with its parts, in CPU memory; what all hold alike is written once."""
     if group is None:
         # A rank alone has nothing to agree on with others.
-        save_file({name: local_part(tensor).contiguous() for name, tensor in tensors.items()}, folder / shard_file(0))
+        own = {name: local_part(tensor).contiguous() for name, tensor in tensors.items()}
+        with disk_errors(folder):
+            save_file(own, folder / shard_file(0))
     else:
         save(dict(tensors), storage_writer=ShardWriter(folder / shard_file(group.rank())), process_group=group)
 
@@ -54,7 +57,8 @@ class ShardWriter(HuggingFaceStorageWriter):
             tensors[item.index.fqn] = planner.resolve_data(item).contiguous()  # pyright: ignore[reportAttributeAccessIssue]
             offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         # Under this name DCP's reader looks for where the parts lie in the whole.
-        save_file(tensors, self._file, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+        with disk_errors(self._file):
+            save_file(tensors, self._file, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
         fsync_path(self._file)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])

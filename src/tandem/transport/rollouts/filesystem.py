@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
 from tandem.types.rollout import PackedBatch, TrainBatch
+from tandem.utils.errors import disk_errors
 from tandem.utils.files import publish_directory, staging_directory
 from tandem.utils.run_dir import remove_old_steps, step_name
 from tandem.utils.waiting import Deadline, wait_for
@@ -46,7 +47,8 @@ class RolloutWriter:
             "temperature": repr(batch.temperature),
             "num_sequences": str(packed.num_sequences),
         }
-        save_file(tensors, staging / BATCH_FILE, metadata=metadata)
+        with disk_errors(staging):
+            save_file(tensors, staging / BATCH_FILE, metadata=metadata)
         (staging / ORCHESTRATOR).write_bytes(batch.orchestrator_state)
         write_manifest(staging, batch.step, MARKER)
         publish_directory(staging, final)

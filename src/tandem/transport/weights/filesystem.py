@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.transport.weights.manifest import ADAPTER_CONFIG, DamagedWeights, verify_manifest, write_manifest
+from tandem.utils.errors import disk_errors
 from tandem.utils.files import (
     INDEX,
     flush_directory,
@@ -185,7 +186,8 @@ def _part_name(number: int) -> str:
 
 
 def _write_part(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+    with disk_errors(path):
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -225,5 +227,5 @@ def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 def write_adapter(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
     """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(tensors).items()}
-    save_file(copies, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    _write_part(copies, folder / ADAPTER_WEIGHTS)
     (folder / ADAPTER_CONFIG).write_bytes(json_text(dict(config)))
