@@ -5,8 +5,8 @@
 
 Shapes of known models with random weights in bfloat16, prompts of random token ids, temperature 1, no early end, the
 log-prob of every token. Each side runs in a process of its own and is timed from the first request to the last answer,
-prefill included, after as many requests with fewer new tokens. By default the peer and HTTP are measured with the first
-shape only: vLLM takes over a minute to start.
+prefill included, after as many requests with fewer new tokens: the median of three rounds. By default the peer and HTTP
+are measured with the first shape only: vLLM takes over a minute to start.
 
     tandem   the native engine through its Python interface
     http     the native engine behind its server, one request a prompt, token ids and log-probs in the answers
@@ -23,6 +23,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_SECOND = 4.26e12
 START_TIMEOUT_S = 240
 WARM_UP_TOKENS = 64
+ROUNDS = 3
 JSON = {"Content-Type": "application/json"}
 KEPT_MODELS = "TANDEM_BENCHMARK_MODELS"  # a folder where models are kept that several scripts use
 SIDES = ("tandem", "http", "vllm")
@@ -278,15 +280,18 @@ def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
     generate(prompts(4, 16), 1, 4)
     start_s = time.time() - began
     for workload in [workload for workload in WORKLOADS if workload.shape == shape]:
-        for new_tokens in (min(WARM_UP_TOKENS, workload.new_tokens), workload.new_tokens):  # the second time counts
+        warm_up = min(WARM_UP_TOKENS, workload.new_tokens)
+        generate(prompts(workload.prompts, workload.prompt_tokens), workload.samples, warm_up)
+        rounds: list[float] = []
+        for _ in range(ROUNDS):
             asked = prompts(workload.prompts, workload.prompt_tokens)
             began = time.time()
-            count = generate(asked, workload.samples, new_tokens)
-            seconds = time.time() - began
-        assert count == workload.num_tokens, f"{count} tokens came back, {workload.num_tokens} were asked for"
+            count = generate(asked, workload.samples, workload.new_tokens)
+            rounds.append(time.time() - began)
+            assert count == workload.num_tokens, f"{count} tokens came back, {workload.num_tokens} were asked for"
         yield {
-            "workload": workload.name, "side": side, "tokens_per_s": count / seconds, "seconds": seconds,
-            "start_s": start_s, "floor_tokens_per_s": count / workload.floor_s,
+            "workload": workload.name, "side": side, "tokens_per_s": workload.num_tokens / statistics.median(rounds),
+            "rounds_s": rounds, "start_s": start_s, "floor_tokens_per_s": workload.num_tokens / workload.floor_s,
         }  # fmt: skip
     if side == "http":
         generate([], 1, 1)

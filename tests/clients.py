@@ -242,7 +242,8 @@ def run_lm_eval(
     if tokenizer is not None:
         arguments |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
     command = [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", "local-chat-completions" if chat else "local-completions"),
+        *(sys.executable, "tests/lm_eval/command.py", "run"),
+        *("--model", "local-chat-completions" if chat else "local-completions"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
         *("--include_path", "tests/lm_eval", "--tasks", task, "--batch_size", "1"),
         *("--output_path", str(folder / "out"), "--log_samples"),

@@ -1,6 +1,9 @@
 """`evaluate` with real servers: a model directory, a run, an endpoint, conversations, and two evaluations compared."""
 
 import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,14 @@ def evaluate(starter: Starter, output: Path, *arguments: str, code: int = 0) -> 
     return done.stdout, json.loads(path.read_text()) if path.exists() else {}
 
 
+def test_eval_is_the_same_command() -> None:
+    installed = entry_points(group="console_scripts")
+    assert installed["eval"].value == installed["evaluate"].value
+    program = Path(sys.executable).with_name("eval")
+    done = subprocess.run([program, "--env"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("evaluate: --env")
+
+
 def test_a_model_a_run_and_an_endpoint_are_asked_the_same(
     starter: Starter, warm_model: Path, tiny_model: Path, free_port: int, tmp_path: Path
 ) -> None:
@@ -53,7 +64,7 @@ def test_a_model_a_run_and_an_endpoint_are_asked_the_same(
     assert warm["scores"]["reward"] > start["scores"]["reward"] + 0.1
     assert (newest["tasks"], newest["scores"]) == (warm["tasks"], warm["scores"])
     assert len(read_json_lines(tmp_path / "of_run" / "samples.jsonl")) == 24
-    assert str(tiny_model.name) in output
+    assert warm_model.resolve().name in output
 
     server = starter.start(
         *("inference", "--model.name", str(warm_model), "--port", str(free_port), "--seq-len", "64", "--threads", "1")
@@ -88,7 +99,7 @@ def test_conversations_are_played_and_failures_told_by_task(starter: Starter, wa
         (["--run", "{tmp}"], "is not the directory of a run"),
         (["--model", "m", "--compare", "{tmp}/nothing.json"], "is no results.json of `evaluate`"),
         (["--endpoint.base-url", "http://127.0.0.1:9"], "does not name its models"),
-        (["--model", "{tmp}/nothing"], "the server for the evaluation did not start"),
+        (["--model", "{tmp}/nothing"], "nothing' is not a directory; give a model directory"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(

@@ -18,7 +18,6 @@ from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
 
-import numpy as np
 import torch
 
 from tandem.inference.control.adapters import AdapterRegistry
@@ -32,12 +31,11 @@ from tandem.inference.engine import (
     UpdateMode,
 )
 from tandem.inference.native.core import EngineCore
-from tandem.inference.native.sampler import splitmix64
+from tandem.inference.native.sampler import UINT64, splitmix64_of_one
 from tandem.inference.native.state import Request
 from tandem.inference.native.weights import FileSource, WeightSource
 
 logger = logging.getLogger(__name__)
-UINT64 = 2**64 - 1
 SHUTTING_DOWN = "the engine is shutting down"
 QUIET_S = 0.001
 LONGEST_S = 0.2
@@ -269,5 +267,4 @@ class NativeEngine:
 
 def derive_seed(engine_seed: int, request_id: int) -> int:
     """A seed for a request that brought none."""
-    state = np.array([engine_seed & UINT64], np.uint64)
-    return int(splitmix64(splitmix64(state) ^ np.uint64(request_id))[0])
+    return splitmix64_of_one(splitmix64_of_one(engine_seed & UINT64) ^ request_id)

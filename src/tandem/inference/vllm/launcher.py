@@ -45,13 +45,13 @@ def serve_on(listening: socket.socket) -> None:
     with importing():
         from vllm.entrypoints.cli.serve import setup_server  # pyright: ignore[reportMissingImports]
 
-    # In which module the function lies that vLLM makes its socket with differs between versions.
+    # In which module the function lies that vLLM makes its socket with, and what it takes, differs between versions.
     surroundings = inspect.unwrap(setup_server).__globals__
     if "create_server_socket" not in surroundings:
         print("this version of vLLM makes its socket in a way we do not know: leaving it to vLLM", file=sys.stderr)
         listening.close()
         return
-    surroundings["create_server_socket"] = lambda address, *, reuse_port: listening
+    surroundings["create_server_socket"] = lambda *address, **options: listening
 
 
 accept_cpu_build()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.inference.native.sampler import SamplingRows, invert_cdf, sample, splitmix64, uniforms
+from tandem.inference.native.sampler import SamplingRows, invert_cdf, sample, splitmix64, splitmix64_of_one, uniforms
 
 # exp of these are 1, 2, 4, 1: probabilities 1/8, 2/8, 4/8, 1/8.
 LOGITS = [math.log(1), math.log(2), math.log(4), math.log(1)]
@@ -119,6 +119,7 @@ def test_splitmix64_gives_the_published_sequence() -> None:
     golden = np.uint64(0x9E3779B97F4A7C15)
     states = np.uint64(1234567) + np.arange(2, dtype=np.uint64) * golden
     assert splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973]
+    assert [splitmix64_of_one(state) for state in states.tolist()] == splitmix64(states).tolist()
 
 
 @given(u=st.floats(0, 1, width=32, exclude_max=True), zeros=st.integers(1, 5), scale=st.floats(1e-3, 50))

@@ -23,9 +23,9 @@ FAKE_VLLM = {
     "def main():\n    print(setup_server().getsockname()[1])",
     "vllm/entrypoints/cli/serve.py": "from vllm.sockets import setup_server",
     "vllm/sockets.py": "import functools, socket\n"
-    "def create_server_socket(address, *, reuse_port):\n    return socket.create_server(('127.0.0.1', 0))\n"
+    "def create_server_socket(address, **options):\n    return socket.create_server(('127.0.0.1', 0))\n"
     "def instrument(function):\n    return functools.wraps(function)(lambda: function())\n"
-    "@instrument\ndef setup_server():\n    return create_server_socket(('127.0.0.1', 1), reuse_port=False)",
+    "@instrument\ndef setup_server():\n    return create_server_socket(('127.0.0.1', 1)OPTIONS)",
 }
 
 SETTINGS = Settings(Path("model"), "model", None, 1000, 60.0, (), frozenset()).to_environment()
@@ -36,10 +36,12 @@ def port() -> int:
     return free_port()
 
 
-def launch(folder: Path, environment: dict[str, str], descriptors: list[int]) -> str:
+def launch(
+    folder: Path, environment: dict[str, str], descriptors: list[int], socket_options: str = ", reuse_port=False"
+) -> str:
     for name, text in FAKE_VLLM.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text.replace("OPTIONS", socket_options))
     path = os.pathsep.join([str(folder), *sys.path])
     return subprocess.run(
         [sys.executable, "-m", "tandem.inference.vllm.launcher"],
@@ -51,10 +53,11 @@ def launch(folder: Path, environment: dict[str, str], descriptors: list[int]) ->
     ).stdout.strip()
 
 
-def test_vllm_serves_on_the_socket_it_is_given(tmp_path: Path, port: int) -> None:
+@pytest.mark.parametrize("socket_options", [", reuse_port=False", ""], ids=["0.32", "0.24"])
+def test_vllm_serves_on_the_socket_it_is_given(tmp_path: Path, port: int, socket_options: str) -> None:
     with listen("127.0.0.1", port) as listening:
         number = listening.fileno()
-        assert launch(tmp_path, {LISTENING_FD: str(number)}, [number]) == str(port)
+        assert launch(tmp_path, {LISTENING_FD: str(number)}, [number], socket_options) == str(port)
     assert launch(tmp_path, {}, []) != str(port)
 
 

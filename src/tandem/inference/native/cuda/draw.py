@@ -52,8 +52,12 @@ def _survey(logits, sources, temperatures, tops, top_at, sums, raw_sums, row_str
     at = program * parts + part
     tl.store(tops + at, top)
     tl.store(top_at + at, tl.min(tl.where(x == top, i, 2147483647), axis=0))
-    tl.store(sums + at, tl.sum(tl.exp((x - top) / divisor), axis=0))
-    tl.store(raw_sums + at, tl.sum(tl.exp(x - top), axis=0))
+    raw_sum = tl.sum(tl.exp(x - top), axis=0)
+    tl.store(raw_sums + at, raw_sum)
+    if divisor == 1:  # as most often: one sum is both
+        tl.store(sums + at, raw_sum)
+    else:
+        tl.store(sums + at, tl.sum(tl.exp((x - top) / divisor), axis=0))
 
 
 @triton.jit
