@@ -63,7 +63,7 @@ def test_writing_again_changes_nothing_and_another_configuration_is_refused(writ
 
 def test_a_folder_that_cannot_be_made_is_told_by_its_key(write: Write, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written: Not a directory; choose another execution.output_dir"):
+    with pytest.raises(UserError, match=r"cannot be written: Not a directory; choose another execution\.output_dir"):
         write_sweep(tmp_path / "file" / "sweep", write(), [])
 
 
