@@ -53,12 +53,14 @@ class Watch:
             if name is not None and used.strip().isdigit():
                 self.most[name] = max(self.most.get(name, 0), int(used) << 20)
 
-    def stop(self) -> dict[str, int]:
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for process, thread in zip(self._processes, self._threads, strict=True):
             process.terminate()
             process.wait()
             thread.join()
-        return self.most
 
 
 def entrypoint(pid: str) -> str | None:
@@ -86,13 +88,12 @@ def measure(shape: str, model: Path, deployment: str, scratch: Path, args: argpa
     known = "shared" if deployment == "split" else deployment  # `rl` refuses to split one card
     planned = gpu_rl.command(model, SHAPES[shape], 0, scratch / "planned", args, known)
     expected = estimated(deployment, planned, gpu_bytes)
-    watch = Watch()
-    figures = gpu_rl.measure(model, SHAPES[shape], 0, scratch, args, deployment)
-    found = watch.stop()
+    with Watch() as watch:
+        figures = gpu_rl.measure(model, SHAPES[shape], 0, scratch, args, deployment)
     print(json.dumps(figures), flush=True)
     rows = [
         {"shape": shape, "deployment": deployment, "process": name, "estimate": expected[name], "measured": most}
-        for name, most in sorted(found.items())
+        for name, most in sorted(watch.most.items())
     ]
     print("\n".join(table(rows)), flush=True)
     return rows

@@ -124,7 +124,7 @@ def phases(folder: Path) -> dict[str, float]:
         steps[-1] |= {name: training[name] for name in ("release_s", "take_back_s") if name in training}
         if batch["version"] == step - 1:  # on-policy: the orchestrator has waited for these weights first
             steps[-1]["generation"] = batch["time"] - batch["batch_s"] - served.get(step - 1, batch["time"])
-    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+    return {name: statistics.median(step[name] for step in steps) for name in (steps[0] if steps else ())}
 
 
 def measure(
@@ -152,7 +152,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| rl, seconds | step | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 2) + "|"]
     for row in rows:
         name = f"{row['deployment']}, max_staleness = {row['max_staleness']}"
-        cells = [row["error"]] if "error" in row else [f"{row[phase]:.2f}" for phase in ("step", *PHASES)]
+        found = [row[phase] for phase in ("step", *PHASES) if phase in row]  # none, with too few steps
+        cells = [row["error"]] if "error" in row else [f"{seconds:.2f}" for seconds in found]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
