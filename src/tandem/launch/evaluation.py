@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.evaluate import EvaluateConfig
+from tandem.config.resume import starting_directory
 from tandem.launch.server import serving
 from tandem.orchestrator.endpoint import ChatEndpoint
 from tandem.transport.weights.manifest import MANIFEST, is_adapter
@@ -45,7 +46,8 @@ def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:
     assert config.run is not None
     run_dir = RunDir(config.run)
     try:
-        base = Path(read_json(run_dir.config / "trainer.json")["model"]["name"]).resolve()
+        name = read_json(run_dir.config / "trainer.json")["model"]["name"]
+        base = (starting_directory(config.run) or Path()).joinpath(name).resolve()
     except (OSError, LookupError, ValueError, TypeError) as error:
         raise UserError(f"run = '{config.run}' is not the directory of a run of `rl`: {error}") from error
     steps = steps_with(run_dir.weights, MANIFEST)

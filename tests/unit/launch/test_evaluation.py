@@ -1,0 +1,40 @@
+"""Which models `evaluate` asks."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.config.evaluate import EvaluateConfig
+from tandem.launch.evaluation import models_of
+from tandem.transport.weights.manifest import MANIFEST
+from tandem.utils.errors import UserError
+from tandem.utils.provenance import write_run_config
+from tandem.utils.run_dir import RunDir, step_name
+
+
+def store_run(root: Path, model: str) -> Path:
+    run_dir = RunDir(root)
+    run_dir.config.mkdir(parents=True)
+    write_run_config(run_dir.config, {"trainer": {"model": {"name": model}}})
+    (run_dir.weights / step_name(3)).mkdir(parents=True)
+    (run_dir.weights / step_name(3) / MANIFEST).write_text("{}")
+    return root
+
+
+def test_the_model_of_a_run_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_in, elsewhere = tmp_path / "started in", tmp_path / "elsewhere"
+    for folder in (started_in, elsewhere):
+        folder.mkdir()
+    monkeypatch.chdir(started_in)
+    run = store_run(tmp_path / "run", "outputs/sft/weights/latest")
+    monkeypatch.chdir(elsewhere)
+    base, versions = models_of(EvaluateConfig(run=run))
+    assert base == started_in / "outputs/sft/weights/latest"
+    assert versions == [(0, base), (3, run / "weights" / step_name(3))]
+
+
+def test_a_run_whose_command_is_damaged_is_refused(tmp_path: Path) -> None:
+    run = store_run(tmp_path / "run", "model")
+    (run / "config" / "command.txt").write_text("cd 'half of a path")
+    with pytest.raises(UserError, match="is not the directory of a run of `rl`: No closing quotation"):
+        models_of(EvaluateConfig(run=run))
