@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import socket
 import statistics
 import subprocess
@@ -145,7 +146,9 @@ def measure(
     if done.returncode:
         print(log.read_text()[-4000:], file=sys.stderr)
         return row | {"error": f"exit status {done.returncode}"}
-    return row | {name: round(value, 3) for name, value in phases(folder).items()}
+    row |= {name: round(value, 3) for name, value in phases(folder).items()}
+    shutil.rmtree(folder)  # weights of several runs fill a disk
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
