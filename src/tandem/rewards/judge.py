@@ -9,7 +9,7 @@ import orjson
 from tandem.config.rewards import JudgeConfig
 from tandem.config.shared import key_from_environment, root_url
 from tandem.rewards.cache import AnswerCache
-from tandem.rewards.servers import BadAnswer, Servers
+from tandem.rewards.servers import Servers, Unusable
 from tandem.utils.errors import shorten
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,17 @@ class Judge:
         said = answer["choices"][0]["message"]["content"] or ""
         found = self._pattern.findall(said)
         if not found:
-            raise BadAnswer(f"gave no score (score_pattern = {self.config.score_pattern!r}): {shorten(said, 200)!r}")
+            raise self._unusable(
+                f"gave no score (score_pattern = {self.config.score_pattern!r}): {shorten(said, 200)!r}"
+            )
         score = float(found[-1] if isinstance(found[-1], str) else found[-1][0])
         lowest, highest = self.config.lowest, self.config.highest
         if not lowest <= score <= highest:
-            raise BadAnswer(f"gave the score {score:g}, which is not between {lowest:g} and {highest:g}")
+            raise self._unusable(f"gave the score {score:g}, which is not between {lowest:g} and {highest:g}")
         return (score - lowest) / (highest - lowest)
+
+    def _unusable(self, problem: str) -> Unusable:
+        return Unusable(problem, may_differ=self.config.temperature > 0)
 
     def _count(self, used: dict[str, int]) -> None:
         usage = self.usage

@@ -39,6 +39,14 @@ class BadAnswer(ValueError):
     """What a server answered is not what was asked for."""
 
 
+class Unusable(BadAnswer):
+    """The server is well, but what its model said cannot be used. Asking again helps where it `may_differ`."""
+
+    def __init__(self, problem: str, *, may_differ: bool) -> None:
+        super().__init__(problem)
+        self.may_differ = may_differ
+
+
 @dataclass
 class Server:
     http: HttpClient
@@ -129,7 +137,7 @@ class Servers:
             server.failed(self.clock(), str(error))
             raise _Failed(f"failed: {error}") from error
         except _Failed as failed:
-            if failed.is_final:  # the request is to blame, not the server
+            if not failed.is_servers_fault:
                 server.succeeded()
             else:
                 server.failed(self.clock(), str(failed))
@@ -141,17 +149,19 @@ class Servers:
 
 
 class _Failed(Exception):
-    def __init__(self, problem: str, *, is_final: bool = False) -> None:
+    def __init__(self, problem: str, *, is_final: bool = False, is_servers_fault: bool = True) -> None:
         super().__init__(problem)
-        self.is_final = is_final
+        self.is_final, self.is_servers_fault = is_final, is_servers_fault
 
 
 def _read(reply: Reply, read: Callable[[bytes], T]) -> T:
     if reply.status != OK:
         is_refusal = reply.status < SERVER_ERROR and reply.status != BUSY
-        raise _Failed(f"failed: {reply.status}: {reply.reason}", is_final=is_refusal)
+        raise _Failed(f"failed: {reply.status}: {reply.reason}", is_final=is_refusal, is_servers_fault=not is_refusal)
     try:
         return read(reply.body)
+    except Unusable as error:
+        raise _Failed(str(error), is_final=not error.may_differ, is_servers_fault=False) from error
     except BadAnswer as error:
         raise _Failed(str(error)) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

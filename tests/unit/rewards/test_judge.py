@@ -96,6 +96,27 @@ def test_a_judge_that_gives_no_score_is_an_error(behaviour: Behaviour, message: 
         judge(behaviour)
 
 
+@pytest.mark.parametrize(("temperature", "num_calls"), [(0.0, 1), (0.7, 4)])
+def test_one_that_would_say_the_same_again_is_not_asked_again(
+    temperature: float, num_calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it is not a sick server that rests: it serves other questions."""
+
+    async def run() -> int:
+        async with serving(grading("I like it")) as (server,):
+            options: dict[str, Any] = {"retries": 3, "temperature": temperature}
+            asked = Judge(JudgeConfig(type="judge", model="m", base_url=[server.url], **options))
+            try:
+                with pytest.raises(RewardServerError, match="gave no score"):
+                    await asked("It is 2.", "2", prompt="two?")
+            finally:
+                await asked.close()
+            return len(server.bodies)
+
+    assert asyncio.run(run()) == num_calls
+    assert "resting" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
