@@ -11,6 +11,7 @@ go to the model of the episode and never leave the process.
 import importlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from tandem.config.base import Config
@@ -19,13 +20,15 @@ from tandem.envs.model import ChatRefused, ContextFull, Model, Reply
 from tandem.envs.results import Result
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError
+from tandem.utils.imports import make_importable
 
 MODEL = "policy"
 
 
 class VerifiersArgs(Config):
     id: str
-    """Environment, as `vf.load_environment` takes it; its package must be installed."""
+    """Environment, as `vf.load_environment` takes it: its package is installed, or its module lies in the current
+    directory."""
 
     args: dict[str, Any] = {}
     """Arguments of the environment."""
@@ -77,6 +80,7 @@ def load(args: VerifiersArgs) -> Any:
         raise UserError(
             f"env.args.id = {args.id!r} needs the verifiers package ({error}): pip install 'tandem-rl[envs]'"
         ) from error
+    make_importable(Path.cwd())
     try:
         return verifiers.load_environment(args.id, **args.args)
     except (ValueError, RuntimeError) as error:

@@ -39,7 +39,7 @@ def load_object(path: str, key: str) -> Any:
 
 
 def _import_module(name: str) -> ModuleType:
-    _make_importable(Path.cwd())  # which `python` does, but not a command that was installed
+    make_importable(Path.cwd())  # which `python` does, but not a command that was installed
     return importlib.import_module(name)
 
 
@@ -55,7 +55,7 @@ def _import_file(path: Path) -> ModuleType:
         raise ImportError(f"there is another module called {name!r}; give the file another name")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    _make_importable(path.parent)
+    make_importable(path.parent)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses and pickle look for it
     try:
         spec.loader.exec_module(module)
@@ -65,6 +65,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _make_importable(folder: Path) -> None:
+def make_importable(folder: Path) -> None:
+    """Modules that lie in it can be imported, before others of the same name."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -126,6 +126,11 @@ class TestVerifiers:
         with pytest.raises(RuntimeError, match="ModelError"):
             self.play(make("verifiers", id="words-of-a-test"), ConnectionError("gone"))
 
+    def test_a_module_of_the_current_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path)])
+        monkeypatch.chdir(tmp_path)
+        assert len(make("verifiers", id="words-of-a-test").train_tasks) == 8
+
     def test_an_environment_that_is_not_installed(self) -> None:
         with pytest.raises(UserError, match=r"env\.args\.id = 'no-such-words' cannot be loaded: Could not import"):
             make("verifiers", id="no-such-words")
