@@ -161,7 +161,7 @@ VALUES = NUMBERS | st.booleans() | st.none() | st.text(max_size=5) | st.lists(NU
 FIELDS = st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)), VALUES, max_size=4)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(fields=FIELDS)
 def test_no_value_harms_the_engine(client: httpx.Client, fields: dict[str, Any]) -> None:
     content = json.dumps(SMALL | fields).encode()

@@ -115,7 +115,7 @@ def test_greedy_tokens_are_those_of_transformers_on_fifty_prompts(
     assert reasons == {"stop", "length"}
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chosen=st.lists(st.tuples(st.integers(0, 49), st.integers(1, 3)), min_size=1, max_size=6),
     tokens_per_step=st.sampled_from([7, 32, 8192]),

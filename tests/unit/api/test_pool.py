@@ -22,7 +22,7 @@ def check_echoes(answers: list[list[Completion]], num_prompts: int) -> None:
     assert [[one.token_ids for one in group] for group in answers] == [[[1, n]] * 2 for n in range(num_prompts)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_prompts=st.integers(0, 40),
     samplers=st.lists(st.tuples(st.integers(1, 4), st.none() | st.integers(1, 4)), min_size=1, max_size=5),

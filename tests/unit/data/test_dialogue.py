@@ -40,7 +40,7 @@ def written(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text + "<|im_end|>")
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     said=st.lists(st.text("ab c<|\n", min_size=1, max_size=8), min_size=2, max_size=4),
     replies=st.lists(st.text("ab c<|\n", max_size=8), min_size=3, max_size=3),

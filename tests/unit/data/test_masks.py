@@ -66,7 +66,7 @@ texts = st.text(st.characters(exclude_categories=["Cs", "Cn"]), min_size=1, max_
 dialogs = st.lists(
     st.tuples(st.sampled_from(["user", "assistant", "tool"]), texts), min_size=1, max_size=6
 ).map(lambda rows: [turn(role, content) for role, content in rows])  # fmt: skip
-once = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+once = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @once

@@ -26,7 +26,7 @@ MAKERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_position_alone_decides(kind: str, data: st.DataObject) -> None:
     """Batches of any size from any position, in any order, are stretches of one endless row of samples."""

@@ -41,7 +41,7 @@ def test_half_a_character_is_given_out_at_the_end(smollm2: Tokenizer) -> None:
     assert "".join(pieces) == smollm2.decode(token_ids) and pieces[-1].startswith("\ufffd")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_make_up_the_text(smollm2: Tokenizer, characters: Tokenizer, data: st.DataObject, skip: bool) -> None:
     tokenizer = data.draw(st.sampled_from([smollm2, characters]))
@@ -51,7 +51,6 @@ def test_pieces_make_up_the_text(smollm2: Tokenizer, characters: Tokenizer, data
     assert "".join(stream(tokenizer, parts, skip_special_tokens=skip)) == whole
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=30))
 def test_any_text_comes_back(smollm2: Tokenizer, text: str) -> None:
     token_ids = smollm2.encode(text)

@@ -154,7 +154,7 @@ REGEXES = st.recursive(
     ),
     max_leaves=8,
 )
-MANY = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @MANY

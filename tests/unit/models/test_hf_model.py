@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -241,7 +241,6 @@ def segments(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return lengths, parents
 
 
-@settings(deadline=None)
 @given(segments())
 def test_every_row_is_a_sequence_and_every_token_has_a_cell(given_segments: tuple[list[int], list[int]]) -> None:
     lengths, parents = given_segments

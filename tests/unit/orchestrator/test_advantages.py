@@ -104,7 +104,7 @@ def test_tiny_differences_do_not_explode(type) -> None:
     assert max(map(abs, FUNCTIONS[type]([[1.0, 1.0 + 1e-12]])[0])) < 1e-5
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(GROUPS, st.sampled_from(RELATIVE))
 def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(groups: list[list[float]], type) -> None:
     for rewards, advantages in zip(groups, FUNCTIONS[type](groups), strict=True):
@@ -114,7 +114,7 @@ def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(groups: list[list[
                 assert first >= second or advantages[i] <= advantages[j]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(GROUPS)
 def test_rloo_is_the_reward_less_the_mean_of_the_others(groups: list[list[float]]) -> None:
     for rewards, advantages in zip(groups, rloo_advantages(groups), strict=True):
@@ -123,7 +123,7 @@ def test_rloo_is_the_reward_less_the_mean_of_the_others(groups: list[list[float]
             assert advantage == pytest.approx(rewards[index] - sum(others) / len(others), abs=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(GROUPS)
 def test_reinforce_pp_has_mean_zero_and_at_most_variance_one(groups: list[list[float]]) -> None:
     values = [value for group in reinforce_pp_advantages(groups) for value in group]
@@ -138,7 +138,7 @@ def test_turns_are_compared_with_those_of_the_same_number() -> None:
     assert group[1] == pytest.approx([-1, 1], abs=1e-5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(GROUPS)
 def test_credit_by_turn_is_grpo_for_single_turns(groups: list[list[float]]) -> None:
     single = per_turn_advantages([[[reward] for reward in group] for group in groups])

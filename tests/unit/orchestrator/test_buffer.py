@@ -95,7 +95,7 @@ def test_giving_up_frees_a_place() -> None:
     assert num_startable(buffer, 0) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(0, 3), st.data())
 def test_any_finishing_order_gives_full_fresh_batches(
     prompts_per_step: int, max_staleness: int, data: st.DataObject

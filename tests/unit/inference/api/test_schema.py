@@ -251,7 +251,7 @@ PATHS = [
 ]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(path=st.sampled_from(PATHS), body=BODIES | JSON, valid=st.booleans())
 def test_no_body_makes_the_server_fail(client: TestClient, path: str, body: Any, valid: bool) -> None:
     if valid and isinstance(body, dict):

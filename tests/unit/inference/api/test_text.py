@@ -16,7 +16,7 @@ def test_the_longest_end_that_begins_a_stop_string() -> None:
     assert overlap("abc", ()) == 0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     tokens=st.lists(st.sampled_from([0, 66, 67, 68, 98]), min_size=1, max_size=12),
     stops=st.lists(st.text("abcé<", min_size=1, max_size=4), max_size=3),

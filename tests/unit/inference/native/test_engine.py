@@ -59,7 +59,7 @@ REQUESTS = st.lists(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=REQUESTS,
     tokens_per_step=st.sampled_from([1, 3, 16, 4096]),

@@ -108,7 +108,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=REQUESTS,
     tokens_per_step=st.sampled_from([1, 3, 16, 4096]),

@@ -143,7 +143,7 @@ def test_deterministic_engines_share_only_what_cannot_change_a_bit(make_engine: 
     assert [result_of(other, request).num_cached_tokens for _ in range(2)] == [0, 0]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 4)), min_size=2, max_size=10),
     kv_cache_tokens=st.sampled_from([68, 100, 400]),

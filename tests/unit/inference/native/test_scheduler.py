@@ -172,7 +172,7 @@ def test_while_closed_only_what_has_begun_goes_on(isolate: bool) -> None:
     assert not scheduler.queue
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(1, 9)), min_size=1, max_size=8),
     num_blocks=st.integers(6, 20),

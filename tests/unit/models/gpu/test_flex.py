@@ -45,7 +45,7 @@ def dense_mask(lengths: NDArray[np.int64], parents: NDArray[np.int64], window: i
 
 
 @given(segments(), st.sampled_from([None, 1, 100, BLOCK, 300]))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_blocks_are_those_of_the_dense_mask(packed: Segments, window: int | None) -> None:
     mask = dense_mask(*packed, window)
     partial, full = block_tables(sight_of(*packed, len(mask)), window)
@@ -61,7 +61,7 @@ def test_blocks_are_those_of_the_dense_mask(packed: Segments, window: int | None
 
 
 @given(segments(), st.sampled_from([None, 100]))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_mask_says_what_the_dense_one_does(packed: Segments, window: int | None) -> None:
     expected = torch.from_numpy(dense_mask(*packed, window))
     attention = flex.FlexAttention(*packed, padding=0, device=torch.device("cpu"))

@@ -40,7 +40,7 @@ def test_lambda_one_is_the_return_less_the_value() -> None:
     assert returns.tolist() == [1.0, 1.0, 1.0, 2.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=13), min_size=1, max_size=5),
     st.sampled_from([0.9, 1.0]),

@@ -187,7 +187,7 @@ PAIRS = st.lists(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(pairs=PAIRS, data=st.data())
 def test_any_division_of_the_pairs_gives_the_same_sums(name: str, pairs: list, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(pairs) - 1))
@@ -200,7 +200,7 @@ def test_any_division_of_the_pairs_gives_the_same_sums(name: str, pairs: list, d
         assert int(joined.count) == int(metric.count)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(pairs=PAIRS, smoothing=st.floats(0, 1))
 def test_swapped_pairs_with_swapped_labels_are_the_same_pairs(pairs: list, smoothing: float) -> None:
     swapped = [(r, c, nr, nc, ref_r, ref_c) for c, r, nc, nr, ref_c, ref_r in pairs]
@@ -210,7 +210,7 @@ def test_swapped_pairs_with_swapped_labels_are_the_same_pairs(pairs: list, smoot
 
 
 @pytest.mark.parametrize("name", ["dpo", "hinge", "ipo"])
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(pairs=PAIRS, shift=st.floats(-20, 20))
 def test_only_the_distance_to_the_reference_counts(name: str, pairs: list, shift: float) -> None:
     shifted = [(c + shift, r, nc, nr, ref_c + shift, ref_r) for c, r, nc, nr, ref_c, ref_r in pairs]

@@ -28,7 +28,7 @@ def test_discounted_sums_by_hand() -> None:
     assert discounted_sums(values, sequences, 0.0).tolist() == values.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=17), min_size=1, max_size=6),
     st.sampled_from([0.0, 0.5, 0.95, 1.0]),

@@ -89,7 +89,7 @@ def test_gradient_against_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     completions=st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0), st.booleans()), min_size=2, max_size=6),
     data=st.data(),

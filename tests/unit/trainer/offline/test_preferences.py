@@ -46,7 +46,7 @@ PROMPTS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 COMPLETIONS = st.lists(st.integers(51, 99), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     rows=st.lists(st.tuples(PROMPTS, COMPLETIONS, COMPLETIONS), min_size=1, max_size=8),
     world_size=st.integers(1, 3),

@@ -30,7 +30,7 @@ def arrays(batch: PackedBatch) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in (fields | streams).items()}
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
     step=st.integers(1, 10**6),
