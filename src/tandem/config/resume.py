@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tandem.config.sources import SUFFIXES, Tree
 from tandem.utils.errors import UserError
+from tandem.utils.run_dir import COMMAND
 
 FLAG = "--resume"
-COMMAND_FILE = "command.txt"
 # What belongs to one start of a run rather than to the run.
 OF_ONE_START = ("output_dir", "resume", "allow_changes", "clean", "dry_run")
 
@@ -43,7 +43,7 @@ def stored_config(run: Path, command: str) -> Tree:
 
 def starting_directory(run: Path) -> Path | None:
     """Where the run was started: paths in its configuration may be relative to that."""
-    path = run / "config" / COMMAND_FILE
+    path = run / "config" / COMMAND
     words = shlex.split(path.read_text().partition("\n")[0]) if path.exists() else []
     return Path(words[1]) if len(words) == 2 and words[0] == "cd" else None
 

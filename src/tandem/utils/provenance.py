@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.utils.files import write_atomic, write_json
-from tandem.utils.run_dir import VERSIONS
+from tandem.utils.run_dir import COMMAND, VERSIONS
 
 PACKAGES = ("tandem-rl", "torch", "numpy", "safetensors", "tokenizers", "pydantic", "fastapi")
 
@@ -20,7 +20,7 @@ def write_run_config(folder: Path, configs: Mapping[str, Any]) -> None:
     for name, config in configs.items():
         write_json(folder / f"{name}.json", config)
     command = f"{shlex.join(['cd', str(Path.cwd())])}\n{shlex.join(without_secrets(sys.argv))}\n"
-    write_atomic(folder / "command.txt", command.encode())
+    write_atomic(folder / COMMAND, command.encode())
     write_json(folder / VERSIONS, package_versions())
 
 

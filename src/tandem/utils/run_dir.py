@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.utils.errors import UserError
 
-VERSIONS = "versions.json"
+COMMAND, VERSIONS = "command.txt", "versions.json"  # below config/
 # What makes a directory a run, and what a run leaves besides.
 RUN_CONTENT = ("rollouts", "weights", "checkpoints", "metrics.jsonl", "events.jsonl")
 RUN_SURROUNDINGS = (
