@@ -60,7 +60,7 @@ SECTIONS = {
     ),
     "offline": Section(
         "gpu_offline.py",
-        ("--peers", "TRL"),
+        ("--ways", "sft", "sft, LoRA", "align, DPO"),
         ("--shape", "tiny", "--steps", "4", "--length", "64", "--peers"),
         130,
     ),

@@ -3,8 +3,8 @@
     python benchmarks/gpu_memory.py --output memory.json        # some 4 minutes on an H200
 
 Shapes of Qwen3 with random weights, bfloat16, default options, in every deployment (those of `gpu_rl.py`). Measured is
-the most that nvidia-smi has seen of a process, CUDA's own memory included, over three steps. The estimate of `split`,
-which no single card has, is that of a plan with two cards like this one.
+the most that nvidia-smi has seen of a process, CUDA's own memory included, over three steps. `split`, which no single
+card has, is estimated as two cards: this one, and what the server leaves of it for the trainer.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from gpu_rollouts import SHAPES, make_in_process
 from tandem.config.base import parse
 from tandem.config.rl import RLConfig
 from tandem.launch.gpus import GpuPlan
-from tandem.launch.memory import estimate_memory
+from tandem.launch.memory import estimate_memory, server_memory
 from tandem.models.spec import ModelSpec
 from tandem.utils.devices import gpu_memory_bytes
 
@@ -75,9 +75,10 @@ def estimated(deployment: str, command: list[str], gpu_bytes: int) -> dict[str, 
     """By process, as a dry run of the same command finds it."""
     config = parse(RLConfig, "rl", "", command[command.index("tandem.entrypoints.rl") + 1 :])
     config = config.model_copy(update={"deployment": deployment})
-    trainer = 1 if deployment == "split" else 0
-    plan = GpuPlan(("0", "1"), ((0,),), (trainer,), (gpu_bytes, gpu_bytes))
-    uses = estimate_memory(config, ModelSpec.load(config.model.name), plan)
+    spec = ModelSpec.load(config.model.name)
+    left = gpu_bytes - server_memory(config, spec, gpu_bytes).total
+    plan = GpuPlan(("0", "1"), ((0,),), (1 if deployment == "split" else 0,), (gpu_bytes, left))
+    uses = estimate_memory(config, spec, plan)
     found = {name.partition(" ")[0]: part.total for use in uses for name, part in use.parts}
     whole = sum(use.total for use in uses)
     return {"trainer": whole, "card": whole} if deployment == "colocated" else found | {"card": whole}

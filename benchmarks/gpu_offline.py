@@ -9,8 +9,8 @@ tokens, the whole model and a LoRA adapter of rank 16; `align` (DPO, reference l
 tokens that share a prompt of 128. Medians over the steps after the first three, from metrics.jsonl.
 
 TRL gets the same rows, in batches of as many, in bfloat16 by autocast over float32 weights, as ours has. It computes a
-pair's prompt twice; tokens are counted once on both sides, so that the ratio is that of the time. `TRL` keeps all
-activations, as ours does; `TRL, checkpointing` is how it comes: with gradient checkpointing, slower and smaller.
+pair's prompt twice; tokens are counted once on both sides, so that the ratio is that of the time. Both keep all
+activations, as is our default, or compute every layer again (`checkpointing`), as is TRL's.
 """
 
 import argparse
@@ -29,14 +29,21 @@ from gpu_rollouts import SHAPES, make_in_process
 
 WARM_UP_STEPS = 3
 NUM_ROWS = 64
+CHECKPOINTED = ["--parallel.gradient-checkpointing", "1"]
 WAYS: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", []),
     "sft, LoRA": ("sft", ["--lora.rank", "16"]),
     "align, DPO": ("align", ["--loss.type", "dpo"]),
+    "sft, checkpointing": ("sft", CHECKPOINTED),
+    "align, DPO, checkpointing": ("align", ["--loss.type", "dpo", *CHECKPOINTED]),
 }
-# What TRL calls the ways it has too.
-TRL_KINDS = {"sft": "sft", "align, DPO": "dpo"}
-PEERS = {"TRL": [], "TRL, checkpointing": ["--gradient-checkpointing"]}
+# The ways that TRL has too, in the words of trl_offline.py.
+TRL: dict[str, tuple[str, list[str]]] = {
+    "sft": ("sft", []),
+    "align, DPO": ("dpo", []),
+    "sft, checkpointing": ("sft", ["--gradient-checkpointing"]),
+    "align, DPO, checkpointing": ("dpo", ["--gradient-checkpointing"]),
+}
 
 
 def write_rows(folder: Path, vocab_size: int, length: int) -> dict[str, Path]:
@@ -74,13 +81,14 @@ def measure(way: str, model: Path, rows: dict[str, Path], folder: Path, args: ar
     return found | {"tokens_per_s": statistics.median(line["tokens_per_s"] for line in timed)}
 
 
-def measure_trl(way: str, peer: str, tokens: int, model: Path, rows: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure_trl(way: str, tokens: int, model: Path, rows: Path, args: argparse.Namespace) -> dict[str, Any]:
     """`tokens`: of a step, as ours counts them."""
     if find_spec("trl") is None:
         return {"error": "TRL is not installed"}
-    flags = ["--gpu", "--dtype", "bfloat16", "--batch-size", "4", "--seq-len", str(args.length), *PEERS[peer]]
+    kind, options = TRL[way]
+    flags = ["--gpu", "--dtype", "bfloat16", "--batch-size", "4", "--seq-len", str(args.length), *options]
     script = str(Path(__file__).with_name("trl_offline.py"))
-    done = run([sys.executable, script, TRL_KINDS[way], str(model), str(rows), "--steps", str(args.steps), *flags])
+    done = run([sys.executable, script, kind, str(model), str(rows), "--steps", str(args.steps), *flags])
     if done.returncode:
         return {"error": f"exit status {done.returncode}"}
     found = json.loads(done.stdout.splitlines()[-1])
@@ -103,10 +111,8 @@ def measure_all(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, An
         found = measure(way, model, rows, folder, args)
         tokens[way] = found.get("tokens", 0)
         yield {"way": way, "side": "ours"} | found
-    for peer in args.peers:
-        for way in [way for way in args.ways if way in TRL_KINDS and tokens[way]]:
-            found = measure_trl(way, peer, tokens[way], model, rows[WAYS[way][0]], args)
-            yield {"way": way, "side": peer} | found
+    for way in [way for way in args.ways if way in TRL and tokens[way]] if "TRL" in args.peers else []:
+        yield {"way": way, "side": "TRL"} | measure_trl(way, tokens[way], model, rows[WAYS[way][0]], args)
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -133,10 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="Qwen3-0.6B")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    known = list(PEERS) if find_spec("trl") else []
-    parser.add_argument(
-        "--peers", nargs="*", choices=list(PEERS), default=known, help="default: all, with TRL installed"
-    )
+    known = ["TRL"] if find_spec("trl") else []
+    parser.add_argument("--peers", nargs="*", choices=["TRL"], default=known, help="default: TRL, if it is installed")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")

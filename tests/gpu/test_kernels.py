@@ -17,6 +17,7 @@ from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.shared_prompts import ROWS_AT_ONCE, find_shared
 from tandem.inference.native.state import Request, SlotState
 from tandem.models import ops
+from tandem.models.decoder import Projection
 from tandem.models.hf import new_decoder
 from tandem.models.lora import AdapterBank
 from tandem.models.spec import ModelSpec
@@ -25,7 +26,7 @@ pytest.importorskip("triton", reason="pip install triton")
 
 from tandem.inference.native.cuda import attention as cuda_attention
 from tandem.inference.native.cuda import draw as drawing
-from tandem.inference.native.cuda import layers
+from tandem.inference.native.cuda import forward, layers, products
 from tandem.inference.native.cuda import runner as cuda_runner
 from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles, SharedRows
 from tandem.inference.native.cuda.runner import CudaRunner
@@ -192,6 +193,58 @@ def test_between_products(size: int, dtype: torch.dtype) -> None:
         (layers.silu_mul(torch.cat((x, delta), -1)), F.silu(x) * delta),
     ):
         assert relative_error(found, expected) < TOLERANCE[dtype]
+
+
+# rows, inputs, outputs, parts
+PRODUCTS = [(1, 576, 96, 3), (16, 2048, 1024, 4), (17, 256, 64, 2), (100, 384, 576, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "parts"), PRODUCTS if ON_GPU else PRODUCTS[::2])
+def test_products_of_few_rows(rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
+    x, weight = (torch.randn(size, inputs, device=DEVICE).to(dtype) for size in (rows, 2 * outputs))
+    exact = F.linear(x.float(), weight.float())
+    found = products.split(x, weight, parts)
+    assert found.shape == (parts, rows, 2 * outputs) and found.dtype == torch.float32
+    assert relative_error(found.sum(0), exact) < 1e-5
+    assert relative_error(products.gate_up(x, weight), ops.silu_mul(exact)) < TOLERANCE[dtype]
+    residual = torch.randn(rows, 2 * outputs, device=DEVICE).to(dtype)
+    added = residual + exact.to(dtype)
+    normed = layers.add_norm(residual, found, torch.ones(2 * outputs, device=DEVICE).to(dtype), 1e-6)
+    assert relative_error(residual, added) < TOLERANCE[dtype]
+    assert relative_error(normed, F.rms_norm(added, (2 * outputs,), eps=1e-6)) < TOLERANCE[dtype]
+
+
+def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_processors", lambda _: 132)
+
+    def parts(rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        x, weight = (torch.empty(size, inputs, dtype=dtype, device="meta") for size in (rows, outputs))
+        return products.num_parts(x, weight)
+
+    assert parts(64, 2048, 1024) == parts(1, 3072, 1024) == 4
+    assert parts(65, 2048, 1024) == 2  # twice as many tiles
+    assert parts(64, 576, 576) == 3  # 576 / 4 is no multiple of 64
+    assert parts(64, 4096, 2560) == parts(8192, 2048, 1024) == 1  # enough tiles without
+    assert parts(64, 2048, 1000) == parts(64, 2040, 1024) == parts(64, 2048, 1024, torch.float32) == 1
+
+    def serves(rows: int, inputs: int, size: int) -> bool:
+        x, weight = (torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, 2 * size))
+        return products.serves_gate_up(x, weight)
+
+    assert serves(64, 1024, 3072) and not serves(65, 1024, 3072) and not serves(64, 2560, 9728)
+    assert not serves(64, 1000, 3072)
+
+
+def test_a_projection_with_a_bias_or_an_adapter_is_computed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_processors", lambda _: 132)
+    x = torch.randn(3, 64, device=DEVICE).bfloat16()
+    for module in (Projection(64, 64, bias=True), Projection(64, 64, bias=False)):
+        module = module.to(DEVICE).bfloat16()
+        if module.bias is None:
+            module.register_forward_hook(lambda _module, _inputs, output: output + 1)
+        assert torch.equal(forward.product(module, x), module(x))
+        assert torch.equal(forward.gate_up(module, x), layers.silu_mul(module(x)))
 
 
 def test_embedding_takes_the_last_token_where_the_host_has_none() -> None:

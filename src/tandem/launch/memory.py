@@ -17,6 +17,7 @@ from tandem.models.memory import (
     activation_bytes,
     fitting_tokens,
     kv_bytes,
+    logits_bytes,
     num_parameters,
     serving_memory,
     training_memory,
@@ -139,7 +140,9 @@ def trainer_memory(config: RLConfig, spec: ModelSpec, ranks: int, gpu_bytes: int
     tokens = trainer.tokens_per_microbatch
     if not tokens:
         per_token = activation_bytes(spec, ITEMSIZE[dtype], trainer.parallel.gradient_checkpointing)
-        planned = fitting_tokens(gpu_bytes - taken, use(1).total, per_token)
+        empty = use(1)
+        rest = empty.total - empty.weights + logits_bytes(gpu_bytes)
+        planned = fitting_tokens(gpu_bytes - taken - empty.weights, rest, per_token)
         tokens = max(config.seq_len, DEFAULT if config.deterministic else planned)
     # A step has no more than all its rollouts, at their longest, over the ranks.
     most = orchestrator.prompts_per_step * orchestrator.group_size * config.seq_len

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.parallel import ParallelConfig
-from tandem.models.gpu.logprobs_memory import plan_chunks
+from tandem.models.gpu.logprobs_memory import CHUNK_SHARE, KEPT_SHARE, plan_chunks
 from tandem.models.spec import ModelSpec
 
 DEFAULT = 8192  # tokens on a CPU; for models whose activations we do not know; where runs have to repeat bit for bit
@@ -117,9 +117,15 @@ def kv_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 
 def fitting_tokens(free: int, taken: int, per_token: int) -> int:
-    """Of `free` bytes, `taken` are for other things."""
+    """Of a micro-batch. `free`: bytes before the first step, when the weights are there; it takes `taken` of them for
+    other things than activations, `logits_bytes` among them."""
     tokens = (int(free * USED_SHARE) - taken) // per_token // MULTIPLE * MULTIPLE
     return min(max(tokens, LEAST), MOST)
+
+
+def logits_bytes(gpu_bytes: int) -> int:
+    """The most that chunks of logits take, of a GPU with so much memory."""
+    return int(gpu_bytes * (CHUNK_SHARE + KEPT_SHARE))
 
 
 def activation_bytes(spec: ModelSpec, itemsize: int, gradient_checkpointing: int) -> int:

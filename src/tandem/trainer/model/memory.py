@@ -6,8 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from tandem.models.decoder import Decoder
-from tandem.models.gpu.logprobs_memory import CHUNK_SHARE, KEPT_SHARE
-from tandem.models.memory import DEFAULT, USED_SHARE, activation_bytes, fitting_tokens
+from tandem.models.memory import DEFAULT, USED_SHARE, activation_bytes, fitting_tokens, logits_bytes
 from tandem.models.precision import WORKING
 from tandem.trainer.model.optimizer import local
 from tandem.trainer.model.step import Stepper
@@ -77,5 +76,5 @@ def planned_bytes(stepper: Stepper[Any], decoder: Decoder) -> tuple[int, int]:
     rounded = sum(local(p).numel() for p in decoder.parameters() if p.dtype != dtype and not hasattr(p, WORKING))
     state = 4 if parallel.optimizer_offload else 12  # bytes: gradient, and Adam's two moments
     head = 8 * spec.vocab_size * spec.hidden_size  # its gradient, and that of a chunk
-    taken = trained * state + rounded * dtype.itemsize + head + int(total * (CHUNK_SHARE + KEPT_SHARE))
+    taken = trained * state + rounded * dtype.itemsize + head + logits_bytes(total)
     return taken, activation_bytes(spec, dtype.itemsize, parallel.gradient_checkpointing)

@@ -1,7 +1,7 @@
 """The decoder's forward pass with everything between two matrix products as one kernel.
 
-Products go through the decoder's own modules, so that LoRA adapters hook into them as elsewhere. In exact mode the pass
-is that of the trainer, but for the KV cache.
+Products go through the decoder's own modules, so that LoRA adapters hook into them as elsewhere, but for few rows
+without adapters (`products.py`). In exact mode the pass is that of the trainer, but for the KV cache.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.cuda import layers as kernels
+from tandem.inference.native.cuda import products
 from tandem.inference.native.cuda.attention import DecodeRows, PrefillTiles
 from tandem.models import exact
-from tandem.models.decoder import Decoder, DecoderLayer
+from tandem.models.decoder import Decoder, DecoderLayer, Projection
 from tandem.models.gpu.tiles import Tiles
 
 Attention = DecodeRows | PrefillTiles
@@ -35,7 +36,6 @@ class FusedDecoder:
         """x (tokens, hidden), which is overwritten -> hidden states after the last norm."""
         attend = attention.attend
         layers: list[DecoderLayer] = list(self.decoder.layers)  # type: ignore[arg-type]
-        num_heads = self.decoder.spec.num_heads
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.decoder.norm]
         num_heads = self.decoder.spec.num_heads
         h = kernels.add_norm(x, None, layers[0].input_layernorm.weight, layers[0].input_layernorm.eps)
@@ -48,12 +48,29 @@ class FusedDecoder:
             q = kernels.norm_rotate_write(
                 block.qkv_proj(h), head_norms, self.rotary, positions, cells, keys, values, num_heads
             )
-            h = kernels.add_norm(
-                x, block.o_proj(attend(q, keys, values, block.window).flatten(1)), norm.weight, norm.eps
-            )
-            delta = layer.mlp.down_proj(kernels.silu_mul(layer.mlp.gate_up_proj(h)))
+            delta = product(block.o_proj, attend(q, keys, values, block.window).flatten(1))
+            h = kernels.add_norm(x, delta, norm.weight, norm.eps)
+            delta = product(layer.mlp.down_proj, gate_up(layer.mlp.gate_up_proj, h))
             h = kernels.add_norm(x, delta, next_norm.weight, next_norm.eps)
         return h
+
+
+def product(module: Projection, x: Tensor) -> Tensor:
+    """(rows, outputs), or parts of it (parts, rows, outputs)."""
+    num_parts = products.num_parts(x, module.weight) if is_plain(module) else 1
+    return products.split(x, module.weight, num_parts) if num_parts > 1 else module(x)
+
+
+def gate_up(module: Projection, x: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if is_plain(module) and products.serves_gate_up(x, module.weight):
+        return products.gate_up(x, module.weight)
+    return kernels.silu_mul(module(x))
+
+
+def is_plain(module: Projection) -> bool:
+    """A product and nothing else: no bias, no adapter hooked to it."""
+    return module.bias is None and not module._forward_hooks
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,15 @@ def _embed(token_ids, slots, last, weight, out, SIZE: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _add_norm(x, delta, weight, out, eps, HAS_DELTA: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _add_norm(x, delta, weight, out, eps, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    here = row * SIZE + i
+    here, part_size = row * SIZE + i, tl.num_programs(0) * SIZE
     value = tl.load(x + here, mask=i < SIZE, other=0.0)
-    if HAS_DELTA:
-        added = value.to(tl.float32) + tl.load(delta + here, mask=i < SIZE, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        change = tl.load(delta + here, mask=i < SIZE, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            change += tl.load(delta + part * part_size + here, mask=i < SIZE, other=0.0)
+        added = value.to(tl.float32) + change.to(x.dtype.element_ty).to(tl.float32)
         value = added.to(x.dtype.element_ty)
         tl.store(x + here, value, mask=i < SIZE)
     exact = value.to(tl.float32)
@@ -128,13 +131,14 @@ def embed(token_ids: Tensor, slots: Tensor, last: Tensor, weight: Tensor) -> Ten
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm of x + delta; x becomes x + delta."""
+    """The RMS norm of x + delta; x becomes x + delta. A delta of (parts, rows, size) is the sum of its parts."""
     size = x.shape[-1]
     out = torch.empty_like(x)
     padded = triton.next_power_of_2(size)
+    parts = 0 if delta is None else 1 if delta.ndim == x.ndim else len(delta)
     _add_norm[(len(x),)](
         x, x if delta is None else delta, weight, out, eps,
-        HAS_DELTA=delta is not None, SIZE=size, PADDED=padded, num_warps=4 if padded <= 4096 else 8,
+        PARTS=parts, SIZE=size, PADDED=padded, num_warps=4 if padded <= 4096 else 8,
     )  # fmt: skip
     return out
 

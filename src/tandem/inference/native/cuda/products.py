@@ -1,0 +1,133 @@
+"""Matrix products of few rows. They read a weight and compute next to nothing, so that all processors of the GPU have
+to read at once; cuBLAS leaves many of them idle where the output is narrow.
+
+    split      a part of the sum a program; whoever reads the product adds the parts up (`layers.add_norm`)
+    gate_up    silu(gate) · up in the same kernel as the product
+
+The plain PyTorch twins are `F.linear` and `models/ops.py`. Where they are no faster, cuBLAS is asked (docs/log.md).
+"""
+
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# It knows no Triton: of kernels and their launches it understands nothing.
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MEASURED_ON = (9, 0)  # compute capability: of other cards we do not know
+FEW_ROWS, TILE_ROWS = 16, 64  # of a program, where there are no more, and else
+COLUMNS = 32  # of the output, a program
+DEPTHS = (128, 64)  # inputs that a program reads at once
+MOST_PARTS = 4
+WARPS, STAGES = 4, 5
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _split(
+    x, weight, parts, rows,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split, i = tl.program_id(2), tl.arange(0, DEPTH)
+    mask = (row < rows)[:, None]
+    x_at = x + row.to(tl.int64)[:, None] * INPUTS + split * SHARE + i[None, :]
+    weight_at = weight + column.to(tl.int64)[None, :] * INPUTS + split * SHARE + i[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, SHARE, DEPTH):
+        tile = tl.load(x_at + start, mask=mask, other=0.0)
+        total = tl.dot(tile, tl.load(weight_at + start), total, input_precision="ieee")
+    at = (split * rows + row).to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+    tl.store(parts + at, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_up(
+    x, weight, out, rows,
+    INPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, DEPTH)
+    mask = (row < rows)[:, None]
+    x_at = x + row.to(tl.int64)[:, None] * INPUTS + i[None, :]
+    weight_at = weight + column.to(tl.int64)[None, :] * INPUTS + i[:, None]
+    gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        tile = tl.load(x_at + start, mask=mask, other=0.0)
+        gate = tl.dot(tile, tl.load(weight_at + start), gate, input_precision="ieee")
+        up = tl.dot(tile, tl.load(weight_at + SIZE * INPUTS + start), up, input_precision="ieee")
+    dtype = out.dtype.element_ty
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    silu = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row.to(tl.int64)[:, None] * SIZE + column[None, :], (silu * up).to(dtype), mask=mask)
+
+
+def split(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:
+    """x (rows, inputs), weight (outputs, inputs) -> (parts, rows, outputs) in float32, whose sum is the product."""
+    rows, (outputs, inputs) = len(x), weight.shape
+    share, tile_rows = inputs // num_parts, _tile_rows(rows)
+    parts = torch.empty(num_parts, rows, outputs, dtype=torch.float32, device=x.device)
+    _split[(outputs // COLUMNS, triton.cdiv(rows, tile_rows), num_parts)](
+        x, weight, parts, rows, INPUTS=inputs, OUTPUTS=outputs, SHARE=share,
+        ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=_depth(share), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return parts
+
+
+def gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """x (rows, inputs), weight (2 * size, inputs) -> silu(gate) * up (rows, size)."""
+    rows, (both, inputs) = len(x), weight.shape
+    size, tile_rows = both // 2, _tile_rows(rows)
+    out = x.new_empty(rows, size)
+    _gate_up[(size // COLUMNS, triton.cdiv(rows, tile_rows))](
+        x, weight, out, rows, INPUTS=inputs, SIZE=size,
+        ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=_depth(inputs), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return out
+
+
+def num_parts(x: Tensor, weight: Tensor) -> int:
+    """Into how many parts to split x · weightᵀ; 1: not at all, it is cuBLAS's."""
+    outputs, inputs = weight.shape
+    most = min(MOST_PARTS, _processors(x.device) // _num_tiles(x, outputs))
+    if most < 2 or not _is_served(x, weight, outputs):
+        return 1
+    return max(n for n in range(1, most + 1) if n == 1 or (inputs % n == 0 and _depth(inputs // n)))
+
+
+def serves_gate_up(x: Tensor, weight: Tensor) -> bool:
+    size, inputs = weight.shape[0] // 2, weight.shape[1]
+    is_one_wave = _num_tiles(x, size) <= _processors(x.device)
+    return is_one_wave and _depth(inputs) > 0 and _is_served(x, weight, size)
+
+
+def _is_served(x: Tensor, weight: Tensor, columns: int) -> bool:
+    is_plain = x.dtype == weight.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
+    return is_plain and columns % COLUMNS == 0
+
+
+def _num_tiles(x: Tensor, columns: int) -> int:
+    return triton.cdiv(columns, COLUMNS) * triton.cdiv(len(x), _tile_rows(len(x)))
+
+
+def _tile_rows(rows: int) -> int:
+    return FEW_ROWS if rows <= FEW_ROWS else TILE_ROWS
+
+
+def _depth(inputs: int) -> int:
+    """0: none fits."""
+    return next((depth for depth in DEPTHS if inputs % depth == 0), 0)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Of a GPU that these kernels were measured on; 0 for any other device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != MEASURED_ON:
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
