@@ -10,7 +10,8 @@ tokens that share a prompt of 128. Medians over the steps after the first three,
 
 TRL gets the same rows, in batches of as many, in bfloat16 by autocast over float32 weights, as ours has. It computes a
 pair's prompt twice; tokens are counted once on both sides, so that the ratio is that of the time. Both keep all
-activations, as is our default, or compute every layer again (`checkpointing`), as is TRL's.
+activations, as is our default, or compute every layer again (`checkpointing`), as is TRL's. We can compute MLPs alone
+again.
 """
 
 import argparse
@@ -29,13 +30,15 @@ from gpu_rollouts import SHAPES, make_in_process
 
 WARM_UP_STEPS = 3
 NUM_ROWS = 64
-CHECKPOINTED = ["--parallel.gradient-checkpointing", "1"]
+CHECKPOINTED, MLP_CHECKPOINTED = (["--parallel.gradient-checkpointing", what] for what in ("1", "mlp"))
 WAYS: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", []),
     "sft, LoRA": ("sft", ["--lora.rank", "16"]),
     "align, DPO": ("align", ["--loss.type", "dpo"]),
     "sft, checkpointing": ("sft", CHECKPOINTED),
     "align, DPO, checkpointing": ("align", ["--loss.type", "dpo", *CHECKPOINTED]),
+    "sft, checkpointing of MLPs": ("sft", MLP_CHECKPOINTED),
+    "align, DPO, checkpointing of MLPs": ("align", ["--loss.type", "dpo", *MLP_CHECKPOINTED]),
 }
 # The ways that TRL has too, in the words of trl_offline.py.
 TRL: dict[str, tuple[str, list[str]]] = {

@@ -59,6 +59,7 @@ def train(model_dir: Path, device: str, dtype: str = "float32", **parallel: Any)
         {},
         {"gradient_checkpointing": 1},
         {"gradient_checkpointing": 2},
+        {"gradient_checkpointing": "mlp"},
         {"optimizer_offload": True},
         {"strategy": "zero3_offload"},
         {"strategy": "zero3_offload", "gradient_checkpointing": 1},
@@ -78,7 +79,11 @@ def test_training_on_a_gpu_is_training_on_the_cpu(tiny_model: Path, parallel: di
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("impl", ["native", "hf"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("parallel", [{}, {"gradient_checkpointing": 1}, {"strategy": "zero3_offload"}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"gradient_checkpointing": 1}, {"gradient_checkpointing": "mlp"}, {"strategy": "zero3_offload"}],
+    ids=str,
+)
 def test_every_pass_says_the_same_to_the_bit(tiny_model: Path, impl: str, dtype: str, parallel: dict[str, Any]) -> None:
     """The one that learns, the one that recomputes, a reference of the same weights; sequences short, long and of one
     length."""

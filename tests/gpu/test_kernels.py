@@ -199,7 +199,7 @@ def test_between_products(size: int, dtype: torch.dtype) -> None:
 PRODUCTS = [(1, 576, 96, 3), (16, 2048, 1024, 4), (17, 256, 64, 2), (100, 384, 576, 2)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[-1:], ids=str)  # others are not served
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "parts"), PRODUCTS if ON_GPU else PRODUCTS[::2])
 def test_products_of_few_rows(rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
     x, weight = (torch.randn(size, inputs, device=DEVICE).to(dtype) for size in (rows, 2 * outputs))

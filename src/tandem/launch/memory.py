@@ -139,9 +139,10 @@ def trainer_memory(config: RLConfig, spec: ModelSpec, ranks: int, gpu_bytes: int
 
     tokens = trainer.tokens_per_microbatch
     if not tokens:
-        per_token = activation_bytes(spec, ITEMSIZE[dtype], trainer.parallel.gradient_checkpointing)
+        checkpointing = trainer.parallel.gradient_checkpointing
+        per_token = activation_bytes(spec, ITEMSIZE[dtype], checkpointing)
         empty = use(1)
-        rest = empty.total - empty.weights + logits_bytes(gpu_bytes)
+        rest = empty.total - empty.weights + logits_bytes(gpu_bytes, checkpointing)
         planned = fitting_tokens(gpu_bytes - taken - empty.weights, rest, per_token)
         tokens = max(config.seq_len, DEFAULT if config.deterministic else planned)
     # A step has no more than all its rollouts, at their longest, over the ranks.

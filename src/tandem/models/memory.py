@@ -7,7 +7,7 @@ counted.
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.models.gpu.logprobs_memory import CHUNK_SHARE, KEPT_SHARE, plan_chunks
 from tandem.models.spec import ModelSpec
 
@@ -81,7 +81,7 @@ def training_memory(
     masters = 0 if offloaded else 4 * (whole + (trained if lora_rank else 0)) // owned
     head = 0 if lora_rank else 8 * spec.vocab_size * spec.hidden_size  # gradient of the output matrix, and of a chunk
     rows, kept = plan_chunks(tokens, spec.vocab_size * itemsize, gpu_bytes)
-    chunks = min(kept + 1, -(-tokens // rows))
+    chunks = 1 if parallel.gradient_checkpointing else min(kept + 1, -(-tokens // rows))
     return MemoryUse(
         weights=masters + gathered + frozen * (0 if offloaded else itemsize * whole // owned),
         gradients=0 if offloaded else 4 * trained // owned,
@@ -123,19 +123,20 @@ def fitting_tokens(free: int, taken: int, per_token: int) -> int:
     return min(max(tokens, LEAST), MOST)
 
 
-def logits_bytes(gpu_bytes: int) -> int:
+def logits_bytes(gpu_bytes: int, checkpointing: Checkpointing) -> int:
     """The most that chunks of logits take, of a GPU with so much memory."""
-    return int(gpu_bytes * (CHUNK_SHARE + KEPT_SHARE))
+    return int(gpu_bytes * (CHUNK_SHARE + (0 if checkpointing else KEPT_SHARE)))
 
 
-def activation_bytes(spec: ModelSpec, itemsize: int, gradient_checkpointing: int) -> int:
+def activation_bytes(spec: ModelSpec, itemsize: int, checkpointing: Checkpointing) -> int:
     """Of one token, kept for the backward pass: the residual before and after attention and both norms of it, query,
     key and value before and after rotation, what attention gives, gate, up and their product."""
     qkv = spec.q_size + 2 * spec.kv_size
-    layer = itemsize * (4 * spec.hidden_size + 2 * qkv + spec.q_size + 3 * spec.intermediate_size)
-    if itemsize == 4:
-        layer = int(layer * FLOAT32_SHARE)
-    every = gradient_checkpointing
-    recomputed = -(-spec.num_layers // every) if every else 0
+    share = itemsize if itemsize < 4 else itemsize * FLOAT32_SHARE
+    mlp = int(share * 3 * spec.intermediate_size)
+    layer = int(share * (4 * spec.hidden_size + 2 * qkv + spec.q_size)) + mlp
+    if checkpointing == "mlp":
+        return spec.num_layers * (layer - mlp) + mlp
+    recomputed = -(-spec.num_layers // checkpointing) if checkpointing else 0
     # Of a layer that is computed again its input is kept, and all of one at a time.
-    return (spec.num_layers - recomputed + bool(every)) * layer + recomputed * itemsize * spec.hidden_size
+    return (spec.num_layers - recomputed + bool(checkpointing)) * layer + recomputed * itemsize * spec.hidden_size

@@ -133,7 +133,8 @@ def load_trained(
     decoder = load_trainable(model_config, home, lora, seed)
     if exactly:
         compute_exactly(decoder, ranks.device)
-    model = LanguageModel(decoder, None if critic is None else new_value_head(decoder.spec.hidden_size, home))
+    head = None if critic is None else new_value_head(decoder.spec.hidden_size, home)
+    model = LanguageModel(decoder, head, keep_logits=not parallel.gradient_checkpointing)
     stepper = make_stepper(
         model,
         decoder.layers,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.shapes import QWEN3_0_6B
 
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.models.decoder import Decoder
 from tandem.models.memory import (
     LEAST,
@@ -55,6 +55,18 @@ def test_what_a_training_step_took_on_an_h200(spec: ModelSpec, tokens: int, meas
     assert use.total / GIB == pytest.approx(measured_gib, rel=0.2)
 
 
+def test_logits_are_not_kept_where_activations_are_computed_again() -> None:
+    """16,384 tokens are four chunks of logits."""
+
+    def logits(checkpointing: Checkpointing) -> int:
+        parallel = ParallelConfig(gradient_checkpointing=checkpointing)
+        use = training_memory(SMALL, "bfloat16", parallel, 1, 16384, H200_BYTES)
+        rest = 16384 * activation_bytes(SMALL, 2, checkpointing) + 8 * SMALL.vocab_size * SMALL.hidden_size
+        return use.activations - rest
+
+    assert logits(0) == 4 * logits("mlp") == 4 * logits(1) == 16384 * SMALL.vocab_size * 2
+
+
 def test_what_each_strategy_shards() -> None:
     whole = num_parameters(LARGE)
 
@@ -100,10 +112,11 @@ def test_a_server_by_hand() -> None:
         (2, 0, 28 * 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072)),
         (2, 1, 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072) + 28 * 2 * 1024),  # one layer at a time, inputs of all
         (2, 2, 15 * 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072) + 14 * 2 * 1024),
+        (2, "mlp", 28 * 2 * (4 * 1024 + 2 * 4096 + 2048) + 2 * 3 * 3072),  # one MLP at a time
         (4, 0, 28 * 6 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072)),
     ],
 )
-def test_activations_by_hand(itemsize: int, checkpointing: int, expected: int) -> None:
+def test_activations_by_hand(itemsize: int, checkpointing: Checkpointing, expected: int) -> None:
     assert activation_bytes(SMALL, itemsize, checkpointing) == expected
 
 

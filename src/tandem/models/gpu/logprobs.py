@@ -28,9 +28,11 @@ def token_logprobs(
     temperature: float,
     entropy_gradient: bool,
     exactly: bool = False,
+    keep_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`exactly`: log-probs as exact mode has them (`models/exact.py`)."""
-    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, exactly, torch.is_grad_enabled())
+    keep = keep_logits and torch.is_grad_enabled()
+    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, exactly, keep)
 
 
 class LogProbs(Function):
@@ -45,7 +47,7 @@ class LogProbs(Function):
         temperature: float,
         entropy_gradient: bool,
         exactly: bool,
-        learns: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         copy = rounded(weight, hidden)
@@ -61,7 +63,7 @@ class LogProbs(Function):
             )
             if exactly:
                 exact.token_logprobs(logits, labels[part], temperatures[part], out=logprobs[part])
-            kept.append(logits if learns and len(kept) < num_kept else None)
+            kept.append(logits if keep and len(kept) < num_kept else None)
         ctx.save_for_backward(hidden, weight, labels, entropy, lse)
         ctx.rows, ctx.kept, ctx.temperature, ctx.entropy_gradient = rows, kept, temperature, entropy_gradient
         if not entropy_gradient:

@@ -54,12 +54,14 @@ class LanguageModel(nn.Module):
     """`decoder` with its output matrix applied to the positions that carry loss, and to no others.
 
     With a value head it is a critic as well: it predicts the return from each token on, before the token is sampled.
+    `keep_logits`: for the backward pass, as far as there is room.
     """
 
-    def __init__(self, decoder: nn.Module, value_head: nn.Linear | None = None) -> None:
+    def __init__(self, decoder: nn.Module, value_head: nn.Linear | None = None, *, keep_logits: bool = True) -> None:
         super().__init__()
         self.decoder = decoder
         self.value_head = value_head
+        self.keep_logits = keep_logits
 
     def forward(self, inputs: Inputs, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, ...]:
         """Of each target, (loss tokens,): its log-prob, the entropy it was drawn with, its value where there is one."""
@@ -73,6 +75,7 @@ class LanguageModel(nn.Module):
             temperature,
             entropy_gradient=entropy_gradient,
             exactly=exactly,
+            keep_logits=self.keep_logits,
         )
         # A sum over one column instead of a view of it: FSDP wants outputs that are not views.
         head = self.value_head

@@ -21,15 +21,17 @@ def token_logprobs(
     *,
     entropy_gradient: bool = False,
     exactly: bool = False,
+    keep_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """hidden (tokens, hidden), labels (tokens,) -> log-prob of each label and entropy, both (tokens,), float32.
 
     The entropy carries a gradient only where asked: it takes as much memory again. `exactly`: in exact mode.
+    `keep_logits`: on a GPU, for the backward pass, as far as there is room.
     """
     if has_kernels(hidden):
         from tandem.models.gpu import logprobs as gpu
 
-        return gpu.token_logprobs(hidden, output_weight, labels, temperature, entropy_gradient, exactly)
+        return gpu.token_logprobs(hidden, output_weight, labels, temperature, entropy_gradient, exactly, keep_logits)
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
     copy = rounded(output_weight, hidden).detach()
     if len(labels) <= rows:

@@ -76,5 +76,5 @@ def planned_bytes(stepper: Stepper[Any], decoder: Decoder) -> tuple[int, int]:
     rounded = sum(local(p).numel() for p in decoder.parameters() if p.dtype != dtype and not hasattr(p, WORKING))
     state = 4 if parallel.optimizer_offload else 12  # bytes: gradient, and Adam's two moments
     head = 8 * spec.vocab_size * spec.hidden_size  # its gradient, and that of a chunk
-    taken = trained * state + rounded * dtype.itemsize + head + logits_bytes(total)
+    taken = trained * state + rounded * dtype.itemsize + head + logits_bytes(total, parallel.gradient_checkpointing)
     return taken, activation_bytes(spec, dtype.itemsize, parallel.gradient_checkpointing)

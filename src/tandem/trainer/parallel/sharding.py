@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.models.attention import leave_uncompiled
 from tandem.trainer.parallel.ranks import Ranks
 
@@ -35,15 +35,23 @@ def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ran
     if config.compile:
         leave_uncompiled()
     for number, layer in enumerate(layers):
-        if config.gradient_checkpointing and number % config.gradient_checkpointing == 0:
+        recomputed = recomputed_part(layer, number, config.gradient_checkpointing)
+        if recomputed is not None:
             # In place of forward, so that neither parameters nor hooks change their names.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            recomputed.forward = partial(checkpoint, recomputed.forward, use_reentrant=False)
         if config.compile:
             # Layers differ by a number only: what is compiled for one has to serve all, and batches of any size.
             torch._dynamo.config.allow_unspec_int_on_nn_module = True
             layer.compile(dynamic=True)
     if is_sharded(config, ranks):
         shard(model, layers, config, dtype, ranks.device)
+
+
+def recomputed_part(layer: nn.Module, number: int, checkpointing: Checkpointing) -> nn.Module | None:
+    """What of a layer is computed again in the backward pass. Models of transformers may have no `mlp`."""
+    if checkpointing == "mlp":
+        return getattr(layer, "mlp", layer)
+    return layer if checkpointing and number % checkpointing == 0 else None
 
 
 def is_sharded(config: ParallelConfig, ranks: Ranks) -> bool:

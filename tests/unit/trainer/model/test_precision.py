@@ -10,7 +10,7 @@ import torch
 from tandem.config.align import AlignLossConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.losses import PpoConfig
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import divide, pack
@@ -20,6 +20,7 @@ from tandem.models.precision import WorkingWeights
 from tandem.trainer.build import Trained, load_trained
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
+from tandem.trainer.model.language_model import Inputs
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow
 from tandem.trainer.offline.reference import precompute, stream_reference
@@ -40,7 +41,7 @@ def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kernels, "find", lambda x: None)
 
 
-def load(model: ModelConfig, *, lora: bool = False, checkpointing: int = 0, **options: Any) -> Trained:
+def load(model: ModelConfig, *, lora: bool = False, checkpointing: Checkpointing = 0, **options: Any) -> Trained:
     parallel = ParallelConfig(gradient_checkpointing=checkpointing)
     adapter = LoRAConfig(rank=4) if lora else None
     return load_trained(model, OptimizerConfig(lr=1e-2), parallel, RANKS, lora=adapter, **options)
@@ -67,11 +68,13 @@ def take_a_step(trained: Trained, samples: list[TrainingSequence]) -> None:
 
 
 @pytest.mark.parametrize("longest", [20, 200])
-@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("checkpointing", [0, 1, "mlp"])
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("operations")
-def test_every_pass_says_the_same(tiny_model: Path, dtype, lora: bool, checkpointing: int, longest: int) -> None:
+def test_every_pass_says_the_same(
+    tiny_model: Path, dtype, lora: bool, checkpointing: Checkpointing, longest: int
+) -> None:
     config = ModelConfig(name=tiny_model, dtype=dtype)
     trained = load(config, lora=lora, checkpointing=checkpointing)
     frozen = FrozenModel(config, ParallelConfig(), RANKS)
@@ -96,6 +99,34 @@ def test_so_do_models_of_transformers(tiny_model: Path, dtype, lora: bool) -> No
     learning = trained.stepper.predict(batch, TEMPERATURE).logprobs
     assert torch.equal(trained.stepper.infer(batch, TEMPERATURE).logprobs, learning)
     assert torch.equal(frozen.logprobs(batch, TEMPERATURE), learning)
+
+
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_what_is_kept_for_the_backward_pass(tiny_model: Path, impl: Literal["native", "hf"]) -> None:
+    config, batch = ModelConfig(name=tiny_model, impl=impl), pack(make_samples(20))
+
+    def kept_and_gradients(checkpointing: Checkpointing) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """How many numbers each tensor has that the layers keep, without the weights; and what comes of it."""
+        model, sizes = load(config, checkpointing=checkpointing).model, []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs = model(Inputs.of(batch, torch.device("cpu")), 1.0)[0]
+        logprobs.sum().backward()
+        return sizes, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    everything, expected = kept_and_gradients(0)
+    for checkpointing in ("mlp", 1):
+        kept, found = kept_and_gradients(checkpointing)
+        assert sum(kept) < 0.8 * sum(everything)
+        everything = kept  # layers are more than MLPs
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            assert torch.equal(gradient, expected[name]), name
 
 
 def test_lower_precision_is_another_one(tiny_model: Path) -> None:
