@@ -38,7 +38,10 @@ def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ran
         recomputed = recomputed_part(layer, number, config.gradient_checkpointing)
         if recomputed is not None:
             # In place of forward, so that neither parameters nor hooks change their names.
-            recomputed.forward = partial(checkpoint, recomputed.forward, use_reentrant=False)
+            # To keep the state of random numbers takes as long as some layers do.
+            recomputed.forward = partial(
+                checkpoint, recomputed.forward, use_reentrant=False, preserve_rng_state=has_dropout(recomputed)
+            )
         if config.compile:
             # Layers differ by a number only: what is compiled for one has to serve all, and batches of any size.
             torch._dynamo.config.allow_unspec_int_on_nn_module = True
@@ -52,6 +55,12 @@ def recomputed_part(layer: nn.Module, number: int, checkpointing: Checkpointing)
     if checkpointing == "mlp":
         return getattr(layer, "mlp", layer)
     return layer if checkpointing and number % checkpointing == 0 else None
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Of an adapter; models themselves are trained without."""
+    shares = [part.p if isinstance(part, nn.Dropout) else getattr(part, "dropout", 0) for part in module.modules()]
+    return any(isinstance(share, float) and share > 0 for share in shares)
 
 
 def is_sharded(config: ParallelConfig, ranks: Ranks) -> bool:

@@ -129,6 +129,27 @@ def test_what_is_kept_for_the_backward_pass(tiny_model: Path, impl: Literal["nat
             assert torch.equal(gradient, expected[name]), name
 
 
+@pytest.mark.parametrize("checkpointing", [1, "mlp"])
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_dropout_is_the_same_when_it_is_computed_again(tiny_model: Path, impl, checkpointing: Checkpointing) -> None:
+    inputs = Inputs.of(pack(make_samples(20)), torch.device("cpu"))
+
+    def gradients(checkpointing: Checkpointing) -> list[torch.Tensor]:
+        lora, parallel = LoRAConfig(rank=4, dropout=0.5), ParallelConfig(gradient_checkpointing=checkpointing)
+        config = ModelConfig(name=tiny_model, impl=impl)
+        trained = load_trained(config, OptimizerConfig(), parallel, RANKS, lora=lora)
+        learned = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
+        for parameter in learned:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+        torch.manual_seed(0)
+        trained.model.train()(inputs, 1.0)[0].sum().backward()
+        return [parameter.grad for parameter in learned if parameter.grad is not None]
+
+    expected, found = gradients(0), gradients(checkpointing)
+    assert len(expected) == len(found) > 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
 def test_lower_precision_is_another_one(tiny_model: Path) -> None:
     """Else all of the above would hold for a trainer that ignores the option."""
     batch = pack(make_samples(20))
