@@ -4,7 +4,7 @@ The plain PyTorch twins are in `models/ops.py`; roundings are as there, so that 
 """
 
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # It knows no Triton: of kernels and their launches it understands nothing.
 
 import torch
