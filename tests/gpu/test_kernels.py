@@ -236,17 +236,21 @@ def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not serves(64, 1000, 3072)
 
 
-def test_a_projection_with_a_bias_or_an_adapter_is_computed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projection_with_a_bias_or_an_adapter_computes_its_product_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_processors", lambda _: 132)
     x = torch.randn(3, 64, device=DEVICE).bfloat16()
 
     def adapt(_module: object, _inputs: object, output: Tensor) -> Tensor:
         return output + 1
 
-    for module in (Projection(64, 64, bias=True), Projection(64, 64, bias=False)):
+    class Adapted(Projection):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    hooked = Projection(64, 64, bias=False)
+    hooked.register_forward_hook(adapt)
+    for module in (Projection(64, 64, bias=True), hooked, Adapted(64, 64, bias=False)):
         module = module.to(DEVICE).bfloat16()
-        if module.bias is None:
-            module.register_forward_hook(adapt)
         assert torch.equal(forward.product(module, x), module(x))
         assert torch.equal(forward.gate_up(module, x), layers.silu_mul(module(x)))
 

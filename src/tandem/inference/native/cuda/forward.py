@@ -69,8 +69,8 @@ def gate_up(module: Projection, x: Tensor) -> Tensor:
 
 
 def is_plain(module: Projection) -> bool:
-    """A product and nothing else: no bias, no adapter hooked to it."""
-    return module.bias is None and not module._forward_hooks
+    """A product and nothing else: no bias, no adapter in it or hooked to it."""
+    return type(module) is Projection and module.bias is None and not module._forward_hooks
 
 
 @dataclass(frozen=True)
