@@ -61,7 +61,10 @@ SECTIONS = {
     "offline": Section(
         "gpu_offline.py",
         ("--ways", "sft", "sft, LoRA", "align, DPO"),
-        ("--shape", "tiny", "--steps", "4", "--length", "64", "--peers"),
+        (
+            *("--shape", "tiny", "--steps", "4", "--length", "64", "--peers"),
+            *("--ways", "sft, checkpointing of MLPs", "sft, LoRA", "align, DPO"),
+        ),
         130,
     ),
 }
