@@ -32,8 +32,8 @@ def tolerance(name: str) -> float:
 @pytest.mark.parametrize(
     ("num_tokens", "memory_gib", "expected"),
     [
-        (16384, 140, (8192, 3)),  # two chunks, both kept
-        (8320, 140, (4224, 7)),  # rather two halves than a large and a small one
+        (16384, 140, (4096, 7)),  # four chunks, all kept
+        (8320, 140, (2816, 10)),  # rather three thirds than two large ones and a small one
         (100, 140, (128, 241)),
         (57344, 24, (1664, 3)),  # a smaller card: smaller chunks, of which the last ones are made again
         (0, 140, (128, 241)),
