@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from tandem.models import ops
 from tandem.models.decoder import AttentionContext, Decoder
-from tandem.models.hf import WeightMismatch, check_tensors, load_decoder, named_tensors, read_tensors
+from tandem.models.hf import (
+    WeightMismatch,
+    check_tensors,
+    give_memory,
+    load_decoder,
+    named_tensors,
+    read_tensors,
+)
 from tandem.models.spec import ModelSpec, architecture_of
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_table
@@ -60,7 +67,7 @@ def load_scorer(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Sc
         check_tensors(scorer.named_tensors(), tensors)
     except WeightMismatch as error:
         raise WeightMismatch(f"{model_dir}: {error}") from error
-    scorer = scorer.to(dtype).to_empty(device=device)
+    give_memory(scorer, dtype, device)
     with torch.no_grad():
         for name, view in scorer.named_tensors().items():
             view.copy_(tensors[name])

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tandem.config.shared import CheckpointConfig
 from tandem.trainer.checkpoints.random_state import capture_random_state, restore_random_state, seed_random_state
-from tandem.trainer.checkpoints.shards import ShardIndex, local_part, read_shard_index, read_shards
+from tandem.trainer.checkpoints.shards import ShardIndex, read_shard_index, read_shards
 from tandem.trainer.checkpoints.snapshot import Snapshot, SnapshotWriter
+from tandem.trainer.parallel.parts import is_divided, local_part, reshard
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.checkpoints import TRAINER
 from tandem.utils.errors import UserError
@@ -198,9 +197,7 @@ def random_file(rank: int) -> str:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """As the optimizer knows them: after a forward pass FSDP may show gathered ones in their place."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -214,7 +211,7 @@ def optimizer_copies(
 
 def copy_to_cpu(value: Tensor, parameter: Tensor) -> Tensor:
     """A copy of what this rank holds of a parameter, or of the optimizer's state of it."""
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
+    if is_divided(parameter) and not is_divided(value) and value.ndim > 0:
         # An optimizer in CPU memory keeps its parts as plain tensors: here they are parts of a whole again.
         part = parameter.detach().to("cpu", value.dtype, copy=True)
         local_part(part).copy_(value)

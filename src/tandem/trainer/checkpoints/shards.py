@@ -3,28 +3,22 @@
 Each rank writes its parts; a reader takes from all files what it needs, so the world size may change.
 """
 
-import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
+from tandem.trainer.parallel.parts import local_part
 from tandem.utils.errors import disk_errors
-from tandem.utils.files import fsync_path
 
-ShardIndex = dict[str, TensorStorageMetadata]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+ShardIndex = dict[str, "TensorStorageMetadata"]
 
 
 def shard_file(rank: int) -> str:
@@ -39,45 +33,17 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, group: dist.Proces
         with disk_errors(folder):
             save_file(own, folder / shard_file(0))
     else:
-        save(dict(tensors), storage_writer=ShardWriter(folder / shard_file(group.rank())), process_group=group)
-
-
-class ShardWriter(HuggingFaceStorageWriter):
-    """DCP's safetensors writer, but for the writing: DCP builds the whole file in memory first, and the
-    interpreter can do nothing else meanwhile, while training should go on."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(str(file.parent), save_distributed=True)
-        self._file = file
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors, offsets = {}, {}
-        for item in plan.items:
-            assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
-            tensors[item.index.fqn] = planner.resolve_data(item).contiguous()  # pyright: ignore[reportAttributeAccessIssue]
-            offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-        # Under this name DCP's reader looks for where the parts lie in the whole.
-        with disk_errors(self._file):
-            save_file(tensors, self._file, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
-        fsync_path(self._file)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        _dcp().write_together(tensors, folder / shard_file(group.rank()), group)
 
 
 def read_shard_index(folder: Path) -> ShardIndex:
     """Names, whole shapes and types of the tensors, from the headers of the files."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    return _dcp().read_index(folder)
 
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Fill the tensors in place, each rank its parts; every rank of the group calls this."""
-    reader = HuggingFaceStorageReader(str(folder))
-    with warnings.catch_warnings():
-        # DCP remarks on being used by a process alone, and so does this line.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    _dcp().read(tensors, folder, group)
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
@@ -88,6 +54,8 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be divided."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _dcp() -> Any:
+    """Imported where it is used first."""
+    from tandem.trainer.checkpoints import dcp
+
+    return dcp

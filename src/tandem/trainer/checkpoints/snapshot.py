@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tandem.config.shared import CheckpointConfig
-from tandem.trainer.checkpoints.shards import local_part, write_shards
+from tandem.trainer.checkpoints.shards import write_shards
+from tandem.trainer.parallel.parts import is_divided, local_part
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.checkpoints import TRAINER, remove_superseded
 from tandem.transport.weights.manifest import write_manifest
@@ -113,7 +113,7 @@ class SnapshotWriter:
     def _size_bytes(self, snapshot: Snapshot) -> int:
         """Of the tensors on all ranks; what all hold alike is divided among them."""
         own = sum(
-            local_part(tensor).nbytes // (1 if isinstance(tensor, DTensor) else self.ranks.size)
+            local_part(tensor).nbytes // (1 if is_divided(tensor) else self.ranks.size)
             for tensor in snapshot.tensors.values()
         )
         total = torch.tensor(own, dtype=torch.int64)

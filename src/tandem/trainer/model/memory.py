@@ -8,8 +8,8 @@ import torch
 from tandem.models.decoder import Decoder
 from tandem.models.memory import DEFAULT, USED_SHARE, activation_bytes, fitting_tokens, logits_bytes
 from tandem.models.precision import WORKING
-from tandem.trainer.model.optimizer import local
 from tandem.trainer.model.step import Stepper
+from tandem.trainer.parallel.parts import local_part
 
 
 class Room(Protocol):
@@ -71,9 +71,9 @@ def planned_bytes(stepper: Stepper[Any], decoder: Decoder) -> tuple[int, int]:
     device, parallel, spec = stepper.ranks.device, stepper.parallel, decoder.spec
     total = torch.cuda.get_device_properties(device).total_memory
     dtype = decoder.compute_dtype or torch.float32
-    trained = sum(local(p).numel() for p in decoder.parameters() if p.requires_grad)
+    trained = sum(local_part(p).numel() for p in decoder.parameters() if p.requires_grad)
     # Rounded weights are kept for the backward pass, unless they are there already.
-    rounded = sum(local(p).numel() for p in decoder.parameters() if p.dtype != dtype and not hasattr(p, WORKING))
+    rounded = sum(local_part(p).numel() for p in decoder.parameters() if p.dtype != dtype and not hasattr(p, WORKING))
     state = 4 if parallel.optimizer_offload else 12  # bytes: gradient, and Adam's two moments
     head = 8 * spec.vocab_size * spec.hidden_size  # its gradient, and that of a chunk
     taken = trained * state + rounded * dtype.itemsize + head + logits_bytes(total, parallel.gradient_checkpointing)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tandem.config.shared import OptimizerConfig
+from tandem.trainer.parallel.parts import local_part
 
 
 class AdamW(torch.optim.AdamW):
@@ -45,7 +45,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, options)
-        copies = [{"params": [_pinned(local(p)).requires_grad_() for p in group["params"]]} for group in groups]
+        copies = [{"params": [_pinned(local_part(p)).requires_grad_() for p in group["params"]]} for group in groups]
         self._inner = AdamW(copies, **options)
         for _, copy in self._pairs():
             copy.grad = _pinned(copy)
@@ -56,12 +56,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             inner_group.update({key: value for key, value in group.items() if key != "params"})
         for parameter, copy in self._pairs():
             assert copy.grad is not None and parameter.grad is not None
-            copy.grad.copy_(local(parameter.grad), non_blocking=True)
+            copy.grad.copy_(local_part(parameter.grad), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._inner.step()
         for parameter, copy in self._pairs():
-            local(parameter).copy_(copy, non_blocking=True)
+            local_part(parameter).copy_(copy, non_blocking=True)
             self.state[parameter] = self._inner.state[copy]
 
     @torch.no_grad()
@@ -69,8 +69,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """The parameters have their values by now; the state comes back to CPU memory."""
         super().load_state_dict(state_dict)
         for parameter, copy in self._pairs():
-            copy.copy_(local(parameter))
-            self._inner.state[copy] = {key: local(value).cpu() for key, value in self.state[parameter].items()}
+            copy.copy_(local_part(parameter))
+            self._inner.state[copy] = {key: local_part(value).cpu() for key, value in self.state[parameter].items()}
             self.state[parameter] = self._inner.state[copy]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -83,11 +83,6 @@ def _pinned(tensor: Tensor) -> Tensor:
     """A copy in CPU memory that a GPU reads and writes by itself."""
     copy = tensor.detach().to("cpu", copy=True)
     return copy.pin_memory() if torch.cuda.is_available() else copy
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be divided."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

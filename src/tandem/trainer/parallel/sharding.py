@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tandem.config.parallel import Checkpointing, ParallelConfig
@@ -81,6 +79,10 @@ def shard(
     model: nn.Module, layers: Iterable[nn.Module], config: ParallelConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Parameters become DTensors, each rank owning its part; master weights stay in the precision they have."""
+    # Here, since they take a second to import (`parts.py`).
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "reshard_after_forward": config.strategy != "zero2",
