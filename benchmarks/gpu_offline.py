@@ -114,7 +114,7 @@ def measure_all(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, An
         found = measure(way, model, rows, folder, args)
         tokens[way] = found.get("tokens", 0)
         yield {"way": way, "side": "ours"} | found
-    for way in [way for way in args.ways if way in TRL and tokens[way]] if "TRL" in args.peers else []:
+    for way in [way for way in args.ways if "TRL" in args.peers and way in TRL and tokens[way]]:
         yield {"way": way, "side": "TRL"} | measure_trl(way, tokens[way], model, rows[WAYS[way][0]], args)
 
 

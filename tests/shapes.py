@@ -13,3 +13,10 @@ QWEN3_0_6B: dict[str, Any] = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
+
+QWEN3_4B = QWEN3_0_6B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.shapes import QWEN3_0_6B
+from tests.shapes import QWEN3_0_6B, QWEN3_4B
 
 from tandem.config.rl import RLConfig
 from tandem.launch.deployment import colocate
 from tandem.launch.describe import describe_run
 from tandem.launch.gpus import plan_gpus
-from tandem.launch.memory import estimate_memory, table
+from tandem.launch.memory import estimate_memory, table, trainer_memory
 from tandem.launch.plan import make_plan
 from tandem.models.memory import kv_bytes, num_parameters
 from tandem.models.spec import ModelSpec
@@ -50,6 +50,14 @@ def test_a_shared_gpu_adds_up_and_the_trainer_takes_what_is_left(make_config: Ma
     assert trainer.weights - held == apart.parts[0][1].weights
     assert together.parts[1][1].activations < apart.parts[0][1].activations
     assert together.total == sum(use.total for _, use in together.parts) and together.fits
+
+
+def test_what_a_trainer_took_beside_a_server_of_an_h200(make_config: MakeConfig) -> None:
+    """4B, 8 prompts × 8 completions of 640 tokens; the server left 126.4 GiB, of which 91.0 were taken."""
+    model = {"name": "some/model", "dtype": "bfloat16"}
+    options = {"model": model, "seq_len": 640, "orchestrator": {"prompts_per_step": 8, "group_size": 8}}
+    use = trainer_memory(make_config(**options), ModelSpec.from_config(QWEN3_4B), 1, int(126.4 * GIB), 0)
+    assert use.total / GIB == pytest.approx(91.0, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.shapes import QWEN3_0_6B
+from tests.shapes import QWEN3_0_6B, QWEN3_4B
 
 from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.models.decoder import Decoder
@@ -23,9 +23,8 @@ from tandem.models.spec import ModelSpec
 
 GIB = 2**30
 H200_BYTES = int(139.8 * GIB)
-LARGER = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
 SMALL = ModelSpec.from_config(QWEN3_0_6B)
-LARGE = ModelSpec.from_config(QWEN3_0_6B | LARGER)
+LARGE = ModelSpec.from_config(QWEN3_4B)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """How logits are cut into chunks, and how many of those are kept for the backward pass. Needs no GPU."""
 
-MAX_ROWS = 4096  # more do not make matrix products faster
+MAX_ROWS = 4096  # enough to fill a GPU
 CHUNK_SHARE, KEPT_SHARE = 1 / 48, 1 / 16  # of a GPU's memory: one chunk, and all that is kept
 ROW_MULTIPLE = 128
 

@@ -36,7 +36,7 @@ def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ran
         recomputed = recomputed_part(layer, number, config.gradient_checkpointing)
         if recomputed is not None:
             # In place of forward, so that neither parameters nor hooks change their names.
-            # To keep the state of random numbers takes as long as some layers do.
+            # The state of random numbers takes time to keep, and matters to dropout only.
             recomputed.forward = partial(
                 checkpoint, recomputed.forward, use_reentrant=False, preserve_rng_state=has_dropout(recomputed)
             )

@@ -78,15 +78,7 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
     run_dir.create()
     run_log = RunLog(run_dir, "trainer", enabled=ranks.is_first)
     batches = RolloutReader(run_dir.rollouts, config.rollout_timeout_s)
-    files = WeightsPublisher(
-        run_dir.weights,
-        config.model.name,
-        config.model.dtype,
-        config.keep_weights,
-        adapter_config=trained.adapter_config,
-        flush_beside=True,  # a run that goes on writes a damaged version again
-    )
-    weights = files if memory is None else MemoryFirst(memory, files)
+    weights = new_publisher(config, trained, memory)
     publish = partial(
         trained.publish if config.lora is None else trained.publish_adapter,
         elsewhere=None if not isinstance(memory, OwnMemory) else hold_on_every_rank(memory, trained, ranks),
@@ -140,10 +132,28 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
         if config.lora is not None:
             if live is not None:
                 reload_frozen(trained.decoder, config.model, ranks.device)
-            merged = WeightsPublisher(run_dir.merged, config.model.name, config.model.dtype, keep=1)
-            trained.publish(merged.publish, version=config.max_steps)
+            publish_merged(config, trained)
         checkpoints.finish(config.max_steps, beside=beside)
     run_log.event("finished", step=config.max_steps)
+
+
+def new_publisher(config: TrainerConfig, trained: Trained, memory: Memory | None) -> WeightsPublisher | MemoryFirst:
+    """Of every version: files, and before them the memory that engines read, where there is one."""
+    files = WeightsPublisher(
+        RunDir(config.output_dir).weights,
+        config.model.name,
+        config.model.dtype,
+        config.keep_weights,
+        adapter_config=trained.adapter_config,
+        flush_beside=True,  # a run that goes on writes a damaged version again
+    )
+    return files if memory is None else MemoryFirst(memory, files)
+
+
+def publish_merged(config: TrainerConfig, trained: Trained) -> None:
+    """The model with the adapter in it, once, at the end."""
+    merged = WeightsPublisher(RunDir(config.output_dir).merged, config.model.name, config.model.dtype, keep=1)
+    trained.publish(merged.publish, version=config.max_steps)
 
 
 def compute_with(trained: Trained, live: LiveWeights) -> WorkingWeights:
