@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.inference.native.cuda.early_launch import early, wait_for_previous
 from tandem.inference.native.shared_prompts import ROWS_AT_ONCE
 from tandem.models.gpu.tiles import Tiles
 
@@ -64,8 +65,9 @@ def _prefix(
     q, keys, values, table, columns, shared, chunk_first, chunk_count, part_max, part_sum, part_out,
     block_stride, token_stride, head_stride, scale, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     chunk, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     count = tl.load(chunk_count + chunk)
@@ -98,7 +100,9 @@ def _decode(
     out, part_max, part_sum, part_out, block_stride, token_stride, head_stride, scale, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, IS_SPLIT: tl.constexpr, PREFIX_PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     length = tl.load(positions + row) + 1
@@ -143,7 +147,11 @@ def _decode(
 
 
 @triton.jit
-def _merge(part_max, part_sum, part_out, out, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
+def _merge(
+    part_max, part_sum, part_out, out,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(EARLY)
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top, total = tl.load(part_max + head * SPLITS + s), tl.load(part_sum + head * SPLITS + s)
@@ -158,8 +166,9 @@ def _prefill(
     q, keys, values, table, tile_rows, tile_tokens, tile_positions, tile_counts, out, columns,
     block_stride, token_stride, head_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1)
     token, count = tl.load(tile_tokens + tile), tl.load(tile_counts + tile)
     position = tl.load(tile_positions + tile)
@@ -237,11 +246,11 @@ class DecodeRows:
             *keys.stride()[:3], head_dim**-0.5, splits,
             **shape, ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=tile,
             WINDOW=window or 0, IS_SPLIT=splits > 1, PREFIX_PARTS=prefix_parts,
-            num_warps=warps, num_stages=stages,
+            num_warps=warps, num_stages=stages, **early(q.device),
         )  # fmt: skip
         if splits > 1:
             _merge[(num_rows * num_heads,)](
-                *parts, out, HEAD_DIM=head_dim, PADDED=shape["PADDED"], SPLITS=splits, num_warps=2
+                *parts, out, HEAD_DIM=head_dim, PADDED=shape["PADDED"], SPLITS=splits, num_warps=2, **early(q.device)
             )
         return out
 
@@ -256,7 +265,7 @@ class DecodeRows:
         _prefix[(len(shared.first), num_kv_heads, splits)](
             q, keys, values, self.table, self.columns, shared.tokens, shared.first, shared.count, *parts,
             *keys.stride()[:3], head_dim**-0.5, splits, **shape, ROWS=rows, TILE=TILE,
-            num_warps=2 if rows <= 16 and shape["PADDED"] <= 128 else 4, num_stages=3,
+            num_warps=2 if rows <= 16 and shape["PADDED"] <= 128 else 4, num_stages=3, **early(q.device),
         )  # fmt: skip
         return parts
 
@@ -301,7 +310,7 @@ class PrefillTiles:
             q, keys, values, self.table, self.rows, self.tokens, self.positions, self.counts, out, self.columns,
             *keys.stride()[:3], head_dim**-0.5,
             HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
-            ROWS=QUERY_TILE, TILE=TILE, WINDOW=window or 0, num_warps=4, num_stages=2,
+            ROWS=QUERY_TILE, TILE=TILE, WINDOW=window or 0, num_warps=4, num_stages=2, **early(q.device),
         )  # fmt: skip
         return out
 

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.inference.native.cuda.early_launch import early, wait_for_previous
+
 BLOCK = 4096
 # A search goes over a row many times by itself and waits for memory each time it asks: it asks for more at once.
 SEARCH_BLOCK, SEARCH_WARPS = 8192, 16
@@ -39,9 +41,13 @@ def _key(x, SHIFT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _survey(logits, sources, temperatures, tops, top_at, sums, raw_sums, row_stride, vocab, parts, BLOCK: tl.constexpr):
+def _survey(
+    logits, sources, temperatures, tops, top_at, sums, raw_sums, row_stride, vocab, parts,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Of each part of a row: the greatest logit, where it first occurs, and the sums of exp(logit - greatest), at the
     row's temperature and at temperature 1."""
+    wait_for_previous(EARLY)
     program, part = tl.program_id(0), tl.program_id(1)
     row = logits + tl.load(sources + program).to(tl.int64) * row_stride
     temperature = tl.load(temperatures + program)
@@ -155,8 +161,9 @@ def _draw_truncated(
 def _draw(
     logits, sources, slots, temperatures, top_ps, min_ps, uniforms, top_ks, raw, tops, top_at, sums, raw_sums,
     last, tokens, logprobs, lses, row_stride, vocab, parts,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr, PARTS: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     program = tl.program_id(0)
     row = logits + tl.load(sources + program).to(tl.int64) * row_stride
     temperature, uniform = tl.load(temperatures + program), tl.load(uniforms + program)
@@ -240,7 +247,7 @@ def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> Drawn
     top_at = logits.new_empty(count * parts, dtype=torch.int32)
     _survey[(count, parts)](
         logits, sources, rows.temperature, tops, top_at, sums, raw_sums, logits.stride(0), vocab, parts,
-        BLOCK=block, num_warps=8,
+        BLOCK=block, num_warps=8, **early(logits.device),
     )  # fmt: skip
     _draw[(count,)](
         logits, sources, rows.slots, rows.temperature, rows.top_p, rows.min_p, rows.uniform, rows.top_k, rows.raw,
@@ -248,6 +255,6 @@ def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> Drawn
         logits.stride(0), vocab, parts,
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block,
         SEARCH=min(SEARCH_BLOCK, triton.next_power_of_2(vocab)), PARTS=triton.next_power_of_2(parts),
-        num_warps=SEARCH_WARPS,
+        num_warps=SEARCH_WARPS, **early(logits.device),
     )  # fmt: skip
     return drawn

@@ -12,12 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.inference.native.cuda.early_launch import early, wait_for_previous
+
 HEADS_PER_PROGRAM = 4
 SILU_BLOCK = 1024
 
 
 @triton.jit
-def _embed(token_ids, slots, last, weight, out, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _embed(
+    token_ids, slots, last, weight, out, SIZE: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    wait_for_previous(EARLY)
     row = tl.program_id(0)
     token = tl.load(token_ids + row)
     if token < 0:
@@ -28,7 +33,11 @@ def _embed(token_ids, slots, last, weight, out, SIZE: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _add_norm(x, delta, weight, out, eps, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _add_norm(
+    x, delta, weight, out, eps,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(EARLY)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     here, part_size = row * SIZE + i, tl.num_programs(0) * SIZE
     value = tl.load(x + here, mask=i < SIZE, other=0.0)
@@ -46,7 +55,8 @@ def _add_norm(x, delta, weight, out, eps, PARTS: tl.constexpr, SIZE: tl.constexp
 
 
 @triton.jit
-def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_previous(EARLY)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
@@ -59,8 +69,9 @@ def _norm_rotate_write(
     qkv, q_weight, k_weight, cos, sin, positions, cells, q_out, keys, values,
     block_stride, token_stride, head_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, PER_PROGRAM: tl.constexpr,
+    HAS_NORM: tl.constexpr, PER_PROGRAM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     i = tl.arange(0, HALF)[None, :]
@@ -126,7 +137,8 @@ def embed(token_ids: Tensor, slots: Tensor, last: Tensor, weight: Tensor) -> Ten
     read yet."""
     size = weight.shape[1]
     out = weight.new_empty(len(token_ids), size)
-    _embed[(len(token_ids),)](token_ids, slots, last, weight, out, SIZE=size, PADDED=triton.next_power_of_2(size))
+    padded = triton.next_power_of_2(size)
+    _embed[(len(token_ids),)](token_ids, slots, last, weight, out, SIZE=size, PADDED=padded, **early(out.device))
     return out
 
 
@@ -138,7 +150,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
     parts = 0 if delta is None else 1 if delta.ndim == x.ndim else len(delta)
     _add_norm[(len(x),)](
         x, x if delta is None else delta, weight, out, eps,
-        PARTS=parts, SIZE=size, PADDED=padded, num_warps=4 if padded <= 4096 else 8,
+        PARTS=parts, SIZE=size, PADDED=padded, num_warps=4 if padded <= 4096 else 8, **early(x.device),
     )  # fmt: skip
     return out
 
@@ -147,7 +159,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up (tokens, 2 * size) -> silu(gate) * up (tokens, size)."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
-    _silu_mul[(tokens, triton.cdiv(size, SILU_BLOCK))](gate_up, out, SIZE=size, BLOCK=SILU_BLOCK, num_warps=4)
+    _silu_mul[(tokens, triton.cdiv(size, SILU_BLOCK))](
+        gate_up, out, SIZE=size, BLOCK=SILU_BLOCK, num_warps=4, **early(out.device)
+    )
     return out
 
 
@@ -173,5 +187,6 @@ def norm_rotate_write(
         qkv, q_weight, k_weight, *rotary, positions, cells, q, keys, values, *keys.stride()[:3], eps,
         HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK=block_size, HAS_NORM=norms is not None, PER_PROGRAM=HEADS_PER_PROGRAM, num_warps=1,
+        **early(q.device),
     )  # fmt: skip
     return q

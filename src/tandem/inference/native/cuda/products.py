@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.inference.native.cuda.early_launch import early, wait_for_previous
+
 MEASURED_ON = (9, 0)  # compute capability: of other cards we do not know
 FEW_ROWS, TILE_ROWS = 16, 64  # of a program, where there are no more, and else
 COLUMNS = 32  # of the output, a program
@@ -30,8 +32,9 @@ WARPS, STAGES = 4, 5
 def _split(
     x, weight, parts, rows,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split, i = tl.program_id(2), tl.arange(0, DEPTH)
@@ -50,7 +53,9 @@ def _split(
 def _gate_up(
     x, weight, out, rows,
     INPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, DEPTH)
@@ -76,6 +81,7 @@ def split(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:
     _split[(outputs // COLUMNS, triton.cdiv(rows, tile_rows), num_parts)](
         x, weight, parts, rows, INPUTS=inputs, OUTPUTS=outputs, SHARE=share,
         ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=_depth(share), num_warps=WARPS, num_stages=STAGES,
+        **early(x.device),
     )  # fmt: skip
     return parts
 
@@ -88,6 +94,7 @@ def gate_up(x: Tensor, weight: Tensor) -> Tensor:
     _gate_up[(size // COLUMNS, triton.cdiv(rows, tile_rows))](
         x, weight, out, rows, INPUTS=inputs, SIZE=size,
         ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=_depth(inputs), num_warps=WARPS, num_stages=STAGES,
+        **early(x.device),
     )  # fmt: skip
     return out
 
