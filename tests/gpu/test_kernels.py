@@ -196,7 +196,7 @@ def test_between_products(size: int, dtype: torch.dtype) -> None:
 
 
 # rows, inputs, outputs, parts
-PRODUCTS = [(1, 576, 96, 3), (16, 2048, 1024, 4), (17, 256, 64, 2), (100, 384, 576, 2)]
+PRODUCTS = [(1, 576, 96, 3), (16, 2048, 1024, 4), (17, 256, 64, 2), (100, 384, 576, 2), (70, 256, 64, 2)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[-1:], ids=str)  # others are not served
@@ -223,10 +223,11 @@ def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         return products.num_parts(x, weight)
 
     assert parts(64, 2048, 1024) == parts(1, 3072, 1024) == 4
-    assert parts(65, 2048, 1024) == 2  # twice as many tiles
+    assert parts(65, 2048, 1024) == 4 and parts(256, 2048, 1024) == 2  # 32 and 64 tiles
     assert parts(64, 576, 576) == 3  # 576 / 4 is no multiple of 64
-    assert parts(64, 4096, 2560) == parts(8192, 2048, 1024) == 1  # enough tiles without
+    assert parts(64, 4096, 2560) == parts(257, 2048, 1024) == 1  # enough tiles without
     assert parts(64, 2048, 1000) == parts(64, 2040, 1024) == parts(64, 2048, 1024, torch.float32) == 1
+    assert parts(64, 1024, 96) == 4 and parts(65, 1024, 96) == 1  # 96 is no multiple of 64
 
     def serves(rows: int, inputs: int, size: int) -> bool:
         x, weight = (torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, 2 * size))

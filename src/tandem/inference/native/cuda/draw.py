@@ -247,7 +247,7 @@ def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> Drawn
     top_at = logits.new_empty(count * parts, dtype=torch.int32)
     _survey[(count, parts)](
         logits, sources, rows.temperature, tops, top_at, sums, raw_sums, logits.stride(0), vocab, parts,
-        BLOCK=block, num_warps=8, **early(logits.device),
+        BLOCK=block, num_warps=4, **early(logits.device),
     )  # fmt: skip
     _draw[(count,)](
         logits, sources, rows.slots, rows.temperature, rows.top_p, rows.min_p, rows.uniform, rows.top_k, rows.raw,

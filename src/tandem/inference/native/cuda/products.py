@@ -22,7 +22,7 @@ from tandem.inference.native.cuda.early_launch import early, wait_for_previous
 
 MEASURED_ON = (9, 0)  # compute capability: of other cards we do not know
 FEW_ROWS, TILE_ROWS = 16, 64  # of a program, where there are no more, and else
-COLUMNS = 32  # of the output, a program
+COLUMNS, WIDE = 32, 64  # of the output, a program; `split` takes the wide ones where a tile does not hold all rows
 DEPTHS = (128, 64)  # inputs that a program reads at once
 MOST_PARTS = 4
 WARPS, STAGES = 4, 5
@@ -76,11 +76,11 @@ def _gate_up(
 def split(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:
     """x (rows, inputs), weight (outputs, inputs) -> (parts, rows, outputs) in float32, whose sum is the product."""
     rows, (outputs, inputs) = len(x), weight.shape
-    share, tile_rows = inputs // num_parts, _tile_rows(rows)
+    share, tile_rows, columns = inputs // num_parts, _tile_rows(rows), _split_columns(rows)
     parts = torch.empty(num_parts, rows, outputs, dtype=torch.float32, device=x.device)
-    _split[(outputs // COLUMNS, triton.cdiv(rows, tile_rows), num_parts)](
+    _split[(outputs // columns, triton.cdiv(rows, tile_rows), num_parts)](
         x, weight, parts, rows, INPUTS=inputs, OUTPUTS=outputs, SHARE=share,
-        ROWS=tile_rows, COLUMNS=COLUMNS, DEPTH=_depth(share), num_warps=WARPS, num_stages=STAGES,
+        ROWS=tile_rows, COLUMNS=columns, DEPTH=_depth(share), num_warps=WARPS, num_stages=STAGES,
         **early(x.device),
     )  # fmt: skip
     return parts
@@ -101,26 +101,29 @@ def gate_up(x: Tensor, weight: Tensor) -> Tensor:
 
 def num_parts(x: Tensor, weight: Tensor) -> int:
     """Into how many parts to split x · weightᵀ; 1: not at all, it is cuBLAS's."""
-    outputs, inputs = weight.shape
-    most = min(MOST_PARTS, _processors(x.device) // _num_tiles(x, outputs))
-    if most < 2 or not _is_served(x, weight, outputs):
+    (outputs, inputs), columns = weight.shape, _split_columns(len(x))
+    most = min(MOST_PARTS, _processors(x.device) // _num_tiles(x, outputs, columns))
+    if most < 2 or outputs % columns or not _is_served(x, weight):
         return 1
     return max(n for n in range(1, most + 1) if n == 1 or (inputs % n == 0 and _depth(inputs // n)))
 
 
 def serves_gate_up(x: Tensor, weight: Tensor) -> bool:
     size, inputs = weight.shape[0] // 2, weight.shape[1]
-    is_one_wave = _num_tiles(x, size) <= _processors(x.device)
-    return is_one_wave and _depth(inputs) > 0 and _is_served(x, weight, size)
+    is_one_wave = _num_tiles(x, size, COLUMNS) <= _processors(x.device)
+    return is_one_wave and size % COLUMNS == 0 and _depth(inputs) > 0 and _is_served(x, weight)
 
 
-def _is_served(x: Tensor, weight: Tensor, columns: int) -> bool:
-    is_plain = x.dtype == weight.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
-    return is_plain and columns % COLUMNS == 0
+def _is_served(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
 
 
-def _num_tiles(x: Tensor, columns: int) -> int:
-    return triton.cdiv(columns, COLUMNS) * triton.cdiv(len(x), _tile_rows(len(x)))
+def _num_tiles(x: Tensor, outputs: int, columns: int) -> int:
+    return triton.cdiv(outputs, columns) * triton.cdiv(len(x), _tile_rows(len(x)))
+
+
+def _split_columns(rows: int) -> int:
+    return COLUMNS if rows <= TILE_ROWS else WIDE
 
 
 def _tile_rows(rows: int) -> int:
