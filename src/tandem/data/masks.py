@@ -98,7 +98,19 @@ class Rendering:
         opening = self.beginning(index, add_generation_prompt=False)
         if shared < len(before) and (opening is None or shared < len(opening)):
             raise NotFound(index)
-        return shared
+        return shared if shared < len(before) else len(before) - self._own_blanks(index, before)
+
+    def _own_blanks(self, index: int, before: str) -> int:
+        """How many of the blanks before the content are written by the assistant: all, unless the prompt ends so.
+
+        Many tokenizers read a blank and the word after it as one token, which begins outside of the content.
+        """
+        num_blanks = len(before) - len(before.rstrip(" "))
+        try:
+            prompt = self._render(self.conversation.messages[:index], add_generation_prompt=True)
+        except UserError:
+            return 0
+        return 0 if prompt.endswith(before[len(before) - num_blanks :]) else num_blanks
 
     def _last_closing(self, start: int, end: int) -> int:
         found = [(self.text.rfind(text, start, end), len(text)) for text in self.tokenizer.eos_texts]

@@ -57,6 +57,14 @@ PROMPTS_TO_THINK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"""
 
+# Mistral's: the system message stands in the last message, if a user wrote it.
+SYSTEM_LAST = """\
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+{%- for message in messages if message.role != 'system' %}
+    {%- if message.role == 'user' %}{{ '[INST] ' + (system if loop.last else '') + message.content + '[/INST]' }}
+    {%- else %}{{ ' ' + message.content + '<|im_end|>' }}{% endif %}
+{%- endfor %}"""
+
 MARKED = """\
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}

@@ -185,6 +185,17 @@ def test_a_template_that_prompts_for_more_than_it_shows(with_template) -> None:
     assert pieces(Conversation(messages), tokenizer) == expected
 
 
+def test_the_first_word_is_learned_where_a_prompt_shows_the_system_message_elsewhere(with_template) -> None:
+    tokenizer = with_template(templates.SYSTEM_LAST)
+    messages = [turn("system", "Sys"), turn("user", "Hi"), turn("assistant", "hello"), turn("user", "And?")]
+    conversation = Conversation([*messages, turn("assistant", "bye")])
+    expected = ["[INST] Hi[/INST]", f" hello{END}", "[INST] And?[/INST]", f" bye{END}", ""]
+    assert pieces(conversation, tokenizer) == expected
+    sample = tokenize_conversation(conversation, tokenizer)
+    learned = [token for token, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
+    assert tokenizer.decode(learned, skip_special_tokens=False) == f" hello{END} bye{END}"
+
+
 def test_a_template_in_which_roles_take_turns(with_template) -> None:
     tokenizer = with_template(templates.STRICT)
     messages = [turn("user", " a "), turn("assistant", " b "), turn("user", "c"), turn("assistant", "d")]
