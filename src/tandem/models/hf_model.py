@@ -158,7 +158,8 @@ def load_hf_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> 
             model_dir, config=config, dtype=dtype, attn_implementation=attention
         )
     except ValueError as error:
-        raise UserError(f"model.name = {str(model_dir)!r}: transformers cannot load it: {error}") from error
+        reason = str(error).split("\n")[0]  # a list of every architecture may follow
+        raise UserError(f"model.name = {str(model_dir)!r}: transformers cannot load it: {reason}") from error
     decoder = HFDecoder(model.to(device))
     decoder.logit_scale = find_logit_scale(decoder, model_dir)
     refuse_other_names(decoder, model_dir)
@@ -171,6 +172,9 @@ def find_logit_scale(decoder: HFDecoder, model_dir: Path) -> float:
     Measured, because architectures have many names for it, some for its inverse.
     """
     model, weight = decoder.model, decoder.output_weight
+    # A bias of zeros cannot be measured, nor can a cap far above the logits, as at the start of training.
+    if (reason := _known_not_linear(decoder)) is not None:
+        raise not_linear(reason, model_dir)
     token_ids = torch.arange(PROBE_TOKENS, device=weight.device) * 7 % weight.shape[0]
     is_training = model.training
     with torch.no_grad():
@@ -183,20 +187,24 @@ def find_logit_scale(decoder: HFDecoder, model_dir: Path) -> float:
     scale = float((plain * given).sum() / (plain * plain).sum())
     tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
     if not torch.allclose(given, scale * plain, rtol=tolerance, atol=tolerance * float(given.abs().max())):
-        raise UserError(
-            f"model.name = {str(model_dir)!r}: {_why_not_linear(decoder)}; impl = 'hf' trains models whose logits are "
-            "a matrix times the last hidden state"
-        )
+        raise not_linear(f"{type(model).__name__} computes its logits in a way we do not support", model_dir)
     return 1.0 if abs(scale - 1) < tolerance else scale
 
 
-def _why_not_linear(decoder: HFDecoder) -> str:
+def _known_not_linear(decoder: HFDecoder) -> str | None:
     text = decoder.model.config.get_text_config()
     if getattr(text, "final_logit_softcapping", None):
         return f"final_logit_softcapping = {text.final_logit_softcapping} caps the logits"
     if getattr(decoder.model.get_output_embeddings(), "bias", None) is not None:
         return "the output matrix has a bias"
-    return f"{type(decoder.model).__name__} computes its logits in a way we do not support"
+    return None
+
+
+def not_linear(reason: str, model_dir: Path) -> UserError:
+    return UserError(
+        f"model.name = {str(model_dir)!r}: {reason}; impl = 'hf' trains models whose logits are a matrix times the "
+        "last hidden state"
+    )
 
 
 def refuse_other_names(decoder: HFDecoder, model_dir: Path) -> None:

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tests.require import require
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tandem.config.lora import LoRAConfig
 from tandem.models.attention import PackedAttention
@@ -219,6 +219,31 @@ def test_capped_logits_are_refused_by_name(make_model: MakeModel) -> None:
 def test_a_biased_output_matrix_is_refused(make_model: MakeModel) -> None:
     with pytest.raises(UserError, match="the output matrix has a bias"):
         load_hf_model(make_model("phi", "phi"), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("gemma2", {"head_dim": 8, "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 caps the logits"),
+        ("phi", {}, "the output matrix has a bias"),
+    ],
+)
+def test_what_cannot_be_measured_in_a_fresh_model_is_refused(
+    family: str, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Its logits are far below the cap, and its bias is zero."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL | options), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=reason):
+        load_hf_model(tmp_path, torch.float32, CPU)
+
+
+def test_what_is_no_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    shape = {"vocab_size": 97, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8}
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **shape)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"transformers cannot load it: .*T5Config") as raised:
+        load_hf_model(tmp_path, torch.float32, CPU)
+    assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
 
 
 def test_dropout_of_the_model_is_off(make_model: MakeModel) -> None:
