@@ -219,8 +219,9 @@ def refuse_other_names(decoder: HFDecoder, model_dir: Path) -> None:
 
 def shape_of(config: Any) -> Shape:
     """transformers maps the names that architectures have of their own to these."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    q_size = head_dim * config.num_attention_heads
+    num_heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
+    q_size = head_dim * num_heads
     return Shape(config.num_hidden_layers, config.hidden_size, config.vocab_size, q_size)
 
 

@@ -246,6 +246,12 @@ def test_what_is_no_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:
     assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
 
 
+def test_a_model_without_attention_heads(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    assert load_hf_model(tmp_path, torch.float32, CPU).spec.q_size == 0
+
+
 def test_dropout_of_the_model_is_off(make_model: MakeModel) -> None:
     """GPT-2's configuration asks for 0.1 everywhere; rollouts know nothing of it."""
     decoder = load_hf_model(make_model("gpt2"), torch.float32, CPU).train()
