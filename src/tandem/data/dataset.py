@@ -52,9 +52,11 @@ class Dataset(Generic[T]):
         }
 
 
-def load_dataset(config: DataConfig, encode: Encode[T], *, seq_len: int, seed: int) -> Dataset[T]:
+def load_dataset(
+    config: DataConfig, encode: Encode[T], *, seq_len: int, seed: int, vocab_size: int | None = None
+) -> Dataset[T]:
     """Everything that can be known before training is checked here; without streaming, every row."""
-    reader = Reader(config, encode, seq_len, RowCounts())
+    reader = Reader(config, encode, seq_len, RowCounts(), vocab_size)
     sources = [open_source(source, key, streaming=config.streaming) for key, source in _named(config)]
     held_out = reader.read_all(_open_eval(config.eval_source, config)) if config.eval_source else []
     build = _streamed if config.streaming else _in_memory
@@ -71,11 +73,13 @@ class Reader(Generic[T]):
     encode: Encode[T]
     seq_len: int
     counts: RowCounts
+    vocab_size: int | None = None  # of the model; None: not known, and not checked
 
     def read(self, source: RowSource) -> Iterator[T]:
         for row in source.read():
             cuts = self.config.on_bad_row == "truncate"
-            fit = Fitting(self.seq_len, cuts=cuts, max_prompt_len=self.config.max_prompt_len)
+            longest = self.config.max_prompt_len
+            fit = Fitting(self.seq_len, cuts=cuts, max_prompt_len=longest, vocab_size=self.vocab_size)
             try:
                 sample = self.encode(_fields(row, self.config.fields), fit)
             except ValueError as error:
@@ -100,15 +104,23 @@ class Reader(Generic[T]):
 
 
 class Fitting:
-    """Keeps the samples of one row within seq_len, and their prompts within max_prompt_len."""
+    """Keeps the samples of one row within seq_len and the vocabulary, and their prompts within max_prompt_len."""
 
-    def __init__(self, seq_len: int, *, cuts: bool, max_prompt_len: int | None = None) -> None:
+    def __init__(
+        self, seq_len: int, *, cuts: bool, max_prompt_len: int | None = None, vocab_size: int | None = None
+    ) -> None:
         self.seq_len = seq_len
+        self.vocab_size = vocab_size
         self.cuts = cuts
         self.max_prompt_len = max_prompt_len
         self.has_cut = False
 
     def __call__(self, sample: TrainingSequence) -> TrainingSequence:
+        if self.vocab_size is not None and (largest := max(sample.token_ids)) >= self.vocab_size:
+            raise ValueError(
+                f"token id {largest} is beyond vocab_size = {self.vocab_size} in the model's config.json; give the "
+                "model its own tokenizer, or enlarge its embedding"
+            )
         return self._cut_end(sample if self.max_prompt_len is None else self._cut_prompt(sample, self.max_prompt_len))
 
     def _cut_prompt(self, sample: TrainingSequence, longest: int) -> TrainingSequence:

@@ -11,7 +11,7 @@ from tandem.config.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
-from tandem.models.files import check_model_dir, within_positions
+from tandem.models.files import check_model_dir, embedding_size, within_positions
 from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.devices import refuse_missing_gpu
@@ -44,7 +44,10 @@ def run_offline(
     with nullcontext() if config.dry_run else hold_run(run_dir.root, name):
         if is_first_rank():
             run_dir.refuse_another_run(resume=config.resume, clean=config.clean)
-        data = load_dataset(config.data, make_encoder(), seq_len=config.seq_len, seed=config.seed)
+        num_tokens = embedding_size(config.model.name)
+        data = load_dataset(
+            config.data, make_encoder(), seq_len=config.seq_len, seed=config.seed, vocab_size=num_tokens
+        )
         if config.epochs is not None:
             epochs, config = config.epochs, config.for_rows(data.num_train)
             logger.info("epochs = %g: %d steps of %d rows", epochs, config.max_steps, config.batch_size)

@@ -49,6 +49,12 @@ def position_limit(config: dict[str, Any]) -> int | None:
     return limit if type(limit) is int and kind in ("default", "llama3") else None
 
 
+def embedding_size(model_dir: Path) -> int | None:
+    """How many tokens a model has embeddings for by its config.json; None where that does not tell."""
+    size = read_table(model_dir / "config.json").get("vocab_size")
+    return size if type(size) is int else None
+
+
 def check_positions(model_dir: Path, seq_len: int) -> None:
     limit = position_limit(read_table(model_dir / "config.json"))
     if limit is not None and seq_len > limit:

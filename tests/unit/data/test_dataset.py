@@ -30,9 +30,12 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.fixture
 def load(tokenizer: Tokenizer) -> Load:
-    def run(seq_len: int = 8, seed: int = 0, **options: Any) -> Dataset[TrainingSequence]:
+    def run(
+        seq_len: int = 8, seed: int = 0, vocab_size: int | None = None, **options: Any
+    ) -> Dataset[TrainingSequence]:
         config = SFTDataConfig.model_validate(options)
-        return load_dataset(config, partial(encode_sft_row, tokenizer=tokenizer), seq_len=seq_len, seed=seed)
+        encode = partial(encode_sft_row, tokenizer=tokenizer)
+        return load_dataset(config, encode, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
 
     return run
 
@@ -51,6 +54,16 @@ def write(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def texts(tokenizer: Tokenizer) -> Callable[..., list[str]]:
     return lambda samples: [tokenizer.decode(sample.token_ids) for sample in samples]
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_a_bad_row(load: Load, write, tokenizer: Tokenizer) -> None:
+    path, (token,) = write("a", "~"), tokenizer.encode("~")
+    assert load(path=path, vocab_size=token + 1).num_train == 2
+    with pytest.raises(UserError) as caught:
+        load(path=path, vocab_size=token)
+    problem = f"token id {token} is beyond vocab_size = {token} in the model's config.json; give the model its own"
+    assert str(caught.value).startswith(f"data.path = {path!r}, row 1 (line 2): {problem}")
+    assert load(path=path, vocab_size=token, on_bad_row="skip").summary["rows_skipped"] == 1
 
 
 LONG, EMPTY, MISSING = "abcdefghij", "", {"txt": "a"}

@@ -2,11 +2,12 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tandem.utils.files import read_json
+from tandem.utils.files import read_json, write_json
 
 ROW = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
 
@@ -34,3 +35,14 @@ def test_the_default_length_gives_way(command, arguments, tmp_path, monkeypatch)
     monkeypatch.setattr("sys.argv", [command, *arguments, "--dry-run"])
     importlib.import_module(f"tandem.entrypoints.{command}").main()
     assert read_json(tmp_path / "run" / "dry_run" / f"{command}.json")["seq_len"] == 512
+
+
+@pytest.mark.parametrize("command", ["sft", "align"])
+def test_a_token_beyond_the_embedding_is_refused(command, arguments, tiny_model, tmp_path, monkeypatch, capsys) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    write_json(model / "config.json", read_json(model / "config.json") | {"vocab_size": 5})
+    monkeypatch.setattr("sys.argv", [command, *arguments, "--model.name", str(model)])
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"tandem.entrypoints.{command}").main()
+    assert caught.value.code == 2 and "is beyond vocab_size = 5 in the model's config.json" in capsys.readouterr().err
