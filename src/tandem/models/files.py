@@ -42,11 +42,16 @@ def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
 
 def position_limit(config: dict[str, Any]) -> int | None:
     """How many positions a model has by its config.json; None where that does not tell."""
-    limit = config.get("max_position_embeddings")
+    limit = config.get(_limit_key(config))
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default" if isinstance(rope, dict) else "default"
     # Llama 3's is the stretched number; others have to be multiplied first, by rules of their own.
     return limit if type(limit) is int and kind in ("default", "llama3") else None
+
+
+def _limit_key(config: dict[str, Any]) -> str:
+    """GPT-2 and its relatives have a name of their own."""
+    return "n_positions" if "max_position_embeddings" not in config else "max_position_embeddings"
 
 
 def embedding_size(model_dir: Path) -> int | None:
@@ -56,10 +61,11 @@ def embedding_size(model_dir: Path) -> int | None:
 
 
 def check_positions(model_dir: Path, seq_len: int) -> None:
-    limit = position_limit(read_table(model_dir / "config.json"))
+    config = read_table(model_dir / "config.json")
+    limit = position_limit(config)
     if limit is not None and seq_len > limit:
         raise UserError(
-            f"seq_len = {seq_len} is above max_position_embeddings = {limit} in the model's "
+            f"seq_len = {seq_len} is above {_limit_key(config)} = {limit} in the model's "
             f"config.json; give at most {limit}"
         )
 

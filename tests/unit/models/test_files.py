@@ -20,6 +20,7 @@ from tandem.utils.files import write_json
         ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default"}}, 512),
         ({"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4}}, None),
         ({"max_position_embeddings": "512"}, None),
+        ({"n_positions": 1024}, 1024),
         ({}, None),
     ],
 )
@@ -40,6 +41,9 @@ def test_a_length_that_was_given_is_refused_and_the_default_gives_way(tmp_path: 
     assert (fitted(), fitted(seq_len=100), fitted(seq_len=512)) == (512, 100, 512)
     with pytest.raises(UserError, match="give at most 512"):
         fitted(seq_len=2048)
+    write_json(tmp_path / "config.json", {"n_positions": 64})
+    with pytest.raises(UserError, match=r"seq_len = 65 is above n_positions = 64 in the model's config\.json"):
+        fitted(seq_len=65)
     write_json(tmp_path / "config.json", {})
     assert fitted() == 2048 and fitted(seq_len=9999) == 9999
 
