@@ -109,7 +109,7 @@ class Batches:
         return self._with_references(rows), self._with_references(mismatched)
 
     def _with_mismatches(self, rows: Sequence[AlignRow]) -> tuple[Sequence[AlignRow], list[AlignRow]]:
-        return rows, mismatches(rows) if self.config.loss.type == "kto" else []
+        return rows, mismatches(rows, self.config.seq_len) if self.config.loss.type == "kto" else []
 
     def _with_references(self, rows: Sequence[AlignRow]) -> list[AlignRow]:
         return list(rows) if self.references is None else self.references.attach(rows)

@@ -79,10 +79,11 @@ def _margin(row: Fields) -> float:
     return float(margin)
 
 
-def mismatches(rows: Sequence[AlignRow]) -> list[AlignRow]:
+def mismatches(rows: Sequence[AlignRow], seq_len: int | None = None) -> list[AlignRow]:
     """The prompt of each sample with the completion of one further on that has another prompt, round and round.
 
     A pair looks at the next pair, the chosen completion for the chosen one. Without another prompt there is none.
+    A long prompt with a long completion is cut at seq_len: the model may have no positions beyond it.
     """
     samples = [sample for row in rows for sample in row.samples]
     strides = [len(row.samples) for row in rows for _ in row.samples]
@@ -92,7 +93,7 @@ def mismatches(rows: Sequence[AlignRow]) -> list[AlignRow]:
         later = (after % len(samples) for after in range(number + stride, number + stride + len(samples)))
         other = next((after for after in later if prompts[after] != prompts[number]), None)
         if other is not None:
-            found.append(AlignRow((_swap_completion(sample, samples[other]),), (GOOD,)))
+            found.append(AlignRow((_swap_completion(sample, samples[other], seq_len),), (GOOD,)))
     return found
 
 
@@ -100,11 +101,14 @@ def _prompt(sample: TrainingSequence) -> list[int]:
     return sample.token_ids[: sample.num_context_tokens]
 
 
-def _swap_completion(prompt_of: TrainingSequence, completion_of: TrainingSequence) -> TrainingSequence:
+def _swap_completion(
+    prompt_of: TrainingSequence, completion_of: TrainingSequence, seq_len: int | None
+) -> TrainingSequence:
     first = completion_of.num_context_tokens
     prompt = _prompt(prompt_of)
     return TrainingSequence(
-        prompt + completion_of.token_ids[first:], [0] * len(prompt) + completion_of.loss_mask[first:]
+        (prompt + completion_of.token_ids[first:])[:seq_len],
+        ([0] * len(prompt) + completion_of.loss_mask[first:])[:seq_len],
     )
 
 

@@ -75,6 +75,12 @@ def test_mismatched_completions_come_from_the_next_row_with_another_prompt() -> 
     assert [one.loss_mask for one in found] == [[0, 1, 1], [0, 1, 1], [0, 1], [0, 1]]
 
 
+def test_mismatched_completions_stay_within_seq_len() -> None:
+    rows = [labeled([1, 2, 3], [11], GOOD), labeled([2], [21, 22, 23], GOOD)]
+    found = [row.samples[0] for row in mismatches(rows, seq_len=4)]
+    assert found == [TrainingSequence([1, 2, 3, 21], [0, 0, 0, 1]), TrainingSequence([2, 11], [0, 1])]
+
+
 def test_mismatched_completions_of_pairs_come_in_pairs() -> None:
     rows = [pair([1], [11], [12]), pair([2], [21], [22]), pair([3], [31], [32])]
     found = [row.samples[0].token_ids for row in mismatches(rows)]
