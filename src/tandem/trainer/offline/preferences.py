@@ -15,6 +15,7 @@ from tandem.types.rollout import PackedBatch, TrainingSequence
 
 LABELS, MARGINS, REFERENCE = "labels", "margins", "reference_logprobs"
 GOOD, BAD = 1.0, 0.0
+LARGEST_MARGIN = float(np.finfo(np.float32).max)  # JSON can spell NaN, infinity and what float32 cannot hold
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def encode_align_row(row: Fields, fit: Fit, tokenizer: Tokenizer, loss: AlignLos
 
 def _margin(row: Fields) -> float:
     margin = row.get("margin", 0.0)
-    if not isinstance(margin, int | float):
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= LARGEST_MARGIN:
         raise ValueError(f"'margin' must be a number; it is {margin!r}")
     return float(margin)
 

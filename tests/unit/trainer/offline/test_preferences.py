@@ -1,5 +1,6 @@
 """Rows of preferences as batches."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,10 @@ def test_rows_as_the_objectives_take_them(tokenizer: Tokenizer) -> None:
         (LABELED, "dpo", "'chosen'"),
         ({"prompt": "abc", "completion": "cba"}, "kto", "'label'"),
         (PAIR | {"margin": "large"}, "reward", "'margin' must be a number; it is 'large'"),
+        (PAIR | {"margin": math.nan}, "reward", "'margin' must be a number; it is nan"),
+        (PAIR | {"margin": -math.inf}, "reward", "'margin' must be a number; it is -inf"),
+        (PAIR | {"margin": 10**39}, "reward", "'margin' must be a number; it is 1000"),
+        (PAIR | {"margin": True}, "reward", "'margin' must be a number; it is True"),
     ],
 )
 def test_rows_that_do_not_fit_the_objective(
