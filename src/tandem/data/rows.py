@@ -6,6 +6,7 @@ lines are read here; everything else by the `datasets` package, which is an extr
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -96,7 +97,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
     index = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if not line.removeprefix(BOM_UTF8).strip():
                 continue
             place = f"row {index} (line {number})"
             try:
@@ -108,6 +109,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _begins_with_bracket(path: Path) -> bool:
     with path.open("rb") as file:
+        if file.read(len(BOM_UTF8)) != BOM_UTF8:
+            file.seek(0)
         while (byte := file.read(1)) and byte.isspace():
             pass
     return byte == b"["

@@ -59,6 +59,19 @@ def test_every_form_gives_its_rows(written: Path, streaming: bool) -> None:
     assert [row.place.split(" (")[0] for row in rows] == ["row 0", "row 1"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.json", json.dumps(ROWS, indent=2)),
+        ("lines.json", "\n".join(map(json.dumps, ROWS))),
+        ("rows.jsonl", "\n" + "\n".join(map(json.dumps, ROWS))),
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_the_rows(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert values(read(tmp_path / name)) == ROWS
+
+
 def test_a_source_is_read_as_often_as_it_is_asked(written: Path) -> None:
     source = open_source(SourceConfig(path=str(written)), "data.path", streaming=False)
     assert values(list(source.read())) == values(list(source.read())) == ROWS
