@@ -252,7 +252,8 @@ def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
     """The learning rate of `step` (from 1) as a fraction of the peak."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    if config.type == "constant":
+    # The only step of a run would be the last of its decay, and learn nothing.
+    if config.type == "constant" or max_steps == 1:
         return 1.0
     progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
     decay = 1 - progress if config.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))

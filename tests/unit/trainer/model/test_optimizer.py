@@ -42,6 +42,11 @@ def test_a_run_that_is_all_warm_up(kind: str) -> None:
     assert factors(3, type=kind, warmup_steps=6) == pytest.approx([1 / 6, 2 / 6, 3 / 6])
 
 
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_a_run_of_one_step_learns(kind: str) -> None:
+    assert factors(1, type=kind) == factors(1, type=kind, warmup_steps=1) == [1.0]
+
+
 def test_only_matrices_decay() -> None:
     """No gradient, lr 0.5, decay 0.1: matrices shrink by 5 %, vectors stay."""
     model = nn.Linear(2, 2)
