@@ -68,7 +68,8 @@ def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Toke
     if not completion.strip():
         raise ValueError(f"{name!r} is empty: there is nothing to learn in it")
     require_characters(prompt + completion)
-    joined = tokenize_spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))], tokenizer)
+    text = prompt + completion
+    joined = tokenize_spans(text, [(_first_learned(prompt, text, tokenizer), len(text))], tokenizer)
     opening = _opening_tokens(tokenizer)
     closing = [token for token in tokenizer.eos_token_ids[:1] if joined.token_ids[-1] != token]
     sample = TrainingSequence(
@@ -100,6 +101,15 @@ def read_tools(row: Fields) -> list[dict[str, Any]] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("'tools' must be a list of tables, or that as JSON text")
     return tools or None
+
+
+def _first_learned(prompt: str, text: str, tokenizer: Tokenizer) -> int:
+    """Where the completion begins: with the last blank of the prompt, if that and its first word are one token."""
+    if not prompt.endswith(" "):
+        return len(prompt)
+    _, starts = tokenizer.encode_with_starts(text)
+    begin = max(start for start in starts if start <= len(prompt))
+    return len(prompt) if prompt[begin:].strip() else begin
 
 
 def _encode_plain(text: Any, name: str, tokenizer: Tokenizer) -> list[int]:

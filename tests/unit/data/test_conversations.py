@@ -12,6 +12,7 @@ from tandem.data.conversations import encode_sft_row, read_tools
 from tandem.data.messages import read_messages
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import TrainingSequence
+from tandem.utils.files import write_json
 
 
 def turn(role: str, content: Any) -> dict[str, Any]:
@@ -120,6 +121,24 @@ def test_without_a_chat_template_a_completion_follows_its_prompt(base_tokenizer:
     assert encoded({"text": "ab"}, base_tokenizer) == "<[ab>]"
     with pytest.raises(ValueError, match="the model has no chat template"):
         encoded({"messages": [turn("assistant", "a")]}, base_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "learned"),
+    [("2 + 2 =", "four<|im_end|>"), ("2 + 2 = ", " four<|im_end|>"), ("2 + 2 =  ", " four<|im_end|>")],
+)
+def test_a_word_is_learned_with_the_blank_it_is_one_token_with(
+    smollm2_model: Path, tmp_path: Path, prompt: str, learned: str
+) -> None:
+    """SmolLM2 reads " four" as one token."""
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copyfile(smollm2_model / name, tmp_path / name)
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    tokenizer = Tokenizer(tmp_path)
+    sample = encode_sft_row({"prompt": prompt, "completion": "four"}, as_it_is, tokenizer)
+    kept = [token for token, is_learned in zip(sample.token_ids, sample.loss_mask, strict=True) if is_learned]
+    assert tokenizer.decode(kept, skip_special_tokens=False) == learned
+    assert sample.token_ids == [*tokenizer.encode(f"{prompt}four"), tokenizer.token_id("<|im_end|>")]
 
 
 def test_a_completion_without_a_token_of_its_own_is_refused(base_tokenizer: Tokenizer) -> None:
