@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
 from tandem.models.files import check_model_dir
-from tandem.models.trainable import Trainable, load_trainable, merged_tensors, whole_tensors
+from tandem.models.reward_model import new_scorer, scorer_config
+from tandem.models.trainable import load_trainable, merged_tensors, whole_tensors
 from tandem.trainer.checkpoints.checkpointer import MODEL
 from tandem.trainer.checkpoints.shards import read_whole
 from tandem.transport.checkpoints import TRAINER
@@ -22,7 +23,8 @@ from tandem.utils.run_dir import RunDir, step_name
 
 # The processes that train, by the names of their configurations.
 TRAINERS = ("trainer", "sft", "align")
-DECODER = "decoder."
+DECODER, SCORER = "decoder.", "scorer."
+CPU = torch.device("cpu")
 
 
 def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | None) -> None:
@@ -30,16 +32,30 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
     config = run_config(run_dir)
     model = ModelConfig.model_validate(config["model"])
     check_model_dir(model.name, model.impl)
-    lora = LoRAConfig.model_validate(config["lora"]) if config.get("lora") else None
-    decoder = load_trainable(model, torch.device("cpu"), lora)
     folder = run_dir.checkpoints / step_name(step) / TRAINER
-    take_weights(decoder, read_whole(folder, MODEL + DECODER), folder)
+    if config.get("loss", {}).get("type") == "reward":
+        tensors, hf_config = scorer_tensors(model, folder), scorer_config(model.name)
+    else:
+        lora = LoRAConfig.model_validate(config["lora"]) if config.get("lora") else None
+        tensors, hf_config = decoder_tensors(model, lora, folder), read_json(model.name / "config.json")
     staging = staging_directory(output)
-    hf_config = read_json(model.name / "config.json") | {"dtype": dtype or model.dtype}
-    write_model(staging, merged_tensors(decoder) if lora else whole_tensors(decoder), hf_config)
+    write_model(staging, tensors, hf_config | {"dtype": dtype or model.dtype})
     copy_side_files(model.name, staging)
     write_manifest(staging, step)
     publish_directory(staging, output)
+
+
+def decoder_tensors(model: ModelConfig, lora: LoRAConfig | None, folder: Path) -> dict[str, Tensor]:
+    decoder = load_trainable(model, CPU, lora)
+    take_weights(decoder, read_whole(folder, MODEL + DECODER), folder)
+    return merged_tensors(decoder) if lora else whole_tensors(decoder)
+
+
+def scorer_tensors(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
+    """Of a reward model."""
+    scorer = new_scorer(model.name, torch.float32, CPU, seed=0)
+    take_weights(scorer, read_whole(folder, MODEL + SCORER), folder)
+    return scorer.named_tensors()
 
 
 def run_config(run_dir: RunDir) -> dict[str, Any]:
@@ -54,9 +70,9 @@ def run_config(run_dir: RunDir) -> dict[str, Any]:
     )
 
 
-def take_weights(decoder: Trainable, saved: Mapping[str, Tensor], folder: Path) -> None:
-    """Overwrite what was trained, which must be all of what the decoder could train, and no more."""
-    trained = {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+def take_weights(model: nn.Module, saved: Mapping[str, Tensor], folder: Path) -> None:
+    """Overwrite what was trained, which must be all of what the model could train, and no more."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name in sorted(trained.keys() ^ saved.keys()):
         raise UserError(f"run_dir: {folder} does not fit the model in the run's configuration: {name!r} differs")
     with torch.no_grad():

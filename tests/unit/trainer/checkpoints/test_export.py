@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.config.export import ExportConfig
 from tandem.config.lora import LoRAConfig
@@ -17,8 +17,10 @@ from tandem.entrypoints.export import export
 from tandem.models.decoder import Decoder
 from tandem.models.hf import load_decoder, named_tensors
 from tandem.models.lora_training import attach_lora, merged_tensors
+from tandem.models.reward_model import load_scorer, new_scorer
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.model.language_model import LanguageModel
+from tandem.trainer.offline.reward_model import ScoringModel
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
@@ -28,7 +30,7 @@ from tandem.utils.run_dir import RunDir
 CPU = torch.device("cpu")
 
 
-def save_run(root: Path, model_dir: Path, model: LanguageModel, step: int, **config: Any) -> None:
+def save_run(root: Path, model_dir: Path, model: LanguageModel | ScoringModel, step: int, **config: Any) -> None:
     """What a run leaves: its configuration and a checkpoint."""
     run_dir = RunDir(root)
     write_json(run_dir.config / "sft.json", {"model": {"name": str(model_dir), "dtype": "float32"}} | config)
@@ -98,6 +100,18 @@ def test_an_adapter_is_merged(tiny_model: Path, tmp_path: Path) -> None:
         assert torch.equal(tensor, expected[name]), name
         is_changed = "q_proj" in name or "down_proj" in name
         assert torch.equal(tensor, base[name]) != is_changed, name
+
+
+def test_a_reward_model_keeps_its_head(tiny_model: Path, tmp_path: Path) -> None:
+    scorer = new_scorer(tiny_model, torch.float32, CPU, seed=3)
+    save_run(tmp_path, tiny_model, ScoringModel(scorer), 2, loss={"type": "reward"})
+    export(ExportConfig(run_dir=tmp_path))
+    folder = tmp_path / "export" / "step_000002"
+    verify_manifest(folder, 2)
+    found, expected = load_scorer(folder, torch.float32, CPU).named_tensors(), scorer.named_tensors()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert torch.equal(model.score.weight, scorer.score.weight)
 
 
 def test_what_cannot_be_exported_is_refused(tiny_model: Path, tmp_path: Path) -> None:
