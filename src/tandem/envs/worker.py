@@ -13,6 +13,7 @@ Whatever users' code does here, hang, crash, exit, print, it does to this proces
 """
 
 import asyncio
+import copy
 import faulthandler
 import hashlib
 import inspect
@@ -25,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -142,8 +143,10 @@ class Worker:
             self._asked.pop(number, None)
 
     def _task(self, payload: Payload) -> Task:
+        """With messages of the call's own: an episode may append to them while others play the same task."""
         split, position = payload["task"]
-        return self.tasks[split][position]
+        task = self.tasks[split][position]
+        return replace(task, messages=copy.deepcopy(task.messages))
 
     def _set_mark(self, number: int) -> None:
         self.mark[:MARK_BYTES] = number.to_bytes(MARK_BYTES, "big")

@@ -45,6 +45,11 @@ class Playing:
             reply = await model.chat(messages)
             rewards = {"length": float(len(reply.text)), "constant": 0.5}
             return Result(rewards, {"turns_played": 2}, "said_enough")
+        if task.answer == "appends":
+            task.messages.append(reply.message)
+            task.messages[0]["content"] += "!"
+            await model.chat(task.messages)
+            return 1.0
         if task.answer == "tools":
             played = await use_tools(model, task.messages, self.tools)
             return played.result(1.0)

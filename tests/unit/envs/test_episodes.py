@@ -78,6 +78,22 @@ def test_an_episode_is_a_conversation_with_the_model() -> None:
     ]
 
 
+def test_an_episode_that_changes_the_messages_of_its_task_changes_them_for_itself_alone() -> None:
+    async def run() -> list[Speaker]:
+        speakers = [Speaker(delay_s=0.05) for _ in range(3)]
+        async with open_environment(config("appends")) as environment:
+            (task,) = environment.train_tasks
+            await asyncio.gather(*(environment.play(task, speaker) for speaker in speakers[:2]))
+            await environment.play(task, speakers[2])
+        return speakers
+
+    for speaker in asyncio.run(run()):
+        assert speaker.asked == [
+            [{"role": "user", "content": "x"}],
+            [{"role": "user", "content": "x!"}, {"role": "assistant", "content": "y"}],
+        ]
+
+
 def test_what_is_no_result_costs_its_episode_and_says_where() -> None:
     behaviours = ["raises", "nan", "none", "text", "nan by name", "empty", "bad metric", "no metric", "bad end"]
     outcomes = play(config("by turn", *behaviours, "bad turn", "no turns", "bad messages", "explodes"))
