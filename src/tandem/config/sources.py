@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -18,15 +19,53 @@ from tandem.utils.errors import UserError
 
 Tree = dict[str, Any]
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+# What JSON can say, in which the configuration of a run is stored.
+PLAIN = (str, int, float, bool, NoneType)
+
+
+class RepeatedKey(ValueError):
+    """A table gives a key twice. TOML forbids that; the parsers of JSON and YAML would take the last."""
+
+
+def _read_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_table_of)
+
+
+def _table_of(pairs: list[tuple[str, Any]]) -> Tree:
+    table: Tree = {}
+    for key, value in pairs:
+        if key in table:
+            raise RepeatedKey(f"{key!r} is given twice in one table; leave one of them out")
+        table[key] = value
+    return table
+
+
+class _StrictLoader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Keys are looked at before merge keys (<<) bring others, which may well be the same."""
+        node = super().compose_mapping_node(anchor)
+        known: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if (name := (key.tag, str(key.value))) in known:
+                line = key.start_mark.line + 1
+                raise RepeatedKey(f"{key.value!r} is given twice in one table (line {line}); leave one of them out")
+            known.add(name)
+        return node
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _StrictLoader)
+
+
 # JSON before YAML, which can read it as well.
 PARSERS: dict[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
-    ".json": json.loads,
-    ".yaml": yaml.safe_load,
-    ".yml": yaml.safe_load,
+    ".json": _read_json,
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
 }
 FORMATS = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
-NOT_PARSED = (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError)
+NOT_PARSED = (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError, RepeatedKey)
 CONFIG_FLAGS = ("--config", "-c")
 
 
@@ -120,7 +159,7 @@ def read_config_file(path: Path) -> Tree:
     if not path.is_file():
         raise UserError(f"config file {str(path)!r} does not exist{_nearest_file(path)}")
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # some editors of Windows put a byte order mark in front
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {str(path)!r} cannot be read: {error}") from error
     try:
@@ -133,7 +172,31 @@ def read_config_file(path: Path) -> Tree:
     if not isinstance(tree, dict):
         hint = _other_format(path, text)
         raise UserError(f"config file {str(path)!r} must hold a table of keys, not a {type(tree).__name__}{hint}")
+    try:
+        _require_plain(tree, "")
+    except ValueError as error:
+        raise UserError(f"config file {str(path)!r}: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"config file {str(path)!r} has a table that contains itself") from error
     return tree
+
+
+def _require_plain(value: Any, name: str) -> None:
+    """ValueError for what TOML and YAML can say and no option takes: dates and times, and what YAML has besides."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if not isinstance(key, PLAIN):
+                raise ValueError(f"the key {str(key)!r} of {name or 'the file'} is a {_kind(key)}; put it in quotes")
+            _require_plain(below, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for place, below in enumerate(value):
+            _require_plain(below, f"{name}.{place}")
+    elif not isinstance(value, PLAIN):
+        raise ValueError(f"{name} = {value} is a {_kind(value)}, which no option takes; put it in quotes")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 def _other_format(path: Path, text: str) -> str:

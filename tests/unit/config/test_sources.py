@@ -176,6 +176,52 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         read_config_file(tmp_path / "c.toml")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.toml", "[a]\nb = 1\nb = 2\n"),
+        ("c.json", '{"a": {"b": 1, "b": 2}}'),
+        ("c.yaml", "a:\n  b: 1\n  c: 3\n  b: 2\n"),
+        ("c.yml", "a: {b: 1, b: 2}\n"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(UserError, match=rf"{name}' cannot be read: ('b' is given twice|Cannot overwrite)"):
+        read_config_file(Path(write(tmp_path / name, text)))
+
+
+def test_merge_keys_of_yaml_are_no_repetition(tmp_path: Path) -> None:
+    text = "x: &x {a: 1, b: 1}\ny: &y\n  <<: *x\n  a: 2\nz:\n  <<: *y\n  b: 3\n"
+    read = read_config_file(Path(write(tmp_path / "c.yaml", text)))
+    assert (read["y"], read["z"]) == ({"a": 2, "b": 1}, {"a": 2, "b": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("c.toml", "[a.b]\nc = 2024-01-01\n", "a.b.c = 2024-01-01 is a date, which no option takes; put it in quotes"),
+        ("c.toml", "a = [{ b = 07:30:00 }]\n", "a.0.b = 07:30:00 is a time, which no option takes; put it in quotes"),
+        ("c.yaml", "a: {b: 2024-01-01}\n", "a.b = 2024-01-01 is a date, which no option takes; put it in quotes"),
+        ("c.yaml", "a: {2024-01-01: 1}\n", "the key '2024-01-01' of a is a date; put it in quotes"),
+    ],
+)
+def test_what_json_cannot_say_is_refused(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_config_file(Path(write(tmp_path / name, text)))
+    assert str(caught.value).endswith(f"{name}': {reason}")
+
+
+def test_a_table_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="contains itself"):
+        read_config_file(Path(write(tmp_path / "c.yaml", "a: &a\n  b: *a\n")))
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.toml", "a = 1\n"), ("c.json", '{"a": 1}'), ("c.yaml", "a: 1\n")])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read_config_file(tmp_path / name) == {"a": 1}
+
+
 SWITCHES, SECTIONS = ("--clean", "--no-clean"), ("--trainer", "--trainer.loss")
 
 
