@@ -30,9 +30,9 @@ FILES = "@"
 
 
 class Config(BaseConfig):
-    """Frozen; unknown keys are refused."""
+    """Frozen; unknown keys are refused, and infinity where the option does not say what it means."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

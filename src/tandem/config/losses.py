@@ -42,8 +42,8 @@ class CorrectionConfig(Config):
     low: float = Field(default=0.0, ge=0)
     """Lower bound of w."""
 
-    high: float = Field(default=2.0, gt=0)
-    """Upper bound of w."""
+    high: float = Field(default=2.0, gt=0, allow_inf_nan=True)
+    """Upper bound of w. inf: none."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> "CorrectionConfig":
@@ -126,8 +126,8 @@ class LossConfig(Config):
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """Clip the ratio below at 1 - clip_low. None: 0.2; gspo 0.0003."""
 
-    clip_high: float | None = Field(default=None, gt=0)
-    """Clip the ratio above at 1 + clip_high. None: 0.2; gspo 0.0004, cispo 4."""
+    clip_high: float | None = Field(default=None, gt=0, allow_inf_nan=True)
+    """Clip the ratio above at 1 + clip_high. None: 0.2; gspo 0.0004, cispo 4. inf: no clipping above."""
 
     dual_clip: float | None = Field(default=None, gt=1)
     """Also clip the ratio above at this where the advantage is negative. None: no clipping there."""

@@ -231,8 +231,8 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, for matrices only."""
 
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Clip the global gradient norm to this."""
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
+    """Clip the global gradient norm to this. inf: no clipping."""
 
 
 class SchedulerConfig(Config):

@@ -1,6 +1,7 @@
 """Shared values: given once, anywhere; given twice, the same."""
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,31 @@ def test_truncation_of_greedy_evaluation_is_refused(refusal: Callable[..., str],
         RLConfig, ["@", rl_toml, "--orchestrator.eval.top-k", "20", "--orchestrator.eval.temperature", "0.7"]
     )
     assert config.orchestrator.eval.truncation == {"top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("trainer.optimizer.lr", "inf"),
+        ("orchestrator.sampling.temperature", "inf"),
+        ("orchestrator.env.score_timeout_s", "inf"),
+        ("orchestrator.filters.min_reward", "nan"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(
+    refusal: Callable[..., str], rl_toml: str, option: str, value: str
+) -> None:
+    message = refusal("@", rl_toml, f"--{option.replace('_', '-')}", value)
+    assert message == f"{option} = {value!r} is not valid: input should be a finite number"
+
+
+def test_a_bound_may_be_infinite_where_that_means_none(rl_toml: str, refusal: Callable[..., str]) -> None:
+    bounds = ("optimizer.max-grad-norm", "loss.clip-high", "loss.correction.high")
+    flags = [word for bound in bounds for word in (f"--trainer.{bound}", "inf")]
+    trainer = load_config(RLConfig, ["@", rl_toml, *flags]).trainer
+    assert trainer.optimizer.max_grad_norm == trainer.loss.clip_high == trainer.loss.correction.high == math.inf
+    for bound in bounds:
+        assert "should be greater than 0" in refusal("@", rl_toml, f"--trainer.{bound}", "nan")
 
 
 def test_an_empty_stop_is_refused(refusal: Callable[..., str], rl_toml: str) -> None:
