@@ -31,6 +31,11 @@ def load_object(path: str, key: str) -> Any:
     except Exception as error:  # whatever the user's code does when it is imported
         reason = str(error) if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{key} = {path!r} cannot be imported: {reason}") from error
+    except SystemExit as error:
+        raise UserError(
+            f"{key} = {path!r} cannot be imported: it ends the process (SystemExit: {error}); put what it does as a "
+            'program below `if __name__ == "__main__":`'
+        ) from error
     if not hasattr(module, attribute):
         nearest = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

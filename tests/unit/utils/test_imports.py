@@ -47,6 +47,12 @@ def test_a_wrong_path(folder: Path, path: str, message: str) -> None:
     assert str(caught.value).startswith(f"loss.type = {path!r} ")
 
 
+def test_a_file_that_ends_the_process_when_it_is_imported(folder: Path) -> None:
+    (folder / "program_of_a_user.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(UserError, match=r"loss\.type = .* it ends the process \(SystemExit: 3\); .*__main__"):
+        load_object("./program_of_a_user.py:main", "loss.type")
+
+
 def test_what_is_an_import_path() -> None:
     assert is_import_path("pkg.module:name") and is_import_path("./file.py")
     assert not is_import_path("grpo")
