@@ -171,6 +171,12 @@ def infinite(groups):
 
 def fails(groups):
     return [[reward / min(group) for reward in group] for group in groups]
+
+def huge(groups):
+    return [[-1e39] * len(group) for group in groups]
+
+def ends(groups):
+    raise SystemExit(3)
 """
 
 
@@ -197,6 +203,8 @@ def test_a_function_that_a_user_brings(own_file: None, where: str) -> None:
         ("one_reward", r"gives groups of \[1, 1\] advantages for groups of \[2, 2\] rewards"),
         ("infinite", "gives advantages that are not finite numbers"),
         ("fails", r"failed: ZeroDivisionError: .*\(advantages_of_a_test\.py:14 in "),
+        ("huge", r"gives advantages up to 1e\+39; keep them below 1e\+09"),
+        ("ends", r"failed: SystemExit: 3 \(advantages_of_a_test\.py:20 in ends\)"),
         ("winner", r"cannot be imported: .* has no 'winner'; did you mean 'winners'\?"),
     ],
 )

@@ -21,6 +21,7 @@ from tandem.orchestrator.advantages.functions import (
     rloo_advantages,
     zero_advantages,
 )
+from tandem.rewards.checked import MAX_REWARD
 from tandem.types.rollout import Group
 from tandem.utils.errors import UserError
 from tandem.utils.registry import find_registered
@@ -71,10 +72,11 @@ def make_advantage_function(config: AdvantageConfig) -> AdvantageFunction:
 def checked_advantages(
     function: Callable[[Groups], Sequence[Sequence[float]]], name: str, groups: Groups
 ) -> Advantages:
-    """What a user's own function gives: one finite number for each reward; UserError where it is anything else."""
+    """What a user's own function gives: one finite number for each reward, of the size that rewards may have;
+    UserError where it is anything else."""
     try:
         advantages = [[float(value) for value in group] for group in function(groups)]
-    except Exception as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
         failure = failure_of(error)
         raise UserError(f"advantage.type = {name!r} failed: {failure}\n{failure.frames}".rstrip()) from error
     given, wanted = [len(group) for group in advantages], [len(group) for group in groups]
@@ -82,6 +84,8 @@ def checked_advantages(
         raise UserError(f"advantage.type = {name!r} gives groups of {given} advantages for groups of {wanted} rewards")
     if not all(math.isfinite(value) for group in advantages for value in group):
         raise UserError(f"advantage.type = {name!r} gives advantages that are not finite numbers: {advantages}")
+    if (largest := max((abs(value) for group in advantages for value in group), default=0.0)) > MAX_REWARD:
+        raise UserError(f"advantage.type = {name!r} gives advantages up to {largest:g}; keep them below {MAX_REWARD:g}")
     return advantages
 
 
