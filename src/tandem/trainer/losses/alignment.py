@@ -19,7 +19,7 @@ from tandem.trainer.losses.preference import (
     simpo_loss,
 )
 from tandem.trainer.losses.sequences import sequence_lengths, sum_by_sequence
-from tandem.trainer.losses.types import LossOutput, require_losses
+from tandem.trainer.losses.types import LossOutput, require_gradient, require_losses
 from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
 from tandem.utils.registry import load_function
 
@@ -85,6 +85,7 @@ def own_loss(
 
     def compute(streams: PairStreams | LabeledStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
         output = require_losses(function(streams), len(streams), config.type, unit)
+        require_gradient(output.losses, config.type)
         return LossOutput(output.losses.sum(), output.metrics)
 
     return compute

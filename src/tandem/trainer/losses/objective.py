@@ -16,7 +16,7 @@ from tandem.trainer.losses.normalization import token_weights
 from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 from tandem.trainer.losses.sequences import discounted_sums
-from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams, require_losses
+from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams, require_gradient, require_losses
 from tandem.utils.registry import load_function
 
 PolicyLoss = Callable[[PolicyStreams], LossOutput]
@@ -87,7 +87,10 @@ def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLos
     weights = token_weights(config, streams.sequences, streams.num_sequences, streams.logprobs.dtype)
     sums = {name: (weights * losses).sum() for name, losses in parts.items()}
     metrics |= {f"loss/{name}": loss_part(part) for name, part in sums.items()}
-    return LossOutput(torch.stack(list(sums.values())).sum(), metrics)
+    loss = torch.stack(list(sums.values())).sum()
+    if config.is_own:
+        require_gradient(loss, config.type)
+    return LossOutput(loss, metrics)
 
 
 def token_advantages(streams: PolicyStreams, config: LossConfig) -> Tensor:

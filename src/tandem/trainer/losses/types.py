@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tandem.trainer.losses.metrics import Metric
 from tandem.utils.errors import UserError
+
+TAKEN_METRICS = ("loss", "step", "time", "process")  # of every line of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,30 @@ class LossOutput:
 
 
 def require_losses(given: object, count: int, name: str, unit: str) -> Losses:
-    """What a user's function gave, if it can be learned from; else UserError."""
+    """What a user's function gave, if it can be learned from and logged; else UserError."""
     if not isinstance(given, Losses):
         raise UserError(f"loss.type = {name!r} returned {type(given).__name__}; return tandem.trainer.losses.Losses")
     shape = tuple(given.losses.shape)
     if shape != (count,):
         raise UserError(f"loss.type = {name!r} returned losses of shape {shape}; return one per {unit}: ({count},)")
+    if not (is_finite := torch.isfinite(given.losses)).all():
+        raise UserError(
+            f"loss.type = {name!r} returned {int((~is_finite).sum())} of {count} losses that are not finite"
+        )
+    for metric, value in given.metrics.items():
+        if not isinstance(value, Metric):
+            raise UserError(
+                f"loss.type = {name!r} returned metrics[{metric!r}] as {type(value).__name__}; make it with mean_of, "
+                "maximum_of or loss_part of tandem.trainer.losses"
+            )
+        if metric in TAKEN_METRICS:
+            raise UserError(
+                f"loss.type = {name!r} returned a metric called {metric!r}, which is taken; name it otherwise"
+            )
     return given
+
+
+def require_gradient(loss: Tensor, name: str) -> None:
+    """UserError where a user's function leaves nothing to learn from."""
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UserError(f"loss.type = {name!r} returned losses without a gradient; compute them from streams.logprobs")

@@ -36,6 +36,22 @@ def nothing(streams: PolicyStreams) -> None:
 
 def summed(streams: PolicyStreams) -> Losses:
     return Losses(streams.logprobs.sum())
+
+
+def constant(streams: PolicyStreams) -> Losses:
+    return Losses(-streams.advantages)
+
+
+def undefined(streams: PolicyStreams) -> Losses:
+    return Losses(streams.logprobs * float("nan"))
+
+
+def plain_metric(streams: PolicyStreams) -> Losses:
+    return Losses(-streams.logprobs, {"own/mean": float(streams.logprobs.detach().mean())})
+
+
+def taken_metric(streams: PolicyStreams) -> Losses:
+    return Losses(-streams.logprobs, {"loss": mean_of(streams.logprobs)})
 """
 
 
@@ -95,6 +111,10 @@ def test_its_options_reach_it(train) -> None:
     [
         ({"type": "own_loss_of_a_test:nothing"}, r"loss\.type = '.*:nothing' returned NoneType; return .*Losses"),
         ({"type": "own_loss_of_a_test:summed"}, r"loss\.type = '.*:summed' returned losses of shape \(\); return one"),
+        ({"type": "own_loss_of_a_test:constant"}, r"loss\.type = '.*:constant' returned losses without a gradient"),
+        ({"type": "own_loss_of_a_test:undefined"}, r"'.*:undefined' returned \d+ of \d+ losses that are not finite"),
+        ({"type": "own_loss_of_a_test:plain_metric"}, r"returned metrics\['own/mean'\] as float; make it with mean_of"),
+        ({"type": "own_loss_of_a_test:taken_metric"}, r"returned a metric called 'loss', which is taken"),
         (
             {"type": "own_loss_of_a_test:clipped", "options": {"clib": 0.1}},
             r"loss\.options = \{'clib': 0\.1\} does not suit loss\.type = '.*:clipped': .*'clib'",
@@ -106,6 +126,11 @@ def test_what_cannot_be_learned_from_is_a_mistake_of_one_line(train, loss: dict[
     with pytest.raises(UserError, match=message) as caught:
         train("refused", loss)
     assert "\n" not in str(caught.value)
+
+
+def test_another_term_may_bring_the_gradient(train) -> None:
+    _, metrics = train("entropy", {"type": "own_loss_of_a_test:constant", "entropy_coef": 0.01})
+    assert all(line["grad_norm"] > 0 for line in metrics)
 
 
 def test_tokens_without_advantage_are_computed(tiny_model: Path) -> None:
