@@ -5,7 +5,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.hints import algorithm_hint, explanation, options_meant
@@ -27,7 +27,7 @@ def _without_echoes(errors: list[ErrorDetails]) -> list[ErrorDetails]:
 
 def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
     location = [str(part) for part in details["loc"]]
-    key = (prefix + ".".join(location)).removesuffix(".")
+    key = (prefix + ".".join(_without_tags(root, location))).removesuffix(".")
     kind = details["type"]
     if kind == "extra_forbidden":
         return f"unknown key {key!r} (value {_short(details['input'])}); {_nearest_key(root, location)}"
@@ -40,7 +40,7 @@ def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
         hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
         return f"{key} = {_short(details['input'])} is not valid; {hint}"
     if kind == "model_type":
-        inner = _first_required(root, location) or _fields_at(root, location)[:1]
+        inner = _first_required(root, location) or [next(iter(_models_at(root, location)[0].model_fields))]
         return f"{key} = {_short(details['input'])} is not valid: it is a section; give {'.'.join([key, *inner])}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
@@ -109,6 +109,29 @@ def _models_at(root: type[BaseModel], location: list[str]) -> list[type[BaseMode
         # A part that names no field is the tag of a union variant: stay among its models.
         models = [inner for field in fields for inner in models_in(field.annotation)] if fields else models
     return models
+
+
+def _without_tags(root: type[BaseModel], location: list[str]) -> list[str]:
+    """The keys as a user writes them: Pydantic also tells which variant of a union it chose."""
+    keys: list[str] = []
+    models, tags = [root], set[str]()
+    for part in location:
+        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        if annotations:
+            models = [inner for annotation in annotations for inner in models_in(annotation)]
+            tags = {tag for annotation in annotations for tag in _tags_in(annotation)}
+        elif part in tags:
+            continue
+        keys.append(part)
+    return keys
+
+
+def _tags_in(annotation: Any) -> Iterator[str]:
+    for part in get_args(annotation):
+        if isinstance(part, Tag):
+            yield part.tag
+        else:
+            yield from _tags_in(part)
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -78,6 +78,8 @@ def test_a_section_that_is_no_table(refusal, rl_toml, tmp_path) -> None:
     assert "trainer = 5 is not valid" in refusal("@", rl_toml, "@", str(more))
     more.write_text('{"model": "x"}')
     assert "model = 'x' is not valid: it is a section; give model.name" in refusal("@", rl_toml, "@", str(more))
+    more.write_text('{"orchestrator": {"env": "arithmetic"}}')
+    assert refusal("@", rl_toml, "@", str(more)).endswith("it is a section; give orchestrator.env.id")
 
 
 def test_a_value_out_of_range(refusal) -> None:
@@ -227,7 +229,9 @@ def test_a_table_of_several_kinds_is_explained_by_its_type(tmp_path: Path) -> No
 
     assert refusal('type = "numric"').startswith("env.rewards.0.type = 'numric' is not valid; did you mean 'numeric'?")
     assert "(value 1); did you mean 'tolerance'?" in refusal('type = "numeric"\ntolerence = 1')
-    assert "env.rewards.0.regex.pattern is required" in refusal('type = "regex"')
+    assert "env.rewards.0.pattern is required" in refusal('type = "regex"')
+    own = refusal('type = "./mine.py:brief"\nweigth = 1')
+    assert own == "unknown key 'env.rewards.0.weigth' (value 1); did you mean 'weight'?"
     no_address = refusal('type = "judge"\nmodel = "m"\nbase_url = ["http://a:1", "127.0.0.1:1"]')
-    assert no_address.startswith("env.rewards.0.judge.base_url: '127.0.0.1:1' is not the address of a server; give one")
+    assert no_address.startswith("env.rewards.0.base_url: '127.0.0.1:1' is not the address of a server; give one")
     assert "'(' is not a regular expression" in refusal('type = "regex"\npattern = "("')
