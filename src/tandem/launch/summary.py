@@ -1,5 +1,6 @@
 """The last words of a run: held-out reward before and after, the curve, where everything is, what to try next."""
 
+import shlex
 import sys
 
 from rich.console import Console
@@ -28,8 +29,11 @@ def print_summary(console: Console, run_dir: RunDir, seconds: float) -> None:
         console.print(Text(row, style="green"))
     merged = run_dir.merged / "latest"  # there where an adapter was trained
     weights = merged if merged.exists() else run_dir.weights / "latest"
-    console.print(f"\nRun directory   {run_dir.root}", highlight=False, soft_wrap=True)
-    console.print(f"Trained model   {weights}", highlight=False, soft_wrap=True)
-    console.print(f"Rollouts        {run_dir.samples(max(steps, default=0))}", highlight=False, soft_wrap=True)
-    inference = f"{sys.executable.rsplit('/', 1)[0]}/inference"
-    console.print(f"\nTalk to it:     {inference} --model.name {weights}", highlight=False, soft_wrap=True)
+    command = shlex.join([f"{sys.executable.rsplit('/', 1)[0]}/inference", "--model.name", str(weights)])
+    places = f"""
+Run directory   {run_dir.root}
+Trained model   {weights}
+Rollouts        {run_dir.samples(max(steps, default=0))}
+
+Talk to it:     {command}"""
+    console.print(places, highlight=False, soft_wrap=True, markup=False)  # paths may have brackets

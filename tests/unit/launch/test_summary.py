@@ -1,6 +1,7 @@
 """The last words of a run, from a metrics file written by hand."""
 
 import io
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -57,3 +58,12 @@ def test_a_run_without_metrics(tmp_path: Path) -> None:
 def test_after_training_an_adapter_the_merged_model_is_what_to_talk_to(tmp_path: Path) -> None:
     (tmp_path / "merged" / "latest").mkdir(parents=True)
     assert f"/inference --model.name {tmp_path}/merged/latest" in summary(tmp_path)
+
+
+def test_paths_are_told_as_they_are_and_the_command_can_be_pasted(tmp_path: Path) -> None:
+    root = tmp_path / "my runs [v2]"
+    root.mkdir()
+    log_step(RunLog(RunDir(root), "orchestrator"), 1, 0.0)
+    text = summary(root)
+    assert f"Trained model   {root}/weights/latest\n" in text
+    assert shlex.split(text.partition("Talk to it:")[2])[1:] == ["--model.name", f"{root}/weights/latest"]
