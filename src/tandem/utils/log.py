@@ -4,6 +4,7 @@ What others have named, such as models, adapters and paths, ends up in log lines
 ending a line, from colouring a terminal and from moving its cursor.
 """
 
+import io
 import logging
 import re
 import sys
@@ -37,6 +38,13 @@ class LineFormatter(logging.Formatter):
 
     def formatException(self, ei: ExcInfo) -> str:
         return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def write_what_the_terminal_can() -> None:
+    """A character that the encoding of standard output lacks is written as '?' and does not end the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def setup_logging(level: str, name: str | None = None) -> None:

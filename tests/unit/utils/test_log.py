@@ -2,10 +2,11 @@
 
 import io
 import logging
+import sys
 
 import pytest
 
-from tandem.utils.log import LineFormatter, printable
+from tandem.utils.log import LineFormatter, printable, write_what_the_terminal_can
 
 
 @pytest.fixture
@@ -44,3 +45,11 @@ def test_lines_of_a_traceback_do_not_pass_for_messages(log: tuple[logging.Logger
     assert first.endswith("ERROR   it failed")
     assert len(rest) > 2 and all(line.startswith("  ") for line in rest)
     assert "\x1b" not in stream.getvalue() and "ValueError: no" in stream.getvalue()
+
+
+def test_a_terminal_that_lacks_a_character_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    write_what_the_terminal_can()
+    print("trainer │ 1")
+    assert written.getvalue() == b"trainer ? 1\n"
