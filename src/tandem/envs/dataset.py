@@ -7,6 +7,7 @@ reward = "exact_match"
 """
 
 import json
+import math
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,8 +27,10 @@ from tandem.utils.errors import UserError
 
 def number_or_fraction(held_out: float) -> float:
     """The value, if it is a whole number of rows or a fraction below 1. Raises ValueError."""
-    if held_out > 1 and held_out != int(held_out):
-        raise ValueError(f"held_out = {held_out:g} is neither a whole number of rows nor a fraction below 1")
+    is_positive = isinstance(held_out, int | float) and 0 < held_out < math.inf
+    if not is_positive or (held_out > 1 and held_out != int(held_out)):
+        shown = f"{held_out:g}" if is_positive else repr(held_out)
+        raise ValueError(f"held_out = {shown} is neither a whole number of rows nor a fraction below 1")
     return held_out
 
 
@@ -130,6 +133,8 @@ def hold_out(rows: Sequence[Any], held_out: float, seed: int) -> tuple[list[Any]
     number_or_fraction(held_out)
     if not rows:
         raise ValueError("there are no rows to make tasks of")
+    if len(rows) == 1:
+        raise ValueError("there is one row to make tasks of, and at least one is held out; add another")
     count = int(held_out) if held_out >= 1 else max(round(held_out * len(rows)), 1)
     if count >= len(rows):
         raise ValueError(f"held_out = {held_out:g} leaves none of {len(rows)} rows to train on; lower it")

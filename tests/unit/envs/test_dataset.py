@@ -131,5 +131,12 @@ def test_what_is_no_environment() -> None:
         environment(tasks=sums)(lambda text: 1.0)()
     with pytest.raises(ValueError, match=r"held_out = 2\.5 is neither a whole number of rows"):
         environment(tasks=sums, held_out=2.5)(lambda task, completion: 1.0)()
+    for held_out in (-1, 0, float("nan"), "0.1"):
+        with pytest.raises(ValueError, match=rf"held_out = {held_out!r} is neither a whole number of rows"):
+            environment(tasks=sums, held_out=held_out)(lambda task, completion: 1.0)()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match="there is one row to make tasks of, and at least one is held out; add another"
+    ):
+        environment(tasks=[{"prompt": "a"}])(lambda task, completion: 1.0)()
     with pytest.raises(ValueError, match="row 0 is neither a Task nor a table with 'prompt'"):
         environment(tasks=["x"])(lambda task, completion: 1.0)()
