@@ -169,3 +169,9 @@ class Limited(Config):
 def test_an_annotated_type_is_shown_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "70")
     assert "--limit {auto}|INT|None  How many. (default: None)" in render_help(Limited, "try", "")
+
+
+def test_a_terminal_without_our_characters_gets_help_too() -> None:
+    command = [sys.executable, "-m", "tandem.entrypoints.rl", "--help"]
+    told = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=True)
+    assert b"--max-steps" in told.stdout and told.stderr == b""
