@@ -51,7 +51,7 @@ class ModelOptions(LengthOptions):
 class SeedOptions(Config):
     """What may depend on chance."""
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     """Seed of all randomness: the order of tasks or rows, sampling, training."""
 
     deterministic: bool = False

@@ -211,6 +211,11 @@ def test_a_bound_may_be_infinite_where_that_means_none(rl_toml: str, refusal: Ca
         assert "should be greater than 0" in refusal("@", rl_toml, f"--trainer.{bound}", "nan")
 
 
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
+def test_a_seed_is_a_number_that_torch_takes(refusal: Callable[..., str], rl_toml: str, seed: int) -> None:
+    assert f"seed = '{seed}' is not valid: input should be" in refusal("@", rl_toml, "--seed", str(seed))
+
+
 def test_an_empty_stop_is_refused(refusal: Callable[..., str], rl_toml: str) -> None:
     assert "an empty text would end every completion" in refusal("@", rl_toml, "--orchestrator.sampling.stop", '[""]')
 
