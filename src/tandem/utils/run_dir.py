@@ -119,7 +119,13 @@ class RunDir:
     def refuse_another_run(self, *, resume: bool, clean: bool) -> None:
         if resume and clean:
             raise UserError("resume and clean exclude each other: --resume continues a run, --clean deletes it")
-        if self.root.exists() and not self.root.is_dir():
+        try:
+            is_file = self.root.exists() and not self.root.is_dir()
+        except OSError as error:  # a name that is too long, or a folder that may not be looked into
+            raise UserError(
+                f"output_dir = {str(self.root)!r} cannot be used: {error.strerror}; choose another --output-dir"
+            ) from error
+        if is_file:
             raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
         if clean and self.holds_a_run() and not self.is_of_a_run():
             found = next(entry for entry in RUN_CONTENT if (self.root / entry).exists())

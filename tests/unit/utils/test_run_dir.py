@@ -40,6 +40,11 @@ def test_resume_and_clean_exclude_each_other(tmp_path: Path) -> None:
         RunDir(tmp_path).refuse_another_run(resume=True, clean=True)
 
 
+def test_a_name_that_is_too_long_is_no_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"output_dir = '.*' cannot be used: File name too long; choose another"):
+        RunDir(tmp_path / ("a" * 300)).refuse_another_run(resume=False, clean=False)
+
+
 def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(UserError, match=r"output_dir = '.*out' is a file; give a directory"):
