@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_cuda_graphs_stay_true_where_the_cache_was_released(tiny_model: Path) ->
     cache = {"kv_cache_tokens": 1 << 20, "seq_len": 128}
     config = InferenceConfig.model_validate({"device": "cuda", "model": model} | cache)
     tokenizer = Tokenizer(tiny_model)
-    options = [], lambda: TextStream(tokenizer), print
+    options = [], partial(TextStream, tokenizer), print
     engine = build_engine(config, *options, releasable_cache=True)
     engine.start()
     try:

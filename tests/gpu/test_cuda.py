@@ -3,6 +3,7 @@
 import shutil
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def generate(model_dir: Path, device: str, requests: list[GenerationRequest], **
     """Token ids and log-probs of every sample; on a GPU also that there are CUDA graphs, or not."""
     settings = {"model": {"name": model_dir}, "seq_len": 96, "device": device, "kv_cache_tokens": 4096, "block_size": 4}
     engine = build_engine(
-        InferenceConfig.model_validate(settings | options), [2], lambda: TextStream(Tokenizer(model_dir)), print
+        InferenceConfig.model_validate(settings | options), [2], partial(TextStream, Tokenizer(model_dir)), print
     )
     engine.start()
     futures: list[Future] = [Future() for _ in requests]
@@ -176,7 +177,7 @@ def test_grammars_mask_the_rows_they_belong_to(tiny_model: Path, options: dict[s
 @pytest.mark.gpu
 def test_cuda_graphs_stay_true_when_weights_change(tiny_model: Path, tmp_path: Path) -> None:
     config = InferenceConfig.model_validate({"model": {"name": tiny_model}, "seq_len": 64, "device": "cuda"})
-    engine = build_engine(config, [2], lambda: TextStream(Tokenizer(tiny_model)), print)
+    engine = build_engine(config, [2], partial(TextStream, Tokenizer(tiny_model)), print)
     engine.start()
 
     def logprobs() -> list[float]:

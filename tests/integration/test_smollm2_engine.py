@@ -79,7 +79,7 @@ def running(smollm2_model: Path, tokenizer: Tokenizer) -> Running:
     def run(**options: Any) -> Iterator[NativeEngine]:
         base = {"model": {"name": smollm2_model}, "seq_len": 256, "check_invariants": True, "kv_cache_tokens": 8192}
         config = InferenceConfig.model_validate(base | options)
-        engine = build_engine(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), print)
+        engine = build_engine(config, tokenizer.eos_token_ids, functools.partial(TextStream, tokenizer), print)
         engine.start()
         yield engine
         engine.stop()

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem.config.inference import InferenceConfig
@@ -35,9 +36,8 @@ def build_native(
     # Each tensor operation gives up the interpreter lock; the engine must get it back within less time than a
     # step takes, even while the event loop is busy with JSON.
     sys.setswitchinterval(0.0005)
-    return build_engine(
-        *(config, tokenizer.eos_token_ids, lambda: TextStream(tokenizer), on_failure), releasable_cache=releasable_cache
-    )
+    new_text = partial(TextStream, tokenizer)
+    return build_engine(config, tokenizer.eos_token_ids, new_text, on_failure, releasable_cache=releasable_cache)
 
 
 def build_sglang(config: InferenceConfig, tokenizer: "Tokenizer", on_failure: OnFailure) -> "SGLangEngine":

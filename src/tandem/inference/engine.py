@@ -59,6 +59,7 @@ class Sampling:
     min_tokens: int = 0  # no end before so many
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # the completion ends with the token that completes one of these
+    skip_special_tokens: bool = True  # special tokens are no part of the text that `stop` is looked for in
     ignore_eos: bool = False
 
 

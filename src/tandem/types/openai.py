@@ -154,6 +154,8 @@ class GenerationOptions(ApiModel):
     """No end before so many."""
 
     skip_special_tokens: bool = True
+    """False: they are part of the text, where `stop` finds them too."""
+
     spaces_between_special_tokens: Literal[True] = True
     """As the tokenizer writes them."""
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tandem.inference.native.engine import NativeEngine
 
 VOCAB_SIZE = 64
 EOS = 1
+SPECIAL = VOCAB_SIZE - 1
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
@@ -27,10 +29,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Letters:
-    """A tokenizer of one character a token, without a file."""
+    """A tokenizer of one character a token, without a file. Its last token is a special one."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
+        hidden = SPECIAL if skip_special_tokens else None
+        return "".join(chr(ord("A") + token) for token in token_ids if token != hidden)
 
 
 LETTERS: Any = Letters()
@@ -85,7 +88,7 @@ def make_engine(make_model: MakeModel) -> Iterator[MakeEngine]:
             {"seq_len": 64, "block_size": 4, "model": model, "check_invariants": True} | options
         )
         failures: list[str] = []
-        engine = build_engine(config, [EOS], lambda: TextStream(LETTERS), failures.append)
+        engine = build_engine(config, [EOS], partial(TextStream, LETTERS), failures.append)
         engine.start()
         engines.append(engine)
         return engine

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Writer:
             {"seq_len": 512, "block_size": 4, "model": model, "check_invariants": True} | options
         )
         self.engine = build_engine(
-            config, self.tokenizer.eos_token_ids, lambda: TextStream(self.tokenizer), lambda reason: None
+            config, self.tokenizer.eos_token_ids, partial(TextStream, self.tokenizer), lambda reason: None
         )
         self.grammars = Grammars(self.tokenizer, self.engine.core.decoder.spec.vocab_size)
         self.engine.start()

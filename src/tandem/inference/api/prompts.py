@@ -198,6 +198,7 @@ class PromptReader:
             min_tokens=body.min_tokens,
             stop_token_ids=tuple(body.stop_token_ids),
             stop=body.stops,
+            skip_special_tokens=body.skip_special_tokens,
             ignore_eos=body.ignore_eos,
         )
 

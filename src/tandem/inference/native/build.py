@@ -7,10 +7,9 @@ from importlib.util import find_spec
 import torch
 
 from tandem.config.inference import InferenceConfig
-from tandem.data.text_stream import TextStream
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import BlockManager
-from tandem.inference.native.core import EngineCore, EngineParts
+from tandem.inference.native.core import EngineCore, EngineParts, NewText
 from tandem.inference.native.engine import NativeEngine
 from tandem.inference.native.mapped_memory import MappedMemory
 from tandem.inference.native.runner import Runner
@@ -34,7 +33,7 @@ PACKED_SHARE = 4  # a second copy of the weights, for speed, may take a quarter 
 def build_engine(
     config: InferenceConfig,
     eos_token_ids: list[int],
-    new_text: Callable[[], TextStream],
+    new_text: NewText,
     on_failure: Callable[[str], None],
     *,
     releasable_cache: bool = False,

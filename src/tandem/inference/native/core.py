@@ -41,6 +41,8 @@ from tandem.models.hf import copy_weights
 from tandem.models.lora import AdapterBank, AdapterWeights
 
 StopReason = int | str | None
+NewText = Callable[..., TextStream]
+"""The text of a new sample, for stop strings; takes `skip_special_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class EngineParts:
     state: SlotState
     scheduler: Scheduler
     runner: "Runner | Launcher"
-    new_text: Callable[[], TextStream]  # for stop strings
+    new_text: NewText
     launcher: Launcher | None = None  # launches steps without waiting for them
 
 
@@ -102,7 +104,8 @@ class EngineCore:
         sampling, grammar = request.sampling, request.asked.grammar
         for entry in samples:
             if sampling.stop:
-                entry.stops = StopStrings(self._new_text(), sampling.stop, sampling.min_tokens)
+                text = self._new_text(skip_special_tokens=sampling.skip_special_tokens)
+                entry.stops = StopStrings(text, sampling.stop, sampling.min_tokens)
             if grammar is not None:
                 entry.matcher = grammar.matcher()
         self.scheduler.add(request, samples)

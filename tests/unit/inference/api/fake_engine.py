@@ -78,7 +78,7 @@ class FakeEngine:
     def sample(self, request: GenerationRequest, index: int) -> GeneratedSample:
         sampling, text = request.sampling, ""
         tokens: list[int] = []
-        stream = TextStream(self.tokenizer)
+        stream = TextStream(self.tokenizer, skip_special_tokens=sampling.skip_special_tokens)
         reason, stop_reason = "length", None
         for token in self.script(request, index)[: sampling.max_tokens]:
             tokens.append(token)

@@ -56,6 +56,7 @@ def test_the_text_ends_before_the_end_token(client: TestClient) -> None:
         ({"ignore_eos": True, "max_tokens": 15}, "hello world!mo", "length", None),
         ({"ignore_eos": True, "max_tokens": 15, "skip_special_tokens": False}, "hello world!<eos>mo", "length", None),
         ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "hello world!<eos>", "stop", None),
+        ({"ignore_eos": True, "stop": "!<eos>", "skip_special_tokens": False}, "hello world", "stop", "!<eos>"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -77,7 +78,7 @@ def test_every_option_reaches_the_engine(client: TestClient, engine: FakeEngine)
     sampling = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
         "frequency_penalty": -0.4, "seed": 11, "min_tokens": 2, "stop_token_ids": [9], "stop": ["x", "y"],
-        "ignore_eos": True, "max_tokens": 5,
+        "ignore_eos": True, "max_tokens": 5, "skip_special_tokens": False,
     }  # fmt: skip
     complete(client, **sampling, logit_bias={"5": -100}, n=3, logprobs=4, prompt_logprobs=2, logprobs_mode="raw")
     [request] = engine.asked

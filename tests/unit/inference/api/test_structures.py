@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def writing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     engine = build_engine(
         InferenceConfig.model_validate(options),
         tokenizer.eos_token_ids,
-        lambda: TextStream(tokenizer),
+        partial(TextStream, tokenizer),
         lambda reason: None,
     )
     engine.start()

@@ -18,7 +18,7 @@ from tandem.inference.native import prompt_logprobs
 from tandem.inference.native.engine import NativeEngine
 from tandem.inference.native.stops import StopStrings
 
-EOS = 1
+EOS, SPECIAL = 1, 63
 PROMPT = [5, 9, 33, 12, 60, 7, 21, 40, 11]
 MakeEngine = Callable[..., NativeEngine]
 
@@ -136,6 +136,16 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it(make_eng
     sample = complete(engine, Sampling(12, 0.7, seed=2, stop=("never seen", stop), ignore_eos=True))
     assert sample.token_ids == free[: text.index(stop) + 3]
     assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize(("skip", "num_tokens", "reason"), [(False, 1, "stop"), (True, 4, "length")])
+def test_a_stop_string_is_looked_for_in_the_text_that_is_answered(
+    skip: bool, num_tokens: int, reason: str, make_engine: MakeEngine
+) -> None:
+    text = chr(ord("A") + SPECIAL)
+    sampling = Sampling(4, 0.0, logit_bias=((SPECIAL, 100.0),), stop=(text,), skip_special_tokens=skip)
+    sample = complete(make_engine(), sampling)
+    assert (sample.token_ids, sample.finish_reason) == ([SPECIAL] * num_tokens, reason)
 
 
 class Spelled:
