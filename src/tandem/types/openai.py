@@ -20,6 +20,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # one wrong id is en
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Version = Annotated[int, Field(ge=0, lt=2**63)]  # engines keep one for every token, in 64 bits
 Writable = Annotated[str, Field(pattern=r"^[^\x00]+$")]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -247,7 +248,7 @@ class UpdateWeightsRequest(ApiModel):
     path: Writable
     """Directory of a published version, on a file system the server sees."""
 
-    version: int = Field(ge=0)
+    version: Version
     mode: Literal["keep", "wait", "abort"] = "keep"
     """Running requests go on under the new weights, end first, or end at once with what they have."""
 
@@ -274,7 +275,7 @@ class LoadAdapterRequest(ApiModel):
     load_inplace: bool = False
     """Replace the adapter of this name."""
 
-    version: int | None = Field(None, ge=0)
+    version: Version | None = None
     """What the adapter's tokens carry as weight version; left out: that of the weights below it."""
 
     mode: Literal["keep", "wait"] = "keep"

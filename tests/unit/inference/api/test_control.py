@@ -58,6 +58,18 @@ def test_a_busy_engine_is_a_conflict(client: TestClient, engine: FakeEngine, tmp
     assert answer.status_code == 409 and answer.json()["error"]["message"] == "the engine is paused"
 
 
+def test_a_version_that_no_engine_can_keep_is_refused(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:
+    adapter = {"lora_name": "brave", "lora_path": str(tmp_path), "version": 2**63}
+    for path, body in (
+        ("/load_lora_adapter", adapter),
+        ("/update_weights", {"path": str(tmp_path), "version": 2**63}),
+    ):
+        refused = client.post(path, json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "version"
+    assert engine.calls == []
+    assert client.post("/load_lora_adapter", json=adapter | {"version": 2**63 - 1}).status_code == 200
+
+
 def test_adapters_come_and_go(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:
     body = {"lora_name": "brave", "lora_path": str(tmp_path)}
     assert client.post("/v1/load_lora_adapter", json=body | {"version": 2}).json() == body
