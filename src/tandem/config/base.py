@@ -31,7 +31,7 @@ FILES = "@"
 
 
 class Config(BaseConfig):
-    """Frozen; unknown keys are refused, and infinity where the option does not say what it means."""
+    """Frozen; unknown keys are refused, and so are NaN and infinity, unless the option says what infinity means."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

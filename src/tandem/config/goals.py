@@ -23,10 +23,10 @@ class GoalConfig(Config):
     args: dict[str, Any] = {}
     """Keyword arguments of the function, or of the class."""
 
-    lowest: float | None = Field(default=None, allow_inf_nan=False)
+    lowest: float | None = None
     """Value that is normalized to 0. Left out: the goal's own `lowest`."""
 
-    highest: float | None = Field(default=None, allow_inf_nan=False)
+    highest: float | None = None
     """Value that is normalized to 1. Left out: the goal's own `highest`."""
 
     @property

@@ -26,7 +26,7 @@ def is_pattern(value: str | None) -> str | None:
 class RewardConfig(Config):
     """What every reward has."""
 
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Factor of this reward in the sum."""
 
     name: str | None = Field(default=None, pattern=r"^[\w.-]+$")

@@ -43,8 +43,7 @@ class Options:
     def set_exactly(self, path: str, value: Any, key: str) -> None:
         """An option by its path under the command itself; a table is so many options."""
         for option, given in _leaves(path, value).items():
-            before = self.values.get(option, given)
-            if before != given:
+            if option in self.values and (before := self.values[option]) != given:
                 other = self.sources[option]
                 raise Refused(key, f"{key} and {other} both set {option}, to {given!r} and {before!r}; give one")
             self.values[option], self.sources[option] = given, key

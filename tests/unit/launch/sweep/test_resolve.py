@@ -172,6 +172,8 @@ def test_no_limit_of_steps_is_as_if_none_was_given(write: Write, tmp_path: Path)
             {"algorithm": "dpo\n  distributed_config: DSZero4"},
             "line 3: distributed_config = 'DSZero4' is not known",
         ),
+        (("learning_rate: .nan",), {}, "optimizer.lr = nan is not valid: input should be"),
+        (("learning_rate: [1.0e-4, .inf]",), {}, "optimizer.lr = inf is not valid: input should be a finite number"),
         ((), {"slurm": ("nods: 2",)}, "line 5: sbatch has no option 'nods'; did you mean 'nodes'?"),
         ((), {"slurm": ("hold: 1",)}, "line 5: hold = '1': sbatch takes no value for it; give true or false"),
         ((), {"slurm": ("nodes: 1", "time: {a: 1}")}, "line 6: time = {'a': '1'} is not one value"),
