@@ -5,6 +5,7 @@ with training nor brings it down.
 """
 
 import asyncio
+import math
 import secrets
 import shutil
 import tempfile
@@ -136,6 +137,10 @@ class InferenceEngine:
         seed: int = 0,
     ) -> list[list[str]]:
         """`n` completions of each prompt as text: a text is what the user says, a list is a whole conversation."""
+        if isinstance(prompts, str):
+            raise UserError(f"prompts = {prompts!r} is one text; give a list of prompts: [{prompts!r}]")
+        if not math.isfinite(temperature):
+            raise UserError(f"temperature = {temperature} is not finite; 0 takes the likeliest token, 100 is the most")
         tokenizer = Tokenizer(self.model_dir)
         loop = asyncio.get_running_loop()
         jobs = []

@@ -246,6 +246,14 @@ def test_mistakes_in_options_name_the_key() -> None:
     assert PyTorchTrainingBackend("models/x", strategy="fsdp").config.parallel.strategy == "zero3"
 
 
+def test_prompts_that_are_none_are_refused_before_anything_is_asked() -> None:
+    engine = NativeEngine("models/none", seq_len=64)
+    with pytest.raises(UserError, match=r"prompts = 'abc' is one text; give a list of prompts: \['abc'\]"):
+        asyncio.run(engine.generate("abc"))
+    with pytest.raises(UserError, match="temperature = inf is not finite"):
+        asyncio.run(engine.generate(["abc"], temperature=float("inf")))
+
+
 def test_rl_takes_a_file_or_a_table_and_what_is_laid_over_it() -> None:
     config = parse("examples/reverse_text/rl.toml", {"max_steps": 7, "trainer": {"optimizer": {"lr": 0.5}}})
     assert config.trainer.max_steps == 7 and config.trainer.optimizer.lr == 0.5
