@@ -6,66 +6,13 @@ Later files win over earlier ones, table by table and key by key.
 """
 
 import difflib
-import json
-import tomllib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from types import NoneType
-from typing import Any
 
-import yaml
-
+from tandem.config.formats import NAMES, NOT_PARSED, PARSERS, Tree, require_plain
 from tandem.utils.errors import UserError
 
-Tree = dict[str, Any]
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
-# What JSON can say, in which the configuration of a run is stored.
-PLAIN = (str, int, float, bool, NoneType)
-
-
-class RepeatedKey(ValueError):
-    """A table gives a key twice. TOML forbids that; the parsers of JSON and YAML would take the last."""
-
-
-def _read_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_table_of)
-
-
-def _table_of(pairs: list[tuple[str, Any]]) -> Tree:
-    table: Tree = {}
-    for key, value in pairs:
-        if key in table:
-            raise RepeatedKey(f"{key!r} is given twice in one table; leave one of them out")
-        table[key] = value
-    return table
-
-
-class _StrictLoader(yaml.SafeLoader):
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        """Keys are looked at before merge keys (<<) bring others, which may well be the same."""
-        node = super().compose_mapping_node(anchor)
-        known: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if (name := (key.tag, str(key.value))) in known:
-                line = key.start_mark.line + 1
-                raise RepeatedKey(f"{key.value!r} is given twice in one table (line {line}); leave one of them out")
-            known.add(name)
-        return node
-
-
-def _read_yaml(text: str) -> Any:
-    return yaml.load(text, _StrictLoader)
-
-
-# JSON before YAML, which can read it as well.
-PARSERS: dict[str, Callable[[str], Any]] = {
-    ".toml": tomllib.loads,
-    ".json": _read_json,
-    ".yaml": _read_yaml,
-    ".yml": _read_yaml,
-}
-FORMATS = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
-NOT_PARSED = (tomllib.TOMLDecodeError, json.JSONDecodeError, yaml.YAMLError, RepeatedKey)
 CONFIG_FLAGS = ("--config", "-c")
 
 
@@ -167,36 +114,22 @@ def read_config_file(path: Path) -> Tree:
     except NOT_PARSED as error:
         reason = " ".join(str(error).split())
         raise UserError(f"config file {str(path)!r} cannot be read: {reason}{_other_format(path, text)}") from error
+    except RecursionError as error:
+        raise UserError(f"config file {str(path)!r} cannot be read: it is nested too deeply") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         hint = _other_format(path, text)
         raise UserError(f"config file {str(path)!r} must hold a table of keys, not a {type(tree).__name__}{hint}")
     try:
-        _require_plain(tree, "")
+        require_plain(tree)
     except ValueError as error:
         raise UserError(f"config file {str(path)!r}: {error}") from error
     except RecursionError as error:
-        raise UserError(f"config file {str(path)!r} has a table that contains itself") from error
+        raise UserError(
+            f"config file {str(path)!r} cannot be read: a value contains itself, by its anchor; write it out"
+        ) from error
     return tree
-
-
-def _require_plain(value: Any, name: str) -> None:
-    """ValueError for what TOML and YAML can say and no option takes: dates and times, and what YAML has besides."""
-    if isinstance(value, dict):
-        for key, below in value.items():
-            if not isinstance(key, PLAIN):
-                raise ValueError(f"the key {str(key)!r} of {name or 'the file'} is a {_kind(key)}; put it in quotes")
-            _require_plain(below, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for place, below in enumerate(value):
-            _require_plain(below, f"{name}.{place}")
-    elif not isinstance(value, PLAIN):
-        raise ValueError(f"{name} = {value} is a {_kind(value)}, which no option takes; put it in quotes")
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
 
 
 def _other_format(path: Path, text: str) -> str:
@@ -207,7 +140,7 @@ def _other_format(path: Path, text: str) -> str:
         except NOT_PARSED:
             continue
         if isinstance(found, dict) and suffix != path.suffix:
-            return f"; it holds {FORMATS[suffix]}: rename it to {path.with_suffix(suffix).name!r}"
+            return f"; it holds {NAMES[suffix]}: rename it to {path.with_suffix(suffix).name!r}"
     return ""
 
 

@@ -147,6 +147,13 @@ def test_a_malformed_file_is_refused(tmp_path: Path, name: str, text: str) -> No
         read_config_file(Path(write(tmp_path / name, text)))
 
 
+def test_times_and_dates_of_yaml_are_texts(tmp_path: Path) -> None:
+    text = "slurm: {time: 2:00:00, begin: 2024-01-01, nodes: 2}\nlr: 1.0e-5\nport: [8000, 0x10]\n"
+    slurm = {"time": "2:00:00", "begin": "2024-01-01", "nodes": 2}
+    expected = {"slurm": slurm, "lr": 1e-5, "port": [8000, 16]}
+    assert read_config_file(Path(write(tmp_path / "c.yaml", text))) == expected
+
+
 @pytest.mark.parametrize(("name", "text"), [("c.json", "[1, 2]"), ("c.yaml", "- 1\n- 2\n")])
 def test_a_list_at_the_top_is_refused(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(UserError, match="must hold a table of keys, not a list"):
@@ -201,8 +208,8 @@ def test_merge_keys_of_yaml_are_no_repetition(tmp_path: Path) -> None:
     [
         ("c.toml", "[a.b]\nc = 2024-01-01\n", "a.b.c = 2024-01-01 is a date, which no option takes; put it in quotes"),
         ("c.toml", "a = [{ b = 07:30:00 }]\n", "a.0.b = 07:30:00 is a time, which no option takes; put it in quotes"),
-        ("c.yaml", "a: {b: 2024-01-01}\n", "a.b = 2024-01-01 is a date, which no option takes; put it in quotes"),
-        ("c.yaml", "a: {2024-01-01: 1}\n", "the key '2024-01-01' of a is a date; put it in quotes"),
+        ("c.yaml", "a:\n- {b: !!binary aGk=}\n", "a.0.b = b'hi' is a bytes, which no option takes; put it in quotes"),
+        ("c.yaml", "a: {!!binary aGk=: 1}\n", "the key \"b'hi'\" of a is a bytes; put it in quotes"),
     ],
 )
 def test_what_json_cannot_say_is_refused(tmp_path: Path, name: str, text: str, reason: str) -> None:
@@ -211,9 +218,17 @@ def test_what_json_cannot_say_is_refused(tmp_path: Path, name: str, text: str, r
     assert str(caught.value).endswith(f"{name}': {reason}")
 
 
-def test_a_table_that_contains_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="contains itself"):
-        read_config_file(Path(write(tmp_path / "c.yaml", "a: &a\n  b: *a\n")))
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("c.yaml", "a: &a\n  b: *a\n", "a value contains itself"),
+        ("c.yaml", "a: &a [*a]\n", "a value contains itself"),
+        ("c.json", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply"),
+    ],
+)
+def test_values_without_an_end_are_refused(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"cannot be read: {reason}"):
+        read_config_file(Path(write(tmp_path / name, text)))
 
 
 @pytest.mark.parametrize(("name", "text"), [("c.toml", "a = 1\n"), ("c.json", '{"a": 1}'), ("c.yaml", "a: 1\n")])

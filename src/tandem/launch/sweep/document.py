@@ -62,6 +62,8 @@ def read_document(path: Path) -> Document:
         return _Reader(path, loader).document(root)
     except yaml.MarkedYAMLError as error:
         raise UserError(_explain(path, text, error)) from error
+    except RecursionError as error:
+        raise UserError(f"{path}: a value contains itself, by its anchor, or is nested too deeply") from error
     finally:
         loader.dispose()
 

@@ -52,6 +52,7 @@ def test_sections_may_share_values_by_anchors(tmp_path: Path) -> None:
         ("a:\n  b: 1\n   c: 2\n", "line 3: this is not YAML: mapping values are not allowed here"),
         ("a:\n  b: [1]\n    c: 2\n", "line 3: this line is indented otherwise than those that it belongs to"),
         ("a:\n  b: \x00\n", "line 2: the character '\\x00' has no place in YAML"),
+        ("a:\n  b: &b [*b]\n", "a value contains itself"),
         ("a: 3\n", "line 1: a must be a table of keys and values"),
         ("- a\n", "an experiment file is a table of sections"),
     ],
