@@ -1,5 +1,7 @@
-"""TOML, YAML and JSON to tables of plain values, alike. A key given twice is refused in all of them, and so is what JSON
-cannot say, in which the configuration of a run is stored."""
+"""TOML, YAML and JSON to tables of plain values, alike.
+
+A key given twice is refused in all of them, and so is what JSON cannot say, in which the configuration of a run is stored.
+"""
 
 import json
 import tomllib
