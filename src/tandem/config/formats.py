@@ -1,6 +1,6 @@
 """TOML, YAML and JSON to tables of plain values, alike.
 
-A key given twice is refused in all of them, and so is what JSON cannot say, in which the configuration of a run is stored.
+A key given twice is refused in all of them, and so is what JSON cannot say: the configuration of a run is stored in it.
 """
 
 import json
