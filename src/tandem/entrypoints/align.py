@@ -15,7 +15,9 @@ def main() -> None:
 def align(config: AlignConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.entrypoints.offline import Train, run_offline
+    from tandem.models.padding import padding_token
     from tandem.trainer.offline.preferences import encode_align_row
+    from tandem.utils.files import read_json
     from tandem.utils.registry import load_function
 
     if config.loss.is_own:
@@ -29,7 +31,12 @@ def align(config: AlignConfig) -> None:
     run_offline(
         "align",
         config,
-        lambda: partial(encode_align_row, tokenizer=Tokenizer(config.model.name), loss=config.loss),
+        lambda: partial(
+            encode_align_row,
+            tokenizer=Tokenizer(config.model.name),
+            loss=config.loss,
+            padding=padding_token(read_json(config.model.name / "config.json")),
+        ),
         load_train,
     )
 

@@ -1,7 +1,7 @@
 """Reward models: a decoder with one number per token on top, in and out in Hugging Face format.
 
 What is written loads with transformers' AutoModelForSequenceClassification; the score of a text is that of its last
-token.
+token that is not padding.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ from tandem.models.hf import (
     named_tensors,
     read_tensors,
 )
+from tandem.models.padding import padding_token
 from tandem.models.spec import ModelSpec, architecture_of
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_table
@@ -31,8 +32,9 @@ CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 class Scorer(nn.Module):
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, padding: int | None) -> None:
         super().__init__()
+        self.padding = padding
         decoder.lm_head = None  # a score does not go through the vocabulary
         self.decoder = decoder
         self.score = nn.Linear(decoder.spec.hidden_size, 1, bias=False, device=decoder.embed_tokens.weight.device)
@@ -51,7 +53,8 @@ class Scorer(nn.Module):
 
 def new_scorer(model_dir: Path, dtype: torch.dtype, device: torch.device, seed: int) -> Scorer:
     """A language model with a fresh head (normal, standard deviation 0.02)."""
-    scorer = Scorer(load_decoder(model_dir, dtype, device)).to(dtype)
+    padding = padding_token(read_json(model_dir / "config.json"))
+    scorer = Scorer(load_decoder(model_dir, dtype, device), padding).to(dtype)
     with torch.no_grad():
         head = torch.empty(scorer.score.weight.shape).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
         scorer.score.weight.copy_(head)
@@ -60,8 +63,9 @@ def new_scorer(model_dir: Path, dtype: torch.dtype, device: torch.device, seed: 
 
 def load_scorer(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Scorer:
     """A reward model that was written before."""
+    spec = scorer_spec(model_dir)
     with torch.device("meta"):
-        scorer = Scorer(Decoder(scorer_spec(model_dir)))
+        scorer = Scorer(Decoder(spec), padding_token(read_json(model_dir / "config.json")))
     tensors = read_tensors(model_dir)
     try:
         check_tensors(scorer.named_tensors(), tensors)
@@ -94,10 +98,5 @@ def scorer_config(model_dir: Path) -> dict[str, Any]:
     """The config.json of a reward model made from the language model in `model_dir`."""
     config = read_json(model_dir / "config.json")
     architecture = config["architectures"][0].removesuffix(CAUSAL) + CLASSIFIER
-    end = config.get("eos_token_id")
-    # Without a padding token, transformers refuses to score more than one text at a time.
-    padding = config.get("pad_token_id")
-    if padding is None:
-        padding = end[0] if isinstance(end, list) else end
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return config | {"architectures": [architecture], "pad_token_id": padding, **labels}
+    return config | {"architectures": [architecture], "pad_token_id": padding_token(config), **labels}

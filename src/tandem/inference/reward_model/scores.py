@@ -6,6 +6,7 @@ import torch
 
 from tandem.data.balance import fill
 from tandem.models.attention import PackedAttention
+from tandem.models.padding import without_padding
 from tandem.models.reward_model import Scorer
 
 
@@ -17,6 +18,7 @@ class ScoreModel:
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """The score of each sequence, in their order."""
+        sequences = [without_padding(sequence, self.scorer.padding) for sequence in sequences]
         found = [0.0] * len(sequences)
         sizes = [len(sequence) for sequence in sequences]
         # A single long sequence goes alone, whatever the bound.

@@ -11,6 +11,7 @@ from tandem.data.conversations import Fields, Fit
 from tandem.data.packing import divide, pack
 from tandem.data.preferences import encode_labeled_row, encode_preference_row
 from tandem.data.tokenizer import Tokenizer
+from tandem.models.padding import without_padding
 from tandem.types.rollout import PackedBatch, TrainingSequence
 
 LABELS, MARGINS, REFERENCE = "labels", "margins", "reference_logprobs"
@@ -59,17 +60,19 @@ class AlignBatch:
         return divide(self.packed, rank, world_size, tokens_per_microbatch, self.groups)
 
 
-def encode_align_row(row: Fields, fit: Fit, tokenizer: Tokenizer, loss: AlignLossConfig) -> AlignRow:
+def encode_align_row(
+    row: Fields, fit: Fit, tokenizer: Tokenizer, loss: AlignLossConfig, padding: int | None = None
+) -> AlignRow:
     """A row of a dataset as the objective takes it; ValueError says what is wrong with it.
 
-    Objectives of single completions take a pair for a good one and a bad one.
+    Objectives of single completions take a pair for a good one and a bad one. `padding`: a reward model's.
     """
     if not loss.is_paired and "chosen" not in row:
         sample, is_good = encode_labeled_row(row, fit, tokenizer)
         return AlignRow((sample,), (GOOD if is_good else BAD,))
     if loss.type == "reward":
         # Its samples are one token longer.
-        return scored(AlignRow(encode_preference_row(row, fit, tokenizer), (GOOD, BAD), _margin(row)))
+        return scored(AlignRow(encode_preference_row(row, fit, tokenizer), (GOOD, BAD), _margin(row)), padding)
     return AlignRow(encode_preference_row(row, fit, tokenizer), (GOOD, BAD))
 
 
@@ -113,17 +116,17 @@ def _swap_completion(
     )
 
 
-def scored(row: AlignRow) -> AlignRow:
-    """The row as a reward model reads it.
+def scored(row: AlignRow, padding: int | None = None) -> AlignRow:
+    """The row as a reward model reads it, up to the last token that is not padding.
 
     A score is read where the token after the last one would be predicted, so there has to be one; which it is does not
     matter, since nothing before it sees it. All tokens after the prompt are marked: only the prompt is shared then.
     """
-    return replace(row, samples=tuple(_scored(sample) for sample in row.samples))
+    return replace(row, samples=tuple(_scored(sample, padding) for sample in row.samples))
 
 
-def _scored(sample: TrainingSequence) -> TrainingSequence:
-    num_context, length = sample.num_context_tokens, len(sample.token_ids)
-    return TrainingSequence(
-        [*sample.token_ids, sample.token_ids[-1]], [0] * num_context + [1] * (length + 1 - num_context)
-    )
+def _scored(sample: TrainingSequence, padding: int | None) -> TrainingSequence:
+    token_ids = without_padding(sample.token_ids, padding)
+    length = len(token_ids)
+    num_context = min(sample.num_context_tokens, length)
+    return TrainingSequence([*token_ids, token_ids[-1]], [0] * num_context + [1] * (length + 1 - num_context))

@@ -16,8 +16,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.reward_model.app import create_app
 from tandem.inference.reward_model.scores import ScoreModel
-from tandem.models.reward_model import new_scorer
+from tandem.models.reward_model import new_scorer, scorer_config
 from tandem.rewards.batcher import Batcher
+from tandem.transport.weights.filesystem import WeightsPublisher
 
 CPU = torch.device("cpu")
 SEQUENCES = [[1, 40, 41, 42, 2], [1, 50, 2], [1, 60, 61, 62, 63, 64, 2], [1, 2], [1, 70, 71, 2]]
@@ -30,6 +31,22 @@ def test_scores_do_not_depend_on_what_is_scored_beside_them(tiny_model: Path) ->
     for bound in (1, 8, 12, 1000):
         assert ScoreModel(scorer, CPU, bound).scores(SEQUENCES) == pytest.approx(alone, abs=1e-6)
     assert ScoreModel(scorer, CPU, 8).scores([]) == []
+
+
+def test_scores_are_those_of_transformers_where_the_end_is_padding_too(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"pad_token_id": None, "eos_token_id": 2}
+    (base / "config.json").write_text(json.dumps(config))
+    scorer = new_scorer(base, torch.float32, CPU, seed=0)
+    publisher = WeightsPublisher(tmp_path, base, "float32", keep=1, config=scorer_config(base))
+    theirs = AutoModelForSequenceClassification.from_pretrained(publisher.publish(scorer.named_tensors(), version=1))
+    assert theirs.config.pad_token_id == 2
+    width = max(map(len, SEQUENCES))
+    with torch.no_grad():
+        logits = theirs(torch.tensor([each + [2] * (width - len(each)) for each in SEQUENCES])).logits.squeeze(-1)
+    assert ScoreModel(scorer, CPU, 1000).scores(SEQUENCES) == pytest.approx(logits.tolist(), abs=1e-5)
 
 
 def test_requests_that_wait_together_are_scored_together() -> None:

@@ -100,6 +100,12 @@ def test_a_reward_model_reads_all_after_the_prompt_and_one_token_more() -> None:
     assert row.margin == 0.5
 
 
+def test_a_reward_model_reads_up_to_the_last_token_that_is_no_padding() -> None:
+    samples = (TrainingSequence([1, 2, 3, 4, 4], [0, 0, 1, 1, 0]), TrainingSequence([1, 2, 4], [0, 0, 1]))
+    row = scored(AlignRow(samples, (GOOD, BAD)), padding=4)
+    assert row.samples == (TrainingSequence([1, 2, 3, 3], [0, 0, 1, 1]), TrainingSequence([1, 2, 2], [0, 0, 1]))
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer(tiny_model)
