@@ -22,6 +22,10 @@ class UserError(ValueError):
     """Says what is wrong, the value that is wrong, and what would be right."""
 
 
+class Diverged(ArithmeticError):
+    """Numbers that are not finite. The message is all there is to know; another try may do."""
+
+
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """What safetensors says of the file system while it writes a file, as an OSError with its number."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.utils.errors import UserError
+from tandem.utils.errors import Diverged, UserError
 from tandem.utils.processes import (
     SUPERVISOR_PID,
     Stopped,
@@ -61,6 +61,13 @@ def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         run_entrypoint("trainer", leaving(OSError(errno.ENOSPC, "No space left on device", "/run/weights")))
     assert caught.value.code == 1
     assert capsys.readouterr().err == "trainer: [Errno 28] No space left on device: '/run/weights'\n"
+
+
+def test_training_that_diverges_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_entrypoint("sft", leaving(Diverged("the gradient norm is nan")))
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "sft: the gradient norm is nan\n"
 
 
 def test_a_process_that_was_asked_to_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ The loss is divided by a count of the whole step, over all ranks, so that the up
 the step is cut into micro-batches, nor on the world size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -20,6 +21,7 @@ from tandem.trainer.model.totals import StepMetrics, Totals
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.sharding import add_gradients, is_sharded
 from tandem.types.rollout import PackedBatch
+from tandem.utils.errors import Diverged
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,15 @@ class Stepper(Generic[P]):
             totals.add({"loss": loss_part(output.loss)} | predictions.metrics | output.metrics)
         if self.ranks.size > 1 and not self.is_sharded:
             add_gradients(self.model.parameters(), self.ranks)
-        grad_norm = whole(
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
-        )
+        grad_norm = float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)))
+        if not math.isfinite(grad_norm):
+            raise Diverged(
+                f"the gradient norm is {grad_norm}, and nothing was updated: training diverges. Lower optimizer.lr, "
+                "and go on from a checkpoint before it began"
+            )
         (self.update or self.optimizer.step)()
         metrics = totals.over_ranks(self.ranks, denominator)
-        metrics["grad_norm"] = float(grad_norm)
+        metrics["grad_norm"] = grad_norm
         return metrics
 
     @torch.no_grad()
