@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.backend import PyTorchTrainingBackend
+from tandem.api.workers import train_message
 from tandem.config.trainer import TrainerConfig
 from tandem.launch.cluster import Cluster, RemoteWorker, WorkerDied
 from tandem.utils.errors import UserError
@@ -50,7 +51,7 @@ class ClusterTrainingBackend(PyTorchTrainingBackend):
     def _launch(self, config: TrainerConfig) -> None:
         write_run_config(self.run_dir.config, {"trainer": config.model_dump(mode="json")})
         environment = {TOKEN: os.environ[TOKEN]}  # the run directory is ours, and theirs
-        message = {"cmd": "train", "config": config.model_dump(mode="json"), "environment": environment}
+        message = train_message(config, environment)
         self._ranks = {worker: self._threads.submit(worker.call, message) for worker in self.cluster.workers}
 
     def _problem(self) -> str | None:

@@ -5,10 +5,11 @@ Messages, each a table, and each with an answer; an answer with "error" says wha
     {"cmd": "init_engine", "model_name": …, "options": {…}, "weight_roots": […]}  →  {"status": "ready"} (also: gpu_id)
     {"cmd": "generate", "prompts": [{"prompt_ids": […], "sampling": {…}}, …]}     →  {"completions": [[…], …]}
     {"cmd": "update_weights", "path": …, "version": …}                            →  {"status": "loaded"}
-    {"cmd": "train", "config": {…}, "environment": {…}}                           →  {"exit_code": …, "log": …, …}
+    {"cmd": "train", "config": "{…}", "environment": {…}}                         →  {"exit_code": …, "log": …, …}
 """
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -19,11 +20,12 @@ from typing import Any, Protocol
 from tandem.api.engines import InferenceEngine, NativeEngine, VLLMEngine
 from tandem.api.pool import Job
 from tandem.api.sglang import SGLangEngine
+from tandem.config.trainer import TrainerConfig
 from tandem.launch.supervisor import last_lines
 from tandem.orchestrator.client import InferenceError
 from tandem.types.rollout import SamplingOptions, SamplingRequest
 from tandem.utils.errors import UserError
-from tandem.utils.files import write_json
+from tandem.utils.files import json_text, write_json
 from tandem.utils.processes import SUPERVISOR_PID
 
 ENGINES: dict[str, type[InferenceEngine]] = {"native": NativeEngine, "vllm": VLLMEngine, "sglang": SGLangEngine}
@@ -99,9 +101,14 @@ def train(handle: Channel, rank: int, world_size: int) -> None:
     while True:
         match handle.recv():
             case {"cmd": "train", "config": config, "environment": environment}:
-                handle.send(run_rank(config, environment, rank))
+                handle.send(run_rank(json.loads(config), environment, rank))
             case message:
                 handle.send({"error": f"a trainer rank does not know the message {str(message)[:200]}"})
+
+
+def train_message(config: TrainerConfig, environment: dict[str, str]) -> dict[str, Any]:
+    """The configuration as text: Python's JSON has infinity, that of messages has not."""
+    return {"cmd": "train", "config": json_text(config.model_dump(mode="json")).decode(), "environment": environment}
 
 
 def run_rank(config: dict[str, Any], environment: dict[str, str], rank: int) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """Inference workers: the messages they answer, ours and the example that users start from."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 
-from tandem.api.workers import InferenceWorker
+from tandem.api.workers import InferenceWorker, train, train_message
+from tandem.config.base import load_config
 from tandem.config.shared import ModelConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.models.trainable import load_trainable
 from tandem.trainer.model.language_model import Inputs, LanguageModel
@@ -73,3 +77,14 @@ def test_the_example_samples_at_the_log_probs_that_the_trainer_computes(
 )
 def test_what_a_worker_cannot_do_is_its_answer(message: dict[str, Any], problem: str) -> None:
     assert problem in asyncio.run(InferenceWorker().answer(message))["error"]
+
+
+def test_a_rank_is_given_infinite_bounds_as_they_are(tmp_path: Path) -> None:
+    options = ["--model.name", str(tmp_path / "missing"), "--output-dir", str(tmp_path), "--loss.clip-high", "inf"]
+    message = train_message(load_config(TrainerConfig, options), {})
+    script = Script([orjson.loads(orjson.dumps(message))])
+    with pytest.raises(Ended):
+        train(script, 0, 1)
+    assert script.answers[0]["exit_code"] == 2, "the model is missing"
+    given = load_config(TrainerConfig, ["@", str(tmp_path / "config" / "trainer_rank_0.json")])
+    assert given.loss.clip_high == math.inf
