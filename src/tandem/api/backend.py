@@ -26,7 +26,7 @@ from tandem.types.rollout import TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import Follower
 from tandem.utils.hub import fetch_model, is_to_be_fetched
-from tandem.utils.metrics import RunLog, parse_metrics_line
+from tandem.utils.metrics import LINE_KEYS, RunLog, parse_metrics_line
 from tandem.utils.processes import SUPERVISOR_PID
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name, step_of, steps_with
@@ -166,7 +166,7 @@ class PyTorchTrainingBackend:
         for line in self._metrics.lines():
             record = parse_metrics_line(line)
             if record is not None and record["process"] == "trainer" and record["step"] == step:
-                return {key: value for key, value in record.items() if key not in ("process", "time", "step")}
+                return {key: value for key, value in record.items() if key not in LINE_KEYS}
         return None
 
     async def _keep_alive(self) -> None:

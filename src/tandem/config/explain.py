@@ -103,27 +103,25 @@ def _fields_at(root: type[BaseModel], location: list[str]) -> list[str]:
 
 def _models_at(root: type[BaseModel], location: list[str]) -> list[type[BaseModel]]:
     """The config classes found by walking `location` from `root`; none where it ends at a plain value."""
-    models = [root]
-    for part in location:
-        fields = [model.model_fields[part] for model in models if part in model.model_fields]
-        # A part that names no field is the tag of a union variant: stay among its models.
-        models = [inner for field in fields for inner in models_in(field.annotation)] if fields else models
+    *_, (_, models) = [("", [root]), *_walk(root, location)]
     return models
 
 
 def _without_tags(root: type[BaseModel], location: list[str]) -> list[str]:
-    """The keys as a user writes them: Pydantic also tells which variant of a union it chose."""
-    keys: list[str] = []
+    """The keys as a user writes them."""
+    return [key for key, _ in _walk(root, location) if key is not None]
+
+
+def _walk(root: type[BaseModel], location: list[str]) -> Iterator[tuple[str | None, list[type[BaseModel]]]]:
+    """The config classes after each part of `location`, and the part, if it is a key: Pydantic also tells which variant
+    of a union it chose, by its tag."""
     models, tags = [root], set[str]()
     for part in location:
         annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
         if annotations:
             models = [inner for annotation in annotations for inner in models_in(annotation)]
             tags = {tag for annotation in annotations for tag in _tags_in(annotation)}
-        elif part in tags:
-            continue
-        keys.append(part)
-    return keys
+        yield None if not annotations and part in tags else part, models
 
 
 def _tags_in(annotation: Any) -> Iterator[str]:

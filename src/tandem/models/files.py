@@ -51,7 +51,7 @@ def position_limit(config: dict[str, Any]) -> int | None:
 
 def _limit_key(config: dict[str, Any]) -> str:
     """GPT-2 and its relatives have a name of their own."""
-    return "n_positions" if "max_position_embeddings" not in config else "max_position_embeddings"
+    return "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
 
 
 def embedding_size(model_dir: Path) -> int | None:

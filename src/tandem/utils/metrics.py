@@ -23,6 +23,7 @@ from tandem.utils.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 Number = int | float
+LINE_KEYS = ("time", "process", "step")  # of every line of metrics.jsonl; the others are metrics
 GAVE_UP = "gave_up"  # the event of a process that failed for a reason that starting it again would not mend
 
 
@@ -175,7 +176,7 @@ class MetricsForwarder:
             values = {
                 f"{process}/{name}": value
                 for name, value in record.items()
-                if name not in ("process", "step", "time") and isinstance(value, Number)
+                if name not in LINE_KEYS and isinstance(value, Number)
             }
             for tracker in self._trackers:
                 tracker.log(step, values)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from tandem.trainer.losses.metrics import Metric
 from tandem.utils.errors import UserError
+from tandem.utils.metrics import LINE_KEYS
 
-TAKEN_METRICS = ("loss", "step", "time", "process")  # of every line of metrics.jsonl
+TAKEN_METRICS = ("loss", *LINE_KEYS)
 
 
 @dataclass(frozen=True)

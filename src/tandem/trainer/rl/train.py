@@ -56,17 +56,7 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks)
     exactly = config.deterministic and not config.parallel.compile
-    trained = load_trained(
-        config.model,
-        config.optimizer,
-        config.parallel,
-        ranks,
-        lora=config.lora,
-        seed=config.seed,
-        entropy_gradient=needs_entropy_gradient(config.loss),
-        critic=config.loss.ppo if config.loss.type == "ppo" else None,
-        exactly=exactly,
-    )
+    trained = load_policy(config, ranks, exactly=exactly)
     live = memory if isinstance(memory, LiveWeights) else None
     working = None if live is None else compute_with(trained, live)
     frozen_models = {
@@ -135,6 +125,21 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
             publish_merged(config, trained)
         checkpoints.finish(config.max_steps, beside=beside)
     run_log.event("finished", step=config.max_steps)
+
+
+def load_policy(config: TrainerConfig, ranks: Ranks, *, exactly: bool) -> Trained:
+    """The model that is trained, with what its objective wants of it."""
+    return load_trained(
+        config.model,
+        config.optimizer,
+        config.parallel,
+        ranks,
+        lora=config.lora,
+        seed=config.seed,
+        entropy_gradient=needs_entropy_gradient(config.loss),
+        critic=config.loss.ppo if config.loss.type == "ppo" else None,
+        exactly=exactly,
+    )
 
 
 def new_publisher(config: TrainerConfig, trained: Trained, memory: Memory | None) -> WeightsPublisher | MemoryFirst:
