@@ -162,7 +162,8 @@ def test_norm_rotate_write(shape: tuple[int, int, int, int, int | None], dtype: 
              + positions % paged.block_size).int()  # fmt: skip
     before = paged.cache.keys.clone()
     norms = (weights[0], weights[1], 1e-6) if has_norm else None
-    q = layers.norm_rotate_write(qkv, norms, (cos, sin), positions, cells, paged.keys, paged.values, heads)
+    written = layers.Heads(heads, norms, (cos, sin), positions, cells, paged.keys, paged.values)
+    q = layers.norm_rotate_write(qkv, written)
 
     at = positions.long()
     wide_cos = torch.cat((cos, cos), -1)[at][:, None].float()
@@ -215,6 +216,30 @@ def test_products_of_few_rows(rows: int, inputs: int, outputs: int, parts: int, 
     assert relative_error(normed, F.rms_norm(added, (2 * outputs,), eps=1e-6)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES[-1:], ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 64, 70, 256] if ON_GPU else [3, 66])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_queries_keys_and_values_by_one_kernel(rows: int, has_norm: bool, dtype: torch.dtype) -> None:
+    """Like the product and what follows it, in kernels of their own."""
+    shape = SHAPES[0]  # of a head dimension that is served
+    heads, kv_heads, dim, block_size, _ = shape
+    x = torch.randn(rows, 192, device=DEVICE).to(dtype)
+    weight = torch.randn((heads + 2 * kv_heads) * dim, 192, device=DEVICE).to(dtype)
+    scales = [torch.rand(dim, device=DEVICE).to(dtype) + 0.5 for _ in range(2)]
+    angles = torch.arange(64, device=DEVICE)[:, None] * torch.rand(dim // 2, device=DEVICE)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    positions, cells = int32(np.arange(rows) % 50), int32(np.random.default_rng(0).permutation(4 * rows)[:rows])
+    found: list[list[Tensor]] = []
+    for is_fused in (True, False):
+        cache = KVCache(1, 4 * rows, block_size, kv_heads, dim, dtype, DEVICE, heads_first=True)
+        norms = (scales[0], scales[1], 1e-6) if has_norm else None
+        to = layers.Heads(heads, norms, rotary, positions, cells, cache.keys[0], cache.values[0])
+        q = products.qkv(x, weight, to) if is_fused else layers.norm_rotate_write(F.linear(x, weight), to)
+        found.append([q, cache.keys, cache.values])
+    for fused, plain in zip(*found, strict=True):
+        assert relative_error(fused, plain) < TOLERANCE[dtype]
+
+
 def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_processors", lambda _: 132)
 
@@ -236,6 +261,17 @@ def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serves(64, 1024, 3072) and not serves(65, 1024, 3072) and not serves(64, 2560, 9728)
     assert not serves(64, 1000, 3072)
 
+    def serves_qkv(rows: int, inputs: int, num_heads: int, head_dim: int) -> bool:
+        x, weight = (
+            torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, num_heads * head_dim)
+        )
+        return products.serves_qkv(x, weight, head_dim)
+
+    assert serves_qkv(1, 1024, 32, 128) and serves_qkv(64, 1024, 32, 128) and serves_qkv(256, 576, 15, 64)
+    assert not serves_qkv(65, 1024, 32, 128) and not serves_qkv(1, 2048, 32, 128)  # sums that cuBLAS is faster at
+    assert not serves_qkv(64, 1024, 48, 128) and not serves_qkv(577, 576, 15, 64)  # more programs than processors
+    assert not serves_qkv(64, 1024, 32, 80) and not serves_qkv(64, 1000, 32, 128)
+
 
 def test_a_projection_with_a_bias_or_an_adapter_computes_its_product_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_processors", lambda _: 132)
@@ -248,12 +284,16 @@ def test_a_projection_with_a_bias_or_an_adapter_computes_its_product_itself(monk
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1
 
-    hooked = Projection(64, 64, bias=False)
+    hooked = Projection(64, 192, bias=False)
     hooked.register_forward_hook(adapt)
-    for module in (Projection(64, 64, bias=True), hooked, Adapted(64, 64, bias=False)):
+    for module in (Projection(64, 192, bias=True), hooked, Adapted(64, 192, bias=False)):
         module = module.to(DEVICE).bfloat16()
         assert torch.equal(forward.product(module, x), module(x))
         assert torch.equal(forward.gate_up(module, x), layers.silu_mul(module(x)))
+        cache = KVCache(1, 4, 4, 1, 64, torch.bfloat16, DEVICE, heads_first=True)
+        turn = torch.rand(4, 32, device=DEVICE).bfloat16()
+        heads = layers.Heads(1, None, (turn, turn), int32(range(3)), int32(range(3)), cache.keys[0], cache.values[0])
+        assert torch.equal(forward.qkv(module, x, heads), layers.norm_rotate_write(module(x), heads))
 
 
 def test_embedding_takes_the_last_token_where_the_host_has_none() -> None:

@@ -30,6 +30,7 @@ SMALLEST_DOT = 16  # rows that tl.dot wants at least
 MAX_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
 MAX_PREFIX_PARTS = 8  # which every row of a chunk reads
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # below every score, and a number: the difference of two infinities is none
 
 
@@ -161,6 +162,42 @@ def _merge(
     tl.store(out + head * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
+@triton.jit
+def _attend_below(
+    queries, at, keys, values, blocks, begin, end, head, top, total, result,
+    block_stride, token_stride, head_stride, scale,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SEES_ALL: tl.constexpr,
+):  # fmt: skip
+    """Like `_attend_to`, with queries at many positions, and scores in powers of two. Where every query sees all of the
+    context from `begin` to `end`, nothing is masked."""
+    d = tl.arange(0, PADDED)
+    is_dim = d < HEAD_DIM
+    for start in range(begin, end, TILE):
+        t = start + tl.arange(0, TILE)
+        inside = (t < end) | SEES_ALL
+        block = tl.load(blocks + t // BLOCK, mask=inside, other=0).to(tl.int64)
+        where = block * block_stride + (t % BLOCK) * token_stride + head * head_stride
+        if SEES_ALL and HEAD_DIM == PADDED:
+            k = tl.load(keys + where[None, :] + d[:, None])
+            v = tl.load(values + where[:, None] + d[None, :])
+        else:
+            k = tl.load(keys + where[None, :] + d[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
+            v = tl.load(values + where[:, None] + d[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
+        scores = tl.dot(queries, k, input_precision="ieee")
+        if not SEES_ALL:
+            distance = at[:, None] - t[None, :]
+            visible = distance >= 0
+            if WINDOW > 0:
+                visible = visible & (distance < WINDOW)
+            scores = tl.where(visible, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+        shrink, p = tl.exp2(top - new_top), tl.exp2(scores * scale - new_top[:, None])
+        result = tl.dot(p.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
+        total, top = total * shrink + tl.sum(p, axis=1), new_top
+    return top, total, result
+
+
 @triton.jit(do_not_specialize=["columns"])
 def _prefill(
     q, keys, values, table, tile_rows, tile_tokens, tile_positions, tile_counts, out, columns,
@@ -173,33 +210,26 @@ def _prefill(
     token, count = tl.load(tile_tokens + tile), tl.load(tile_counts + tile)
     position = tl.load(tile_positions + tile)
     r, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    is_query, is_dim = r < count, d < HEAD_DIM
+    mask = (r < count)[:, None] & (d < HEAD_DIM)[None, :]
     heads = (token + r).to(tl.int64) * HEADS + head
-    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=is_query[:, None] & is_dim[None, :], other=0.0)
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     blocks = table + tl.load(tile_rows + tile).to(tl.int64) * columns
-    end = position + count
     first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
+    seen_by_all = first if WINDOW > 0 else (position + 1) // TILE * TILE
     top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, PADDED], tl.float32)
-    kv_head = head // (HEADS // KV_HEADS)
-    for start in range(first, end, TILE):
-        t = start + tl.arange(0, TILE)
-        inside = t < end
-        block = tl.load(blocks + t // BLOCK, mask=inside, other=0).to(tl.int64)
-        where = block * block_stride + (t % BLOCK) * token_stride + kv_head * head_stride
-        k = tl.load(keys + where[None, :] + d[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
-        distance = (position + r)[:, None] - t[None, :]
-        visible = distance >= 0
-        if WINDOW > 0:
-            visible = visible & (distance < WINDOW)
-        scores = tl.where(visible, tl.dot(queries, k, input_precision="ieee") * scale, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        shrink, p = tl.exp(top - new_top), tl.exp(scores - new_top[:, None])
-        v = tl.load(values + where[:, None] + d[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        result = result * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        total, top = total * shrink + tl.sum(p, axis=1), new_top
+    at, kv_head = position + r, head // (HEADS // KV_HEADS)
+    scale = scale * LOG2_E
+    top, total, result = _attend_below(
+        queries, at, keys, values, blocks, first, seen_by_all, kv_head, top, total, result,
+        block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE, WINDOW, True,
+    )  # fmt: skip
+    top, total, result = _attend_below(
+        queries, at, keys, values, blocks, seen_by_all, position + count, kv_head, top, total, result,
+        block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE, WINDOW, False,
+    )  # fmt: skip
     result = (result / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=is_query[:, None] & is_dim[None, :])
+    tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
 
 
 @dataclass(frozen=True)

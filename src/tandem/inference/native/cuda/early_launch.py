@@ -4,7 +4,8 @@ hundred.
 
 A kernel calls `wait_for_previous` before it touches memory, and is launched with `early(device)`. It lets the next one
 in only when it has itself waited: were it to do so before, kernels that can do nothing yet would pile up on the GPU.
-cuBLAS takes no part: what follows it starts at its end.
+So all kernels but the one right before have ended when a kernel starts, and what they wrote may be read before the
+wait. cuBLAS takes no part: what follows it starts at its end.
 """
 
 # pyright: reportAttributeAccessIssue=false

@@ -36,23 +36,29 @@ class FusedDecoder:
         """x (tokens, hidden), which is overwritten -> hidden states after the last norm."""
         attend = attention.attend
         layers: list[DecoderLayer] = list(self.decoder.layers)  # type: ignore[arg-type]
-        norms = [layer.input_layernorm for layer in layers[1:]] + [self.decoder.norm]
+        next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.decoder.norm]
         num_heads = self.decoder.spec.num_heads
         h = kernels.add_norm(x, None, layers[0].input_layernorm.weight, layers[0].input_layernorm.eps)
-        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             block, norm = layer.self_attn, layer.post_attention_layernorm
             keys, values = self.cache.keys[index], self.cache.values[index]
-            head_norms = None
+            norms = None
             if block.q_norm is not None and block.k_norm is not None:
-                head_norms = (block.q_norm.weight, block.k_norm.weight, block.q_norm.eps)
-            q = kernels.norm_rotate_write(
-                block.qkv_proj(h), head_norms, self.rotary, positions, cells, keys, values, num_heads
-            )
+                norms = (block.q_norm.weight, block.k_norm.weight, block.q_norm.eps)
+            heads = kernels.Heads(num_heads, norms, self.rotary, positions, cells, keys, values)
+            q = qkv(block.qkv_proj, h, heads)
             delta = product(block.o_proj, attend(q, keys, values, block.window).flatten(1))
             h = kernels.add_norm(x, delta, norm.weight, norm.eps)
             delta = product(layer.mlp.down_proj, gate_up(layer.mlp.gate_up_proj, h))
             h = kernels.add_norm(x, delta, next_norm.weight, next_norm.eps)
         return h
+
+
+def qkv(module: Projection, x: Tensor, heads: kernels.Heads) -> Tensor:
+    """Queries; keys and values go to the cache."""
+    if is_plain(module) and products.serves_qkv(x, module.weight, heads.keys.shape[-1]):
+        return products.qkv(x, module.weight, heads)
+    return kernels.norm_rotate_write(module(x), heads)
 
 
 def product(module: Projection, x: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ The plain PyTorch twins are in `models/ops.py`; roundings are as there, so that 
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # It knows no Triton: of kernels and their launches it understands nothing.
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,21 @@ from torch import Tensor
 
 from tandem.inference.native.cuda.early_launch import early, wait_for_previous
 
-HEADS_PER_PROGRAM = 4
+HEADS_PER_PROGRAM, HEADS_WARPS = 16, 4
 SILU_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What becomes of the heads of a step's tokens in a layer."""
+
+    num_heads: int  # of queries
+    norms: tuple[Tensor, Tensor, float] | None  # weights of queries and keys, epsilon
+    rotary: tuple[Tensor, Tensor]  # cosines and sines (positions, head_dim / 2)
+    positions: Tensor  # (tokens,)
+    cells: Tensor  # (tokens,): where in the cache each token goes
+    keys: Tensor  # (blocks, block size, KV heads, head_dim)
+    values: Tensor
 
 
 @triton.jit
@@ -37,11 +52,14 @@ def _add_norm(
     x, delta, weight, out, eps,
     PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(EARLY)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     here, part_size = row * SIZE + i, tl.num_programs(0) * SIZE
+    if PARTS == 0:
+        wait_for_previous(EARLY)
     value = tl.load(x + here, mask=i < SIZE, other=0.0)
-    if PARTS > 0:
+    factor = tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    if PARTS > 0:  # delta is what the kernel before computes; x is older
+        wait_for_previous(EARLY)
         change = tl.load(delta + here, mask=i < SIZE, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
             change += tl.load(delta + part * part_size + here, mask=i < SIZE, other=0.0)
@@ -50,8 +68,7 @@ def _add_norm(
         tl.store(x + here, value, mask=i < SIZE)
     exact = value.to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(exact * exact, axis=0) / SIZE + eps)
-    normed = exact * scale * tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    tl.store(out + here, normed.to(out.dtype.element_ty), mask=i < SIZE)
+    tl.store(out + here, (exact * scale * factor).to(out.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
@@ -62,6 +79,19 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.c
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + i, (silu * up).to(out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def norm_rotate(a, b, weight_a, weight_b, c, s, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads as two halves (·, head_dim / 2), normalized and turned by the angles whose cosines and sines are given."""
+    dtype = a.dtype
+    exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
+    if HAS_NORM:
+        scale = 1 / tl.sqrt(tl.sum(exact_a * exact_a + exact_b * exact_b, axis=1) / HEAD_DIM + eps)[:, None]
+        exact_a = (exact_a * scale * weight_a.to(tl.float32)).to(dtype).to(tl.float32)
+        exact_b = (exact_b * scale * weight_b.to(tl.float32)).to(dtype).to(tl.float32)
+    c, s = c.to(tl.float32), s.to(tl.float32)
+    return (exact_a * c - exact_b * s).to(dtype), (exact_b * c + exact_a * s).to(dtype)
 
 
 @triton.jit
@@ -81,20 +111,17 @@ def _norm_rotate_write(
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = head >= HEADS + KV_HEADS
     source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM + i
-    dtype = qkv.dtype.element_ty
     a, b = tl.load(source, mask=mask, other=0.0), tl.load(source + half, mask=mask, other=0.0)
-    exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
+    weight_a, weight_b = a, b
     if HAS_NORM:
-        scale = 1 / tl.sqrt(tl.sum(exact_a * exact_a + exact_b * exact_b, axis=1) / HEAD_DIM + eps)[:, None]
         q_a, k_a = tl.load(q_weight + i, mask=i < half, other=0.0), tl.load(k_weight + i, mask=i < half, other=0.0)
         q_b = tl.load(q_weight + half + i, mask=i < half, other=0.0)
         k_b = tl.load(k_weight + half + i, mask=i < half, other=0.0)
-        exact_a = (exact_a * scale * tl.where(is_q, q_a, k_a).to(tl.float32)).to(dtype).to(tl.float32)
-        exact_b = (exact_b * scale * tl.where(is_q, q_b, k_b).to(tl.float32)).to(dtype).to(tl.float32)
+        weight_a, weight_b = tl.where(is_q, q_a, k_a), tl.where(is_q, q_b, k_b)
     position = tl.load(positions + token)
-    c = tl.load(cos + position * half + i, mask=i < half, other=0.0).to(tl.float32)
-    s = tl.load(sin + position * half + i, mask=i < half, other=0.0).to(tl.float32)
-    turned_a, turned_b = (exact_a * c - exact_b * s).to(dtype), (exact_b * c + exact_a * s).to(dtype)
+    c = tl.load(cos + position * half + i, mask=i < half, other=0.0)
+    s = tl.load(sin + position * half + i, mask=i < half, other=0.0)
+    turned_a, turned_b = norm_rotate(a, b, weight_a, weight_b, c, s, eps, HEAD_DIM, HAS_NORM)
     q_to = q_out + (token * HEADS + head) * HEAD_DIM + i
     tl.store(q_to, turned_a, mask=mask & is_q)
     tl.store(q_to + half, turned_b, mask=mask & is_q)
@@ -143,7 +170,8 @@ def embed(token_ids: Tensor, slots: Tensor, last: Tensor, weight: Tensor) -> Ten
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm of x + delta; x becomes x + delta. A delta of (parts, rows, size) is the sum of its parts."""
+    """The RMS norm of x + delta; x becomes x + delta. A delta of (parts, rows, size) is the sum of its parts. Where
+    there is one, x must be older than the kernel launched last: it is read before that one has ended."""
     size = x.shape[-1]
     out = torch.empty_like(x)
     padded = triton.next_power_of_2(size)
@@ -165,28 +193,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def norm_rotate_write(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None,
-    rotary: tuple[Tensor, Tensor],
-    positions: Tensor,
-    cells: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    num_heads: int,
-) -> Tensor:
-    """Queries (tokens, heads, head_dim) of qkv (tokens, all heads · head_dim), normalized where there are `norms`
-    (weights of queries and keys, epsilon) and turned; keys, likewise, and values go to their cells of the cache.
-
-    rotary: cosines and sines (positions, head_dim / 2); keys and values (blocks, block size, KV heads, head_dim)."""
-    _, block_size, num_kv_heads, head_dim = keys.shape
-    tokens = len(qkv)
+def norm_rotate_write(qkv: Tensor, heads: Heads) -> Tensor:
+    """Queries (tokens, heads, head_dim) of qkv (tokens, all heads · head_dim), normalized where there are norms and
+    turned; keys, likewise, and values go to their cells of the cache."""
+    _, block_size, num_kv_heads, head_dim = heads.keys.shape
+    tokens, num_heads = len(qkv), heads.num_heads
     q = qkv.new_empty(tokens, num_heads, head_dim)
-    q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
+    q_weight, k_weight, eps = heads.norms or (qkv, qkv, 0.0)
     _norm_rotate_write[(tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))](
-        qkv, q_weight, k_weight, *rotary, positions, cells, q, keys, values, *keys.stride()[:3], eps,
+        qkv, q_weight, k_weight, *heads.rotary, heads.positions, heads.cells, q, heads.keys, heads.values,
+        *heads.keys.stride()[:3], eps,
         HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK=block_size, HAS_NORM=norms is not None, PER_PROGRAM=HEADS_PER_PROGRAM, num_warps=1,
+        BLOCK=block_size, HAS_NORM=heads.norms is not None, PER_PROGRAM=HEADS_PER_PROGRAM, num_warps=HEADS_WARPS,
         **early(q.device),
     )  # fmt: skip
     return q

@@ -3,8 +3,10 @@ to read at once; cuBLAS leaves many of them idle where the output is narrow.
 
     split      a part of the sum a program; whoever reads the product adds the parts up (`layers.add_norm`)
     gate_up    silu(gate) · up in the same kernel as the product
+    qkv        queries, keys and values: head norms, rotation and cache write in the same kernel as the product
 
-The plain PyTorch twins are `F.linear` and `models/ops.py`. Where they are no faster, cuBLAS is asked (docs/log.md).
+The plain PyTorch twins are `F.linear` and `models/ops.py`. Where they are no faster, cuBLAS is asked, with kernels of
+`layers.py` after it (docs/log.md).
 """
 
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -19,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.inference.native.cuda.early_launch import early, wait_for_previous
+from tandem.inference.native.cuda.layers import Heads, norm_rotate
 
 MEASURED_ON = (9, 0)  # compute capability: of other cards we do not know
 FEW_ROWS, TILE_ROWS = 16, 64  # of a program, where there are no more, and else
@@ -26,6 +29,11 @@ COLUMNS, WIDE = 32, 64  # of the output, a program; `split` takes the wide ones 
 DEPTHS = (128, 64)  # inputs that a program reads at once
 MOST_PARTS = 4
 WARPS, STAGES = 4, 5
+HEAD_DIMS, HEAD_STAGES = (64, 128), 4
+MOST_HEAD_INPUTS, MOST_WIDE_HEAD_INPUTS = (
+    1024,
+    576,
+)  # longer sums are faster by cuBLAS; wide: of more than TILE_ROWS rows
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -73,6 +81,49 @@ def _gate_up(
     tl.store(out + row.to(tl.int64)[:, None] * SIZE + column[None, :], (silu * up).to(dtype), mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _qkv(
+    x, weight, q_weight, k_weight, cos, sin, positions, cells, q_out, keys, values, rows,
+    block_stride, token_stride, head_stride, eps,
+    INPUTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program computes one head, as two halves, of a tile of rows."""
+    wait_for_previous(EARLY)
+    head, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    i, c = tl.arange(0, DEPTH), tl.arange(0, HALF)
+    mask = (row < rows)[:, None]
+    x_at = x + row.to(tl.int64)[:, None] * INPUTS + i[None, :]
+    weight_at = weight + (head * 2 * HALF + c).to(tl.int64)[None, :] * INPUTS + i[:, None]
+    a, b = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        tile = tl.load(x_at + start, mask=mask, other=0.0)
+        a = tl.dot(tile, tl.load(weight_at + start), a, input_precision="ieee")
+        b = tl.dot(tile, tl.load(weight_at + HALF * INPUTS + start), b, input_precision="ieee")
+    dtype = q_out.dtype.element_ty
+    a, b = a.to(dtype), b.to(dtype)
+    cell = tl.load(cells + row, mask=row < rows, other=0).to(tl.int64)
+    base = (cell // BLOCK * block_stride + cell % BLOCK * token_stride)[:, None] + c[None, :]
+    if head >= HEADS + KV_HEADS:
+        to = values + base + (head - HEADS - KV_HEADS) * head_stride
+        tl.store(to, a, mask=mask)
+        tl.store(to + HALF, b, mask=mask)
+    else:
+        is_q = head < HEADS
+        turn = tl.load(positions + row, mask=row < rows, other=0)[:, None] * HALF + c[None, :]
+        weight_a, weight_b = a, b
+        if HAS_NORM:
+            norm = (q_weight if is_q else k_weight) + c[None, :]
+            weight_a, weight_b = tl.load(norm), tl.load(norm + HALF)
+        a, b = norm_rotate(a, b, weight_a, weight_b, tl.load(cos + turn), tl.load(sin + turn), eps, 2 * HALF, HAS_NORM)
+        if is_q:
+            to = q_out + (row.to(tl.int64) * HEADS + head)[:, None] * (2 * HALF) + c[None, :]
+        else:
+            to = keys + base + (head - HEADS) * head_stride
+        tl.store(to, a, mask=mask)
+        tl.store(to + HALF, b, mask=mask)
+
+
 def split(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:
     """x (rows, inputs), weight (outputs, inputs) -> (parts, rows, outputs) in float32, whose sum is the product."""
     rows, (outputs, inputs) = len(x), weight.shape
@@ -99,6 +150,22 @@ def gate_up(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def qkv(x: Tensor, weight: Tensor, heads: Heads) -> Tensor:
+    """`layers.norm_rotate_write` of x · weightᵀ."""
+    rows, inputs, tile_rows = len(x), x.shape[1], _head_rows(len(x))
+    _, block_size, num_kv_heads, head_dim = heads.keys.shape
+    q = x.new_empty(rows, heads.num_heads, head_dim)
+    q_weight, k_weight, eps = heads.norms or (x, x, 0.0)
+    _qkv[(heads.num_heads + 2 * num_kv_heads, triton.cdiv(rows, tile_rows))](
+        x, weight, q_weight, k_weight, *heads.rotary, heads.positions, heads.cells, q, heads.keys, heads.values, rows,
+        *heads.keys.stride()[:3], eps,
+        INPUTS=inputs, HEADS=heads.num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, BLOCK=block_size,
+        HAS_NORM=heads.norms is not None, ROWS=tile_rows, DEPTH=_head_depth(rows, inputs),
+        num_warps=WARPS, num_stages=HEAD_STAGES, **early(x.device),
+    )  # fmt: skip
+    return q
+
+
 def num_parts(x: Tensor, weight: Tensor) -> int:
     """Into how many parts to split x · weightᵀ; 1: not at all, it is cuBLAS's."""
     (outputs, inputs), columns = weight.shape, _split_columns(len(x))
@@ -112,6 +179,14 @@ def serves_gate_up(x: Tensor, weight: Tensor) -> bool:
     size, inputs = weight.shape[0] // 2, weight.shape[1]
     is_one_wave = _num_tiles(x, size, COLUMNS) <= _processors(x.device)
     return is_one_wave and size % COLUMNS == 0 and _depth(inputs) > 0 and _is_served(x, weight)
+
+
+def serves_qkv(x: Tensor, weight: Tensor, head_dim: int) -> bool:
+    programs = weight.shape[0] // head_dim * triton.cdiv(len(x), _head_rows(len(x)))
+    most_inputs = MOST_HEAD_INPUTS if len(x) <= TILE_ROWS else MOST_WIDE_HEAD_INPUTS
+    is_one_wave = programs <= _processors(x.device)
+    is_short = x.shape[1] <= most_inputs and _depth(x.shape[1]) > 0
+    return is_one_wave and is_short and head_dim in HEAD_DIMS and _is_served(x, weight)
 
 
 def _is_served(x: Tensor, weight: Tensor) -> bool:
@@ -128,6 +203,14 @@ def _split_columns(rows: int) -> int:
 
 def _tile_rows(rows: int) -> int:
     return FEW_ROWS if rows <= FEW_ROWS else TILE_ROWS
+
+
+def _head_rows(rows: int) -> int:
+    return FEW_ROWS if rows <= TILE_ROWS else TILE_ROWS
+
+
+def _head_depth(rows: int, inputs: int) -> int:
+    return _depth(inputs) if rows <= TILE_ROWS else DEPTHS[-1]
 
 
 def _depth(inputs: int) -> int:
