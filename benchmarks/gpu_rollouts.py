@@ -9,6 +9,7 @@ prefill included, after as many requests with fewer new tokens: the median of th
 are measured with the first shape only: vLLM takes over a minute to start.
 
     tandem   the native engine through its Python interface
+    lora     the same through a LoRA adapter of rank 16 on all projections, as `rl` with `trainer.lora` asks it
     http     the native engine behind its server, one request a prompt, token ids and log-probs in the answers
     vllm     vLLM through its Python interface, with its defaults
 
@@ -41,7 +42,8 @@ WARM_UP_TOKENS = 64
 ROUNDS = 3
 JSON = {"Content-Type": "application/json"}
 KEPT_MODELS = "TANDEM_BENCHMARK_MODELS"  # a folder where models are kept that several scripts use
-SIDES = ("tandem", "http", "vllm")
+SIDES = ("tandem", "http", "vllm")  # by default
+LORA_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -163,22 +165,54 @@ def make_model(shape: Shape, folder: Path) -> Path:
     return folder
 
 
-def load_tandem(model: Path) -> Generate:
+def make_adapter(model: Path) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    from tandem.models.spec import ModelSpec
+
+    spec, folder = ModelSpec.load(model), model.with_name(f"{model.name}-lora")
+    hidden, inner, q_size, kv_size = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    sizes = {
+        "self_attn.q_proj": (q_size, hidden), "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden), "self_attn.o_proj": (hidden, q_size),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    tensors = {}
+    for layer in range(spec.num_layers):
+        for name, (outputs, inputs) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.{name}.lora"
+            tensors[f"{key}_A.weight"] = torch.randn(LORA_RANK, inputs) * 0.02
+            tensors[f"{key}_B.weight"] = torch.randn(outputs, LORA_RANK) * 0.02
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": LORA_RANK}))
+    return folder
+
+
+def load_tandem(model: Path, adapter: str | None = None) -> Generate:
     from tandem.config.inference import InferenceConfig
     from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
     from tandem.inference.native.build import build_engine
 
     engine = build_engine(InferenceConfig.model_validate(settings_of(model)), [], lambda: None, print)  # type: ignore[arg-type]
     engine.start()
+    if adapter is not None:
+        engine.load_adapter(adapter, make_adapter(model))
 
     def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
         sampling = Sampling(new_tokens, ignore_eos=True)
         futures: list[Future[GenerationResult]] = [Future() for _ in prompts]
         for prompt, future in zip(prompts, futures, strict=True):
-            engine.submit(GenerationRequest(prompt, sampling, samples), future.set_result)  # type: ignore[arg-type]
+            request = GenerationRequest(prompt, sampling, samples, adapter=adapter)
+            engine.submit(request, future.set_result)  # type: ignore[arg-type]
         return sum(len(sample.token_ids) for future in futures for sample in future.result().samples)
 
     return generate
+
+
+def load_lora(model: Path) -> Generate:
+    return load_tandem(model, "policy")
 
 
 def settings_of(model: Path) -> dict[str, Any]:
@@ -266,7 +300,9 @@ def load_vllm(model: Path) -> Generate:
     return generate
 
 
-LOADERS = {"tandem": load_tandem, "http": load_http, "vllm": load_vllm}
+LOADERS: dict[str, Callable[[Path], Generate]] = {
+    "tandem": load_tandem, "lora": load_lora, "http": load_http, "vllm": load_vllm
+}  # fmt: skip
 
 
 def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
@@ -323,16 +359,16 @@ def make_in_process(shape: str, folder: Path) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """One line a workload: ours, over HTTP, the peer, how many times the peer's, floor, share of it."""
+    """One line a workload: ours, also with an adapter and over HTTP, the peer, how many times that, floor, share of it."""
     lines = [
-        "| rollouts, tokens/s | ours | over HTTP | vLLM | ratio | floor | share |",
-        "|---|---|---|---|---|---|---|",
+        "| rollouts, tokens/s | ours | with LoRA | over HTTP | vLLM | ratio | floor | share |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["workload"] for row in rows):
         found = {row["side"]: row["tokens_per_s"] for row in rows if row["workload"] == name}
         floor = next(row["floor_tokens_per_s"] for row in rows if row["workload"] == name)
         ours, peer = found.get("tandem"), found.get("vllm")
-        cells = [*(f"{found[side]:,.0f}" if side in found else "–" for side in SIDES)]
+        cells = [f"{found[side]:,.0f}" if side in found else "–" for side in LOADERS]
         cells.append(f"{ours / peer:.2f}" if ours and peer else "–")
         cells += [f"{floor:,.0f}", f"{ours / floor:.2f}" if ours else "–"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -342,7 +378,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--sides", nargs="+", choices=SIDES, help="default: all with the first shape, tandem with others"
+        "--sides",
+        nargs="+",
+        choices=list(LOADERS),
+        help="default: all but lora with the first shape, tandem with others",
     )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:3])
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")

@@ -21,6 +21,7 @@ from tandem.inference.engine import GenerationRequest, Sampling
 from tandem.inference.grammars import Grammars
 from tandem.inference.native.build import build_engine
 from tandem.inference.structure import Structure
+from tandem.models.spec import ModelSpec
 from tandem.trainer.build import load_trained
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.offline.sft import sft_loss
@@ -28,6 +29,7 @@ from tandem.trainer.parallel.ranks import joined
 from tandem.trainer.parallel.sharding import needs_group
 from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import TrainingSequence
+from tandem.utils.files import write_json
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
 
@@ -197,3 +199,55 @@ def test_cuda_graphs_stay_true_when_weights_change(tiny_model: Path, tmp_path: P
     sampling = Sampling(20, 0.0, ignore_eos=True)
     [[_, expected]] = generate(changed, "cpu", [GenerationRequest(PROMPT, sampling)])
     assert after == pytest.approx(expected, abs=1e-3)
+
+
+def write_adapter(folder: Path, model_dir: Path, rank: int, seed: int) -> Path:
+    """Random, for some of the projections of every layer."""
+    spec = ModelSpec.load(model_dir)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"self_attn.q_proj": (spec.q_size, spec.hidden_size), "self_attn.v_proj": (spec.kv_size, spec.hidden_size)}
+    sizes["mlp.down_proj"] = (spec.hidden_size, spec.intermediate_size)
+    tensors = {}
+    for layer in range(spec.num_layers):
+        for name, (outputs, inputs) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.{name}.lora"
+            tensors[f"{key}_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.3
+            tensors[f"{key}_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.3
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    write_json(folder / "adapter_config.json", {"peft_type": "LORA", "lora_alpha": 2 * rank})
+    return folder
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_adapters_are_those_of_their_weights(tiny_model: Path, tmp_path: Path) -> None:
+    """Adapters replaced by others of the same shape and of another one; rows of several adapters in one step."""
+    adapters = [write_adapter(tmp_path / str(i), tiny_model, rank, i) for i, rank in enumerate((4, 4, 6, 6))]
+    found: dict[str, list[Any]] = {}
+    for device in ("cpu", "cuda"):
+        config = InferenceConfig.model_validate({"model": {"name": tiny_model}, "seq_len": 64, "device": device})
+        engine = build_engine(config, [2], partial(TextStream, Tokenizer(tiny_model)), print)
+        engine.start()
+
+        def ask(*names: str | None, engine: Any = engine) -> list[Any]:
+            sampling = Sampling(12, 0.7, seed=1, ignore_eos=True)
+            futures: list[Future] = [Future() for _ in names]
+            for name, future in zip(names, futures, strict=True):
+                engine.submit(GenerationRequest(PROMPT, sampling, 3, adapter=name), future.set_result)
+            return [sample for future in futures for sample in future.result(timeout=60).samples]
+
+        samples = ask(None)
+        for adapter in adapters[:3]:
+            engine.load_adapter("one", adapter, replace=True)
+            samples += ask("one")
+        if device == "cuda":
+            places = {key.place for key in engine.core.runner.graphs}  # type: ignore[union-attr]
+            assert len(places) == 2, "those of the weights that were replaced elsewhere are left"
+        engine.load_adapter("two", adapters[3])
+        samples += ask("one", "two", None) + ask("two") + ask(None)
+        engine.stop()
+        found[device] = samples
+    assert len({tuple(sample.token_ids) for sample in found["cpu"]}) > len(adapters)
+    for on_cpu, on_gpu in zip(*found.values(), strict=True):
+        assert on_gpu.token_ids == on_cpu.token_ids
+        assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-3)

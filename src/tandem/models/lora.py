@@ -181,27 +181,45 @@ class AdapterBank:
         self._adapters: dict[int, AdapterWeights] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         self._routes: list[tuple[int, Tensor | None]] = []
+        self._places: dict[int, int] = {}
+        self._num_places = 0
 
     def __len__(self) -> int:
         return len(self._adapters)
 
     def put(self, number: int, weights: AdapterWeights) -> None:
+        """Load an adapter, or replace the one of this number: in place, where both have the same shapes."""
+        held = self._adapters.get(number)
+        if held is not None and _shapes(held) == _shapes(weights):
+            for name, part in weights.items():
+                for mine, new in zip(_tensors(held[name]), _tensors(part), strict=True):
+                    mine.copy_(new)
+            return
         self._adapters[number] = weights
+        self._num_places += 1
+        self._places[number] = self._num_places
         self._hook()
 
     def remove(self, number: int) -> None:
-        del self._adapters[number]
+        del self._adapters[number], self._places[number]
         self._hook()
 
-    def route(self, numbers: NDArray[np.int64], device: torch.device) -> bool:
-        """Say which adapter each token of the next forward pass goes through (0: none). False if none does."""
+    @property
+    def places(self) -> dict[int, int]:
+        """Where the weights of each adapter lie, as a number above zero that changes when they lie elsewhere. What
+        was captured with them, as a CUDA graph, is true for as long as it does not."""
+        return self._places
+
+    def route(self, numbers: NDArray[np.int64], device: torch.device) -> int | None:
+        """Say which adapter each token of the next forward pass goes through (0: none). Returns it where it is one
+        and the same for all."""
         self._routes = []
-        for number in np.unique(numbers).tolist() if self._adapters else []:
+        used = np.unique(numbers).tolist() if self._adapters else [0]
+        for number in used:
             if number:
                 tokens = np.flatnonzero(numbers == number)
-                whole = len(tokens) == len(numbers)
-                self._routes.append((number, None if whole else torch.from_numpy(tokens).to(device)))
-        return bool(self._routes)
+                self._routes.append((number, None if len(used) == 1 else torch.from_numpy(tokens).to(device)))
+        return used[0] if len(used) == 1 else None
 
     def _hook(self) -> None:
         """One hook on every projection that some adapter changes, and none elsewhere."""
@@ -219,6 +237,9 @@ class AdapterBank:
                 if part is None:
                     continue
                 x = inputs[0] if tokens is None else inputs[0][tokens]
+                if part.scale is None and tokens is None:
+                    output = torch.addmm(output, x @ part.down.T, part.up.T)
+                    continue
                 if part.scale is None:
                     change = (x @ part.down.T) @ part.up.T
                 else:
@@ -227,3 +248,11 @@ class AdapterBank:
             return output
 
         return add
+
+
+def _tensors(part: LowRank) -> list[Tensor]:
+    return [tensor for tensor in (part.down, part.up, part.scale) if tensor is not None]
+
+
+def _shapes(weights: AdapterWeights) -> dict[str, list[torch.Size]]:
+    return {name: [tensor.shape for tensor in _tensors(part)] for name, part in weights.items()}

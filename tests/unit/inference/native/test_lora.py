@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.inference.engine import AdapterRefused, EngineBusy, GenerationRequest, GenerationResult, Sampling
 from tandem.inference.native.engine import NativeEngine
-from tandem.models.lora import WEIGHTS, read_adapter
+from tandem.models.hf import load_decoder
+from tandem.models.lora import WEIGHTS, AdapterBank, read_adapter
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import read_json, write_json
 
@@ -109,6 +111,33 @@ def test_an_adapter_is_swapped_in_place_while_its_requests_run(
         model = AutoModelForCausalLM.from_pretrained(make_model(), dtype=torch.float32)
         assert sample.logprobs == pytest.approx(before[:4] + after[4:], abs=1e-4)
     assert ask(engine, "policy", Sampling(2)).get(timeout=30).num_cached_tokens == 8
+
+
+def test_a_bank_replaces_an_adapter_where_it_lies(make_model: Callable[..., Path], make_adapter: MakeAdapter) -> None:
+    decoder = load_decoder(make_model(), torch.float32, torch.device("cpu"))
+    everywhere, other, attention = (
+        read_adapter(make_adapter(str(seed), targets, seed), decoder)
+        for seed, targets in enumerate((EVERYWHERE, EVERYWHERE, ["q_proj", "v_proj"]))
+    )
+    bank, tokens = AdapterBank(decoder), np.arange(4)
+    device = torch.device("cpu")
+    assert bank.route(tokens, device) == 0
+    bank.put(1, everywhere)
+    [place] = bank.places.values()
+    held = {name: part.up.data_ptr() for name, part in everywhere.items()}
+    bank.put(1, other)
+    assert bank.places == {1: place}
+    for name, part in everywhere.items():
+        assert part.up.data_ptr() == held[name] and torch.equal(part.up, other[name].up)
+        assert torch.equal(part.down, other[name].down)
+    bank.put(1, attention)
+    assert bank.places[1] != place
+    bank.put(2, other)
+    assert len(set(bank.places.values())) == 2
+    assert bank.route(np.full(4, 2), device) == 2 and bank.route(np.zeros(4, np.int64), device) == 0
+    assert bank.route(np.array([2, 2, 0, 2]), device) is None and bank.route(np.array([1, 2]), device) is None
+    bank.remove(1)
+    assert bank.places.keys() == {2}
 
 
 def test_wait_lets_requests_end_under_the_adapter_they_began_with(

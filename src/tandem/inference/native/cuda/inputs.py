@@ -41,7 +41,7 @@ def decode_arrays(
 ) -> list[Array]:
     """For `DecodeInputs`, with padding up to `num_rows`; the table, whose size varies, comes last."""
     positions = state.computed[rows]
-    columns = int(positions.max()) // state.block_size + 1
+    columns = int(positions.max(initial=0)) // state.block_size + 1
     token_ids = np.where(state.in_flight[rows] > 0, -1, state.tokens[rows, positions])
     cells = state.block_table[rows, positions // state.block_size] * state.block_size + positions % state.block_size
     table = np.full((num_rows, columns), spare_block, np.int32)

@@ -6,11 +6,12 @@
 The token a row drew stays on the GPU, by slot, where its next step finds it. A graph replays fixed shapes on fixed
 buffers, so rows are rounded up to a bucket; padding rows write to the scratch block. Weights change in
 place, so graphs stay true when they do. Where rows share prompts, another graph reads these once for several rows.
+Where all go through one adapter, yet another does so; rows of different adapters are computed without a graph.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,12 @@ class Launched:
     drawn: DrawnOnDevice | None  # a token for each of them, where the graph drew it
 
 
+class GraphKey(NamedTuple):
+    num_rows: int
+    is_shared: bool  # whether prompts are
+    place: int = 0  # of the weights of the adapter that all rows go through (`AdapterBank.places`); 0: of none
+
+
 @dataclass(frozen=True)
 class DecodeGraph:
     graph: torch.cuda.CUDAGraph
@@ -86,7 +93,7 @@ class CudaRunner:
         self.block_bytes = 2 * cache.keys[0, 0].numel() * cache.keys.element_size()  # in a layer
         num_logits = len(self.sources) if use_graphs else 0
         self.logits = cache.keys.new_empty(num_logits, decoder.spec.vocab_size)  # of a graph's rows
-        self.graphs: dict[tuple[int, bool], DecodeGraph] = {}  # by the number of rows, and whether prompts are shared
+        self.graphs: dict[GraphKey, DecodeGraph] = {}
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -94,22 +101,20 @@ class CudaRunner:
         slot = np.zeros(1, np.int64)  # still free; what is computed for it goes to the scratch block
         self.state.block_table[slot] = self.spare_block
         self.launch(slot, np.full(1, 2), slot)
-        self._launch_decode(slot, use_graph=False)
-        memory: Any = None
+        self._launch_decode(slot, adapter=None)
         for size in reversed(buckets(self.state.num_slots)) if self.use_graphs else ():
-            for is_shared in (True, False) if self.share_prompts and size >= FEWEST_SHARING_ROWS else (False,):
-                captured = self._capture(slot, size, NOTHING_SHARED if is_shared else None, memory)
-                self.graphs[size, is_shared] = captured
-                memory = memory or captured.graph.pool()
+            for is_shared in (True, False) if self._may_share(size) else (False,):
+                key = GraphKey(size, is_shared)
+                self.graphs[key] = self._capture(key)
         self.state.block_table[slot] = 0
         torch.cuda.synchronize(self.device)
 
     def launch(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Launched:
         """Compute the next `chunk` tokens of each row into the cache, and logits where the rows at the indices
         `wanted` have their last one."""
-        is_adapted = self.adapters.route(self.state.adapter[np.repeat(rows, chunk)], self.device)
+        adapter = self.adapters.route(self.state.adapter[np.repeat(rows, chunk)], self.device)
         if len(wanted) == len(rows) == chunk.sum():
-            return self._launch_decode(rows, use_graph=self.use_graphs and not is_adapted)
+            return self._launch_decode(rows, adapter)
         inputs = prefill_inputs(self.state, rows, chunk, wanted, self.device, self.query_tile)
         x = self.fused.embed(inputs.token_ids, inputs.slots, self.last)
         hidden = self.fused(x, inputs.positions, inputs.cells, inputs.attention)
@@ -175,17 +180,30 @@ class CudaRunner:
             exact.token_logprobs(logits, drawn.tokens, temperature, sources, drawn.logprobs)
         return drawn
 
-    def _launch_decode(self, rows: Rows, *, use_graph: bool) -> Launched:
+    def _launch_decode(self, rows: Rows, adapter: int | None) -> Launched:
+        """As a graph, where all rows go through the same adapter or all through none."""
+        use_graph = self.use_graphs and adapter is not None
         size = next(size for size in buckets(self.state.num_slots) if size >= len(rows)) if use_graph else len(rows)
-        shared = self._shared(rows) if not use_graph or (size, True) in self.graphs else None
+        shared = self._shared(rows) if not use_graph or self._may_share(size) else None
         arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), size, self.spare_block, shared)
         if not use_graph:
             logits, drawn = self._decode(decode_inputs(upload(arrays, self.device)), None)
             return Launched(logits, drawn)
-        graph = self.graphs[size, shared is not None]
+        graph = self._graph(GraphKey(size, shared is not None, self.adapters.places[adapter] if adapter else 0))
         upload(arrays, self.device, graph.words)
         graph.graph.replay()
         return Launched(self.logits[: len(rows)], DrawnOnDevice(graph.drawn.words, len(rows)))
+
+    def _graph(self, key: GraphKey) -> DecodeGraph:
+        """Those of an adapter are captured when they are first wanted, in a forward pass that is routed to it."""
+        if key not in self.graphs:
+            places = {0, *self.adapters.places.values()}
+            self.graphs = {known: graph for known, graph in self.graphs.items() if known.place in places}
+            self.graphs[key] = self._capture(key)
+        return self.graphs[key]
+
+    def _may_share(self, num_rows: int) -> bool:
+        return self.share_prompts and num_rows >= FEWEST_SHARING_ROWS
 
     def _shared(self, rows: Rows) -> SharedPrompts | None:
         """The prompts that these rows share, where that is worth a kernel."""
@@ -208,8 +226,11 @@ class CudaRunner:
             torch.mm(hidden, self.decoder.output_weight.T, out=logits)
         return logits, self._draw_on_device(logits, self.sources, inputs.draw)
 
-    def _capture(self, slot: Rows, num_rows: int, shared: SharedPrompts | None, memory: Any) -> DecodeGraph:
-        arrays = decode_arrays(self.state, slot, sampling_rows(self.state, slot), num_rows, self.spare_block, shared)
+    def _capture(self, key: GraphKey) -> DecodeGraph:
+        """Of padding alone, so that nothing that rows have is touched."""
+        num_rows, shared = key.num_rows, NOTHING_SHARED if key.is_shared else None
+        rows = np.zeros(0, np.int64)
+        arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), num_rows, self.spare_block, shared)
         num_words = offsets([array.size for array in arrays])[-1] + num_rows * self.state.block_table.shape[1]
         words = torch.zeros(num_words, dtype=torch.int32, device=self.device)
         inputs = decode_inputs(upload(arrays, self.device, words))
@@ -220,6 +241,7 @@ class CudaRunner:
             self._decode(inputs, logits)  # products choose their plans before the graph is captured
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        memory = next((known.graph.pool() for known in self.graphs.values()), None)  # they take turns in it
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             _, drawn = self._decode(inputs, logits)
         return DecodeGraph(graph, words, drawn)
