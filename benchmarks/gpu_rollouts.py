@@ -359,7 +359,7 @@ def make_in_process(shape: str, folder: Path) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """One line a workload: ours, also with an adapter and over HTTP, the peer, how many times that, floor, share of it."""
+    """One line a workload: ours, with an adapter, over HTTP, the peer, how many times the last, floor, share of it."""
     lines = [
         "| rollouts, tokens/s | ours | with LoRA | over HTTP | vLLM | ratio | floor | share |",
         "|---|---|---|---|---|---|---|---|",

@@ -237,13 +237,13 @@ class AdapterBank:
                 if part is None:
                     continue
                 x = inputs[0] if tokens is None else inputs[0][tokens]
-                if part.scale is None and tokens is None:
-                    output = torch.addmm(output, x @ part.down.T, part.up.T)
-                    continue
-                if part.scale is None:
-                    change = (x @ part.down.T) @ part.up.T
-                else:
+                if part.scale is not None:
                     change = scaled(exact.linear(exact.linear(x, part.down, None), part.up, None), part.scale)
+                elif tokens is None:
+                    output.addmm_(x @ part.down.T, part.up.T)
+                    continue
+                else:
+                    change = (x @ part.down.T) @ part.up.T
                 output = output + change if tokens is None else output.index_add(0, tokens, change)
             return output
 
