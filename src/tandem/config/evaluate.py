@@ -65,7 +65,7 @@ class EvaluateConfig(SlurmOptions, LogOptions, ComputeOptions, SeedOptions, Samp
     """Tasks under way at once."""
 
     output_dir: Path = Path("outputs/evaluate")
-    """Where results.json and samples.jsonl are written."""
+    """Where results.json and samples.jsonl are written; those of an earlier evaluation become results.1.json, …"""
 
     compare: Path | None = None
     """The results.json of an earlier evaluation on the same tasks: tells which of them changed."""

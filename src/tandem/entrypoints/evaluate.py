@@ -17,7 +17,7 @@ Asks a model the tasks of an environment, and tells how well it did.
   evaluate --run outputs/rl --env arithmetic                    every version of a run
   evaluate --endpoint.base-url http://host:8000 --env ./my_env.py:Mine --samples 8 --temperature 1
   evaluate --model models/other --env arithmetic --compare outputs/evaluate/results.json --output-dir outputs/other
-Writes results.json and samples.jsonl to output_dir."""
+Writes results.json and samples.jsonl to output_dir. Those of an earlier evaluation are kept: results.1.json, …"""
 
 
 def main() -> None:
@@ -71,7 +71,16 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
     from tandem.envs.trial import try_environment
     from tandem.launch.evaluation import targets
     from tandem.orchestrator.compare import refuse_other_tasks
-    from tandem.orchestrator.evaluate import append_samples, choose_tasks, evaluate, fingerprint, results_of
+    from tandem.orchestrator.evaluate import (
+        RESULTS,
+        SAMPLES,
+        append_samples,
+        choose_tasks,
+        evaluate,
+        fingerprint,
+        keep_earlier,
+        results_of,
+    )
     from tandem.utils.files import write_json
     from tandem.utils.run_lock import refuse_unwritable
 
@@ -85,12 +94,14 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
             refuse_other_tasks(config.compare, earlier, {str(task.index): fingerprint(task) for task in tasks})
         with refuse_unwritable(config.output_dir):
             config.output_dir.mkdir(parents=True, exist_ok=True)
-            (config.output_dir / "samples.jsonl").unlink(missing_ok=True)
         async for target, endpoint in targets(config):
             outcomes = await evaluate(config, environment, endpoint, tasks)
-            append_samples(config.output_dir / "samples.jsonl", target, outcomes)
-            results.append(results_of(target, outcomes, config.solved_reward))
-            write_json(config.output_dir / "results.json", {"config": options, "results": results})
+            result = results_of(target, outcomes, config.solved_reward)
+            if not results and (kept := keep_earlier(config.output_dir)):
+                print(f"the results of an earlier evaluation are kept: {kept}")
+            results.append(result)
+            append_samples(config.output_dir / SAMPLES, target, outcomes)
+            write_json(config.output_dir / RESULTS, {"config": options, "results": results})
     return results
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
+
+RESULTS, SAMPLES = "results.json", "samples.jsonl"  # below output_dir, of the newest evaluation
 
 
 @dataclass(frozen=True)
@@ -114,3 +117,16 @@ def append_samples(path: Path, target: str, outcomes: Sequence[Outcome]) -> None
         for outcome in outcomes:
             for sample in outcome.samples:
                 file.write(orjson.dumps({"target": target} | sample) + b"\n")
+
+
+def keep_earlier(folder: Path) -> Path | None:
+    """What an earlier evaluation wrote gets the next free number; results.1.json and samples.1.jsonl are the oldest.
+    The first file that was renamed, None if there was none."""
+    written = [folder / name for name in (RESULTS, SAMPLES)]
+    number = next(n for n in itertools.count(1) if not any(_numbered(path, n).exists() for path in written))
+    kept = [path.rename(_numbered(path, number)) for path in written if path.exists()]
+    return kept[0] if kept else None
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_suffix(f".{number}{path.suffix}")

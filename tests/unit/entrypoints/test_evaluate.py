@@ -1,11 +1,18 @@
-"""`evaluate` before it starts anything."""
+"""`evaluate` before it starts anything, and what it leaves."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tandem.entrypoints.evaluate import refuse_missing_model
+from tandem.config.environment import EnvConfig
+from tandem.config.evaluate import EvaluateConfig
+from tandem.entrypoints.evaluate import evaluate_all, refuse_missing_model
+from tandem.orchestrator.endpoint import Answer
 from tandem.utils.errors import UserError
+from tandem.utils.files import read_json, read_json_lines
 
 
 def test_a_model_that_is_none_is_refused_by_the_name_of_the_option(tmp_path: Path) -> None:
@@ -21,3 +28,48 @@ def test_a_name_on_the_hub_is_left_to_the_server(tmp_path: Path, monkeypatch: py
     (tmp_path / "models").mkdir()
     with pytest.raises(UserError, match="is not a directory"):
         refuse_missing_model(Path("models/misspelt"))
+
+
+class FakeEndpoint:
+    """Says the same to everything; nothing: it fails."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    async def ask(self, messages: list[Any], *, n: int, seed: int) -> list[Answer]:
+        if not self.text:
+            raise RuntimeError("out of order")
+        return [Answer({"role": "assistant", "content": self.text}, "stop")] * n
+
+
+def test_earlier_results_are_kept_under_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three evaluations of two versions each into one folder, the second of which gives no results."""
+    config = EvaluateConfig(
+        run=tmp_path / "run", env=EnvConfig(id="reverse-text"), num_prompts=1, output_dir=tmp_path / "out"
+    )
+
+    def evaluate(text: str) -> None:
+        async def targets(_: EvaluateConfig) -> AsyncIterator[tuple[str, FakeEndpoint]]:
+            for version in ("old", "new"):
+                yield version, FakeEndpoint(text)
+
+        monkeypatch.setattr("tandem.launch.evaluation.targets", targets)
+        asyncio.run(evaluate_all(config))
+
+    evaluate("first")
+    first = read_json(tmp_path / "out" / "results.json")
+    with pytest.raises(UserError, match=r"all 1 tasks failed on old: .*out of order"):
+        evaluate("")
+    assert read_json(tmp_path / "out" / "results.json") == first
+    evaluate("second")
+    evaluate("third")
+    texts = {
+        path.name: [line["completion"] for line in read_json_lines(path)] for path in tmp_path.glob("out/samples.*")
+    }
+    assert texts == {
+        "samples.1.jsonl": ["first"] * 2,
+        "samples.2.jsonl": ["second"] * 2,
+        "samples.jsonl": ["third"] * 2,
+    }
+    assert read_json(tmp_path / "out" / "results.1.json") == first
+    assert len(list(tmp_path.glob("out/results.*"))) == 3
