@@ -245,16 +245,18 @@ class SchedulerConfig(Config):
     """Steps of linear warm-up from zero."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate as a fraction of the peak, for linear and cosine."""
+    """Learning rate of the last step as a fraction of the peak, for linear and cosine. 0: it would be zero after the
+    last step, as in transformers."""
 
 
 def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
     """The learning rate of `step` (from 1) as a fraction of the peak."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    # The only step of a run would be the last of its decay, and learn nothing.
     if config.type == "constant" or max_steps == 1:
         return 1.0
-    progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+    # A step with a rate of zero would learn nothing: where the decay ends at zero, it begins one step later.
+    num_decayed = step - config.warmup_steps - (config.min_lr_ratio == 0)
+    progress = num_decayed / max(1, max_steps - config.warmup_steps)
     decay = 1 - progress if config.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay

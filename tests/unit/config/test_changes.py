@@ -84,7 +84,7 @@ def test_another_length_of_a_decaying_schedule_is_refused_with_the_jump(tmp_path
     linear: dict[str, Any] = {"scheduler": {"type": "linear"}, "optimizer": {"lr": 1e-3}}
     with pytest.raises(
         UserError,
-        match=r"max_steps = 100 → 200 \(the learning rate of step 51 becomes 0\.000745 instead of 0\.00049\)",
+        match=r"max_steps = 100 → 200 \(the learning rate of step 51 becomes 0\.00075 instead of 0\.0005\)",
     ):
         review(sft(**linear), sft(**linear, max_steps=200), tmp_path)
     assert review(sft(**linear), sft(**linear, max_steps=200), tmp_path, allowed=True) == {"max_steps": [100, 200]}

@@ -23,18 +23,26 @@ def test_constant() -> None:
 
 
 def test_linear() -> None:
-    """Two steps up, then a quarter less each step, down to zero at the last."""
-    assert factors(6, type="linear", warmup_steps=2) == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
+    """Two steps up, then a quarter less each step: zero would come after the last. A least rate is that of the last."""
+    assert factors(4, type="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert factors(6, type="linear", warmup_steps=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
     assert factors(4, type="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
 
 
 def test_cosine() -> None:
     """Half a cosine over four steps: (1 + cos(k pi / 4)) / 2."""
     root = 2**0.5
-    expected = [0.5 * (1 + 1 / root), 0.5, 0.5 * (1 - 1 / root), 0.0]
-    assert factors(4, type="cosine") == pytest.approx(expected)
-    assert factors(4, type="cosine", min_lr_ratio=0.1) == pytest.approx([0.1 + 0.9 * x for x in expected])
-    assert factors(6, type="cosine", warmup_steps=2) == pytest.approx([0.5, 1.0, *expected])
+    start, *rest = [1.0, 0.5 * (1 + 1 / root), 0.5, 0.5 * (1 - 1 / root)]
+    assert factors(4, type="cosine") == pytest.approx([start, *rest])
+    assert factors(4, type="cosine", min_lr_ratio=0.1) == pytest.approx([*(0.1 + 0.9 * x for x in rest), 0.1])
+    assert factors(6, type="cosine", warmup_steps=2) == pytest.approx([0.5, 1.0, start, *rest])
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_every_step_learns(kind: str, warmup: int) -> None:
+    for max_steps in range(1, 9):
+        assert all(factor > 1e-3 for factor in factors(max_steps, type=kind, warmup_steps=warmup))
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])

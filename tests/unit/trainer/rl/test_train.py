@@ -66,7 +66,7 @@ def test_every_step_publishes_a_whole_model(tiny_model: Path, make_samples, tmp_
     assert (weights / "step_000003" / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
     lines = read_json_lines(tmp_path / "metrics.jsonl")
     assert [(line["process"], line["step"]) for line in lines] == [("trainer", 1), ("trainer", 2), ("trainer", 3)]
-    assert [line["lr"] for line in lines] == pytest.approx([1e-3, 5e-4, 0.0])
+    assert [line["lr"] for line in lines] == pytest.approx([1e-3, 1e-3, 5e-4])
     assert read_json_lines(tmp_path / "events.jsonl")[-1]["event"] == "finished"
 
 
