@@ -14,7 +14,7 @@ from tandem.transport.checkpoints import how_to_go_on, is_finished
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines, read_table
-from tandem.utils.metrics import read_metrics
+from tandem.utils.metrics import is_number, read_metrics
 from tandem.utils.run_dir import RunDir, step_name, steps_with
 from tandem.utils.run_lock import Holder, is_held, read_holder
 from tandem.utils.waiting import Deadline
@@ -67,17 +67,24 @@ def status_lines(root: Path) -> list[str]:
     lines = read_metrics(run_dir)
     step = max((line["step"] for line in lines if line["process"] == "trainer"), default=0)
     rewards = _numbers(lines, "reward/mean")
-    times = _numbers(lines, "time")
+    times = [_moment(line.get("time")) for line in lines]
+    signs = [moment for moment in times if moment is not None]
     told = [f"{root}: {state}", f"step        {step} of {max_steps}"]
     if rewards:
         told.append(f"reward      {rewards[-1]:.3f} (first {rewards[0]:.3f})")
-    if times:
-        told.append(f"last sign   {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(times[-1]))}")
+    if signs:
+        told.append(f"last sign   {signs[-1]}")
     checkpoints = steps_with(run_dir.checkpoints, MANIFEST)
     told.append(f"checkpoint  {step_name(checkpoints[-1]) if checkpoints else 'none yet'}")
     events = [event for event in read_json_lines(run_dir.events) if event.get("event") in ("restarted", "failed")]
     for event in events:
         told.append(f"{event['event']:<10}  {event.get('who')} ({event.get('why')})")
+    if len(signs) < len(times):
+        told.append(
+            f"damaged     {run_dir.metrics}: {len(times) - len(signs)} of {len(times)} lines have no valid time"
+        )
+    if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
+        told.append(f"damaged     {run_dir.checkpoints} is not a folder; move it away")
     return [*told, f"logs        {run_dir.root / 'logs'}"]
 
 
@@ -113,7 +120,15 @@ def _saving_s(run_dir: RunDir) -> float:
 
 
 def _numbers(lines: list[dict[str, Any]], name: str) -> list[float]:
-    return [value for line in lines if isinstance(value := line.get(name), int | float)]
+    return [value for line in lines if is_number(value := line.get(name))]
+
+
+def _moment(value: Any) -> str | None:
+    """Seconds since 1970 as people read them; None if they are no time."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if is_number(value) else None
+    except (OverflowError, ValueError, OSError):
+        return None
 
 
 def _state(run_dir: RunDir, max_steps: int, holder: Holder | None) -> str:

@@ -179,5 +179,5 @@ def start_step(run_dir: RunDir, *, resume: bool, own_folder: str, marker: str) -
 
 def _steps(folder: Path) -> list[int]:
     """All steps below `folder`, finished or not, in order."""
-    found = [step_of(path) for path in folder.iterdir()] if folder.exists() else []
+    found = [step_of(path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(step for step in found if step is not None)

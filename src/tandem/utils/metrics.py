@@ -9,11 +9,12 @@ import json
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines, write_atomic
@@ -60,6 +61,11 @@ def _is_metrics(record: Mapping[str, Any]) -> bool:
 def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
     """All lines of metrics.jsonl but damaged ones."""
     return [line for line in read_json_lines(run_dir.metrics) if _is_metrics(line)]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a line can be printed as a number. A damaged one may be text, or longer than a float."""
+    return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 class Tracker(Protocol):

@@ -152,7 +152,7 @@ def step_of(path: Path) -> int | None:
 
 def steps_with(folder: Path, marker: str) -> list[int]:
     """The steps below `folder` whose marker file is there, in order."""
-    if not folder.exists():
+    if not folder.is_dir():
         return []
     found = [step_of(path) for path in folder.iterdir() if (path / marker).exists()]
     return sorted(step for step in found if step is not None)

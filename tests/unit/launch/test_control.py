@@ -84,3 +84,28 @@ def test_damaged_metrics_are_left_out_of_the_state(run_dir: RunDir) -> None:
             file.write(json.dumps({"step": 5, "process": "orchestrator", **record}) + "\n")
     told = "\n".join(status_lines(run_dir.root))
     assert "reward      0.250 (first 0.250)" in told and "last sign   2" in told
+    assert f"damaged     {run_dir.metrics}: 3 of 4 lines have no valid time" in told
+
+
+@pytest.mark.parametrize("number", ["1e300", "NaN", "Infinity", "1" + "0" * 400])
+def test_a_time_that_is_none_is_told(run_dir: RunDir, number: str) -> None:
+    RunLog(run_dir, "orchestrator").metrics(4, {"reward/mean": 0.25})
+    assert "damaged" not in "\n".join(status_lines(run_dir.root))
+    with run_dir.metrics.open("a") as file:
+        file.write(f'{{"time": {number}, "process": "trainer", "step": 5}}\n')
+    told = "\n".join(status_lines(run_dir.root))
+    assert f"damaged     {run_dir.metrics}: 1 of 2 lines have no valid time" in told
+    assert "step        5 of 9" in told and "last sign   2" in told
+
+
+def test_a_number_that_no_float_holds_is_no_reward(run_dir: RunDir) -> None:
+    run_dir.metrics.write_text(f'{{"time": 0, "process": "orchestrator", "step": 5, "reward/mean": 1{"0" * 400}}}\n')
+    assert not any(line.startswith("reward") for line in status_lines(run_dir.root))
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_told(run_dir: RunDir) -> None:
+    run_dir.checkpoints.write_text("not a folder")
+    told = status_lines(run_dir.root)
+    assert "there is no checkpoint yet" in told[0] and "checkpoint  none yet" in told
+    assert f"damaged     {run_dir.checkpoints} is not a folder; move it away" in told
+    assert "there is no checkpoint yet" in stop_run(run_dir.root)

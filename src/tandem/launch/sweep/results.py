@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rich.table import Column, Table
 
 from tandem.launch.sweep.states import METRICS, Progress
 from tandem.utils.files import write_atomic
-from tandem.utils.metrics import read_metrics
+from tandem.utils.metrics import is_number, read_metrics
 from tandem.utils.run_dir import RunDir
 
 WIDTH, HEIGHT, LEFT, TOP = 560, 300, 70, 30
@@ -80,13 +81,13 @@ def draw(items: Sequence[Progress]) -> str:
 
 
 def _curve(item: Progress, metric: str) -> list[tuple[int, float]]:
-    lines = [line for line in read_metrics(RunDir(item.run.directory)) if _is_number(line.get(metric))]
+    lines = [line for line in read_metrics(RunDir(item.run.directory)) if _is_finite(line.get(metric))]
     # A resumed run writes the steps after its checkpoint again: the last line of a step counts.
     return sorted({line["step"]: float(line[metric]) for line in lines}.items())
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 def _panel(title: str, curves: Mapping[str, list[tuple[int, float]]], top: int) -> str:

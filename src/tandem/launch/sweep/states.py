@@ -1,5 +1,6 @@
 """How far each run of a sweep is, from its files and from SLURM's queue; and its last metrics."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any, Literal
 from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.sweep.folder import Run, read_jobs
 from tandem.utils.files import read_json, read_json_lines
-from tandem.utils.metrics import read_metrics
+from tandem.utils.metrics import is_number, read_metrics
 from tandem.utils.run_dir import RunDir
 from tandem.utils.run_lock import read_holder
+
+logger = logging.getLogger(__name__)
 
 State = Literal["written", "pending", "running", "finished", "failed"]
 PROCESSES = {"rl": ("orchestrator", "trainer"), "sft": ("sft",), "align": ("align",)}
@@ -87,9 +90,12 @@ def is_finished(run: Run, max_steps: int) -> bool:
 
 
 def last_metrics(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    found = {name: line[name] for line in lines for name in METRICS[run.command] if name in line}
+    found = {name: line[name] for line in lines for name in METRICS[run.command] if is_number(line.get(name))}
     if run.evaluates and run.results.exists():
-        found["evaluation/reward"] = read_json(run.results)["results"][-1]["scores"]["reward"]
+        try:
+            found["evaluation/reward"] = float(read_json(run.results)["results"][-1]["scores"]["reward"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("%s is damaged and left out: %s", run.results, error)
     return {name: found[name] for name in (*METRICS[run.command], "evaluation/reward") if name in found}
 
 
@@ -97,5 +103,5 @@ def _max_steps(run: Run) -> int | None:
     """As the run itself has computed it; None before it begins."""
     try:
         return int(read_json(RunDir(run.directory).config / f"{run.command}.json")["max_steps"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None

@@ -1,6 +1,7 @@
 """What a sweep writes, remembers and shows."""
 
 import csv
+import io
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from tests.unit.launch.sweep.conftest import Write
 
 from tandem.config.align import AlignConfig
@@ -15,7 +17,7 @@ from tandem.config.base import load_config
 from tandem.entrypoints import sweep as entrypoint
 from tandem.launch.sweep.folder import Run, store_jobs, write_sweep
 from tandem.launch.sweep.local import run_here
-from tandem.launch.sweep.results import as_csv, draw
+from tandem.launch.sweep.results import as_csv, draw, show
 from tandem.launch.sweep.states import Progress, progress_of
 from tandem.launch.sweep.submit import Submitted, submit_runs
 from tandem.utils.errors import UserError
@@ -78,6 +80,20 @@ def test_states_come_from_files_and_from_the_queue(write: Write, monkeypatch: py
     assert (items[0].step, items[0].max_steps, items[0].metrics) == (3, 3, {"eval/accuracy": 0.75, "loss": 0.5})
     rows = list(csv.DictReader(as_csv(items).splitlines()))
     assert rows[0]["eval/accuracy"] == "0.75" and rows[4]["state"] == "written"
+    assert draw(items).count("<polyline") == 2
+
+
+def test_damaged_metrics_and_results_are_left_out_of_the_table(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    output_dir, runs = entrypoint.write(write(TWO, "max_steps: 3", rest="evaluation:\n  env: reverse-text"))
+    for run, results in zip(runs, ({"results": []}, {"results": [{"scores": {"reward": None}}]}), strict=True):
+        finish(run)
+        line = {"process": run.command, "step": 3, "loss": None, "eval/accuracy": "x", "eval/loss": 10**400}
+        append_json_line(run.directory / "metrics.jsonl", line)
+        write_json(run.results, results)
+    items = progress_of(output_dir, runs)
+    assert [item.metrics for item in items] == [{"eval/accuracy": 0.75, "loss": 0.5}] * 2
+    assert all(f"{run.results} is damaged and left out" in caplog.text for run in runs)
+    show(Console(file=io.StringIO()), output_dir, items)
     assert draw(items).count("<polyline") == 2
 
 
