@@ -37,16 +37,19 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` so that `path` holds either the old bytes or all of the new ones."""
+def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
+    """Write `content` so that `path` holds either the old bytes or all of the new ones. Without `flush` this holds for
+    other processes, not for a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        if flush:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
-    fsync_path(path.parent)
+    if flush:
+        fsync_path(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,20 @@ def render(job: Job) -> str:
         "requeues": job.slurm.requeues is not False,
     }
     try:
-        return templates().get_template("job.sh").render(context).replace("\n\n\n", "\n\n")
+        return (
+            _templates(os.environ.get(SITE_TEMPLATES)).get_template("job.sh").render(context).replace("\n\n\n", "\n\n")
+        )
     except jinja2.TemplateError as error:
         raise UserError(f"{SITE_TEMPLATES} = {os.environ.get(SITE_TEMPLATES)!r}: job.sh: {error}") from error
 
 
-def templates() -> jinja2.Environment:
-    """Ours, and before them the site's. Its own may extend ours by the name tandem/job.sh."""
+@cache
+def _templates(site: str | None) -> jinja2.Environment:
+    """Ours, and before them the site's. Its own may extend ours by the name tandem/job.sh. They are parsed once, which
+    takes far longer than to fill them in."""
     ours = jinja2.FileSystemLoader(TEMPLATES)
     loaders: list[jinja2.BaseLoader] = [ours, jinja2.PrefixLoader({"tandem": ours})]
-    if site := os.environ.get(SITE_TEMPLATES):
+    if site:
         if not Path(site).is_dir():
             raise UserError(f"{SITE_TEMPLATES} = {site!r} is not a directory; put your job.sh into one and name it")
         loaders.insert(0, jinja2.FileSystemLoader(site))

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -34,8 +35,8 @@ def expand(document: Document) -> list[Variant]:
     entries = {(section, key): entry for section, keys in document.sections.items() for key, entry in keys.items()}
     varied = [key for key, entry in entries.items() if len(entry.alternatives) > 1]
     for section, key in varied:
-        texts = [str(value) for value in entries[section, key].alternatives]
-        if twice := [text for text in texts if texts.count(text) > 1]:
+        counts = Counter(str(value) for value in entries[section, key].alternatives)
+        if twice := [text for text, count in counts.items() if count > 1]:
             raise document.refuse(
                 section, key, f"{key} has {twice[0]} twice, which would be the same run; give it once"
             )
@@ -54,9 +55,8 @@ def _labels(key: str, alternatives: tuple[Any, ...]) -> list[str]:
     prefix = "" if key in SPEAKING else SHORT.get(key, key)
     texts = [str(value) for value in alternatives]
     plain = [_plain(prefix + (text.rstrip("/").rpartition("/")[2] or text)) for text in texts]
-    return [
-        label if plain.count(label) == 1 else f"{label}.{_hash(text)}" for label, text in zip(plain, texts, strict=True)
-    ]
+    counts = Counter(plain)
+    return [label if counts[label] == 1 else f"{label}.{_hash(text)}" for label, text in zip(plain, texts, strict=True)]
 
 
 def _plain(text: str) -> str:

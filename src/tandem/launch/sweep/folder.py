@@ -27,14 +27,17 @@ import yaml
 from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
+from tandem.config.sources import Tree
 from tandem.launch.slurm.job import Job, render
 from tandem.launch.slurm.submission import with_servers
+from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_atomic, write_json
 from tandem.utils.run_lock import refuse_unwritable
 
 EXPERIMENT, SWEEP, JOBS = "experiment.yaml", "sweep.json", "jobs.json"
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C, where libyaml is there
 CONFIG, SCRIPT, EVALUATION = "config.yaml", "job.sh", "evaluate.sh"
 
 
@@ -70,23 +73,30 @@ class Run:
 
 def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment]) -> list[Run]:
     """Everything but the runs themselves. A run that has begun keeps its configuration: another one is refused."""
+    jobs = read_jobs(output_dir)
     for run in runs:
-        _refuse_changed(output_dir, run)
+        if run.name in jobs or run.run.exists():
+            _refuse_changed(run)
     with refuse_unwritable(output_dir, "execution.output_dir"):
         output_dir.mkdir(parents=True, exist_ok=True)
     if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
         shutil.copyfile(experiment, output_dir / EXPERIMENT)
-    for run in runs:
-        write_atomic(run.folder / CONFIG, _config_text(run).encode())
-        write_atomic(run.folder / SCRIPT, render(training_job(output_dir, run)).encode())
-        if run.evaluation is not None:
-            write_atomic(run.folder / "evaluate.yaml", yaml.safe_dump(run.evaluation, sort_keys=False).encode())
-            write_atomic(run.folder / EVALUATION, render(evaluation_job(output_dir, run)).encode())
+    for run in reported(runs, "written"):
+        _write_run(output_dir, run)
     kept = [Run(**_stored(run)) for run in runs]
     write_json(output_dir / SWEEP, {"runs": [asdict(run) for run in kept]})
     write_atomic(output_dir / "runs.csv", _table(kept).encode())
     write_atomic(output_dir / "summary.txt", _summary(output_dir, runs).encode())
     return kept
+
+
+def _write_run(output_dir: Path, run: SubExperiment) -> None:
+    texts = {CONFIG: _config_text(run), SCRIPT: render(training_job(output_dir, run))}
+    if run.evaluation is not None:
+        texts |= {"evaluate.yaml": _yaml(run.evaluation), EVALUATION: render(evaluation_job(output_dir, run))}
+    for name, text in texts.items():
+        # Not flushed: `sweep` can write it again, and a sweep may have tens of thousands.
+        write_atomic(run.folder / name, text.encode(), flush=False)
 
 
 def read_sweep(output_dir: Path) -> list[Run]:
@@ -170,9 +180,10 @@ def _stored(run: SubExperiment) -> dict[str, Any]:
     }
 
 
-def _refuse_changed(output_dir: Path, run: SubExperiment) -> None:
+def _refuse_changed(run: SubExperiment) -> None:
+    """Of a run that has begun."""
     stored = run.folder / CONFIG
-    if not stored.exists() or not (run.name in read_jobs(output_dir) or run.run.exists()):
+    if not stored.exists():
         return
     old, new = flatten(yaml.safe_load(stored.read_text())), flatten(run.tree)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
@@ -194,8 +205,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _config_text(run: SubExperiment) -> str:
     notes = "".join(f"# {note}\n" for note in run.notes)
-    options = yaml.safe_dump(run.tree, sort_keys=False, allow_unicode=True)
-    return f"# {run.command} @ {run.folder / CONFIG}\n{notes}{options}"
+    return f"# {run.command} @ {run.folder / CONFIG}\n{notes}{_yaml(run.tree)}"
+
+
+def _yaml(tree: Tree) -> str:
+    return yaml.dump(tree, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
 
 
 def _table(runs: Sequence[Run]) -> str:

@@ -18,6 +18,7 @@ from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sbatch import is_one_line
 from tandem.config.sft import SFTConfig
+from tandem.config.shared import Impl
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree, merge, nest, read_config_file
 from tandem.data.dataset import check_sources
@@ -28,6 +29,7 @@ from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, a
 from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
 from tandem.launch.sweep.document import Document
 from tandem.launch.sweep.expand import Variant
+from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
 from tandem.models.files import check_model_dir, check_positions
 from tandem.utils.errors import UserError
@@ -122,10 +124,11 @@ class Resolver:
         self.document = document
         self.output_dir = check_layout(document)
         self.several = False
+        self._checked_models: set[tuple[Path, str, int | None]] = set()  # by name, impl and seq_len
 
     def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
         self.several = len(variants) > 1
-        return [self.resolve(variant) for variant in variants]
+        return [self.resolve(variant) for variant in reported(variants, "checked")]
 
     def resolve(self, variant: Variant) -> SubExperiment:
         name, algorithm = self._algorithm(variant)
@@ -314,12 +317,7 @@ class Resolver:
     def _check_files(self, config: Config, tree: Tree) -> None:
         model: Path = getattr(config, "model").name  # noqa: B009  # all three commands have it
         try:
-            if is_hub_name(model) and not is_offline():
-                fetch_model(model)
-                model = find_model(model)
-            check_model_dir(model, tree["model"].get("impl", "native"))
-            if "seq_len" in tree:
-                check_positions(model, tree["seq_len"])
+            self._check_model(model, tree["model"].get("impl", "native"), tree.get("seq_len"))
         except UserError as error:
             key = "model_name_or_path" if "model.name" in str(error) else "max_length"
             raise self._refuse(key, str(error)) from error
@@ -335,6 +333,18 @@ class Resolver:
             option, _, rest = str(error).partition(" = ")
             key = KEYS.get(option, option)
             raise self._refuse(key, f"{key} = {rest}") from error
+
+    def _check_model(self, model: Path, impl: Impl, seq_len: int | None) -> None:
+        """Once, whatever else varies."""
+        if (model, impl, seq_len) in self._checked_models:
+            return
+        self._checked_models.add((model, impl, seq_len))
+        if is_hub_name(model) and not is_offline():
+            fetch_model(model)
+            model = find_model(model)
+        check_model_dir(model, impl)
+        if seq_len is not None:
+            check_positions(model, seq_len)
 
     def _evaluation(self, folder: Path, tree: Tree, algorithm: Algorithm) -> Tree | None:
         """The configuration of `evaluate` for the trained model; None: no evaluation is asked for."""

@@ -3,10 +3,13 @@
 import csv
 import io
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import pytest
 import yaml
 from rich.console import Console
@@ -15,6 +18,8 @@ from tests.unit.launch.sweep.conftest import Write
 from tandem.config.align import AlignConfig
 from tandem.config.base import load_config
 from tandem.entrypoints import sweep as entrypoint
+from tandem.launch.slurm.job import SITE_TEMPLATES
+from tandem.launch.sweep import folder, resolve
 from tandem.launch.sweep.folder import Run, store_jobs, write_sweep
 from tandem.launch.sweep.local import run_here
 from tandem.launch.sweep.results import as_csv, draw, show
@@ -61,6 +66,30 @@ def test_writing_again_changes_nothing_and_another_configuration_is_refused(writ
         UserError, match=r"run 'lr0.0001' was started with another configuration \(loss.beta = 0.3 → 0.4"
     ):
         entrypoint.write(write(TWO, "beta: 0.4"))
+
+
+def test_what_all_runs_share_is_read_once(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep may have tens of thousands of runs: the model, the template and the list of jobs are those of all."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "job.sh").write_text('{% extends "tandem/job.sh" %}')
+    monkeypatch.setenv(SITE_TEMPLATES, str(tmp_path / "site"))
+    counted(resolve, "check_model_dir")
+    counted(folder, "read_jobs")
+    counted(jinja2.Environment, "compile")
+    entrypoint.write(write("learning_rate: [1.0e-4, 2.0e-4, 3.0e-4]", "max_length: [16, 32]"))
+    # The model is looked at for each seq_len, and the site's template extends ours.
+    assert counts == {"check_model_dir": 2, "read_jobs": 1, "compile": 2}
 
 
 def test_a_folder_that_cannot_be_made_is_told_by_its_key(write: Write, tmp_path: Path) -> None:
