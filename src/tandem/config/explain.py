@@ -5,7 +5,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, Tag, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.hints import algorithm_hint, explanation, options_meant
@@ -13,7 +13,8 @@ from tandem.config.hints import algorithm_hint, explanation, options_meant
 
 def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
     """One message for all problems; `prefix` leads to where `root` stands in the whole configuration."""
-    problems = [_explain(root, details, prefix) for details in _without_echoes(error.errors())]
+    values = _by_key(root, _without_echoes(error.errors()))
+    problems = [_explain(root, *errors, prefix=prefix) for errors in values]
     if len(problems) == 1:
         return problems[0]
     return "\n".join([f"{len(problems)} problems in the configuration:", *(f"  - {problem}" for problem in problems)])
@@ -25,10 +26,28 @@ def _without_echoes(errors: list[ErrorDetails]) -> list[ErrorDetails]:
     return [details for details in errors if (details["loc"][1:], details["type"]) not in told]
 
 
-def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
+def _by_key(root: type[BaseModel], errors: list[ErrorDetails]) -> list[list[ErrorDetails]]:
+    """The errors of each value. One that may be of several kinds has an error for each of them; where it is of one kind
+    but for something in it, that alone is told."""
+    found: dict[str, list[ErrorDetails]] = {}
+    for details in errors:
+        found.setdefault(_key(root, details), []).append(details)
+    return [told for key, told in found.items() if not any(other.startswith(f"{key}.") for other in found)]
+
+
+def _key(root: type[BaseModel], details: ErrorDetails) -> str:
+    """As a user writes it: Pydantic also tells which kind it tried, of several."""
     location = [str(part) for part in details["loc"]]
-    key = (prefix + ".".join(_without_tags(root, location))).removesuffix(".")
+    return ".".join(key for key, _ in _walk(root, location) if key is not None)
+
+
+def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails, prefix: str) -> str:
+    """`others` say why the value is not of the other kinds that it could be."""
+    location = [str(part) for part in details["loc"]]
+    key = (prefix + _key(root, details)).removesuffix(".")
     kind = details["type"]
+    if others:
+        return f"{key} = {_short(details['input'])} is not valid: {_alternatives([details, *others])}"
     if kind == "extra_forbidden":
         return f"unknown key {key!r} (value {_short(details['input'])}); {_nearest_key(root, location)}"
     if kind == "missing":
@@ -46,6 +65,15 @@ def _explain(root: type[BaseModel], details: ErrorDetails, prefix: str) -> str:
     if kind in ("value_error", "assertion_error"):
         return f"{key}: {message}" if key else message
     return f"{key} = {_short(details['input'])} is not valid: {message[0].lower()}{message[1:]}"
+
+
+def _alternatives(errors: list[ErrorDetails]) -> str:
+    """What the value should be, names last: input should be a valid list, or 'all-linear'."""
+    names = [
+        details["ctx"]["expected"] for details in errors if details["type"] == "literal_error" and "ctx" in details
+    ]
+    messages = [details["msg"] for details in errors if details["type"] != "literal_error"]
+    return ", or ".join([*(message[0].lower() + message[1:] for message in messages), *names])
 
 
 def _nearest_key(root: type[BaseModel], location: list[str]) -> str:
@@ -107,29 +135,31 @@ def _models_at(root: type[BaseModel], location: list[str]) -> list[type[BaseMode
     return models
 
 
-def _without_tags(root: type[BaseModel], location: list[str]) -> list[str]:
-    """The keys as a user writes them."""
-    return [key for key, _ in _walk(root, location) if key is not None]
-
-
 def _walk(root: type[BaseModel], location: list[str]) -> Iterator[tuple[str | None, list[type[BaseModel]]]]:
-    """The config classes after each part of `location`, and the part, if it is a key: Pydantic also tells which variant
-    of a union it chose, by its tag."""
-    models, tags = [root], set[str]()
+    """The config classes after each part of `location`, and the part, if it is a key: Pydantic also tells which member
+    of a union it tried."""
+    models: list[type[BaseModel]] = [root]
+    annotations: list[Any] = []
     for part in location:
-        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        if annotations:
-            models = [inner for annotation in annotations for inner in models_in(annotation)]
-            tags = {tag for annotation in annotations for tag in _tags_in(annotation)}
-        yield None if not annotations and part in tags else part, models
-
-
-def _tags_in(annotation: Any) -> Iterator[str]:
-    for part in get_args(annotation):
-        if isinstance(part, Tag):
-            yield part.tag
+        fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        is_member = not fields and any(len(_members(annotation)) > 1 for annotation in annotations)
+        if fields:
+            models = [inner for annotation in fields for inner in models_in(annotation)]
+            annotations = fields
         else:
-            yield from _tags_in(part)
+            annotations = [member for annotation in annotations for member in _members(annotation)]
+        if not fields and not is_member:  # an entry of a list or a table
+            annotations = [inner for annotation in annotations for inner in get_args(annotation)[-1:]]
+        yield None if is_member else part, models
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Of a union, without None; of another type, itself."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for member in get_args(annotation) if member is not types.NoneType]
+    return [annotation]
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from tandem.config.base import load_config
 from tandem.config.client import ClientConfig
+from tandem.config.explain import explain_validation_error
 from tandem.config.inference import InferenceConfig, ServerConfig
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.rewards import SteeringConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.sglang import SGLangConfig
@@ -217,6 +220,36 @@ def test_an_api_key_variable_that_is_not_set(monkeypatch, config, option) -> Non
     assert config(api_key_var="NO_SUCH_KEY").resolve_api_key() == "secret"
     assert config(api_key="plain").resolve_api_key() == "plain"
     assert config().resolve_api_key() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("q_prj", "lora.targets = 'q_prj' is not valid: input should be a valid list, or 'all-linear'"),
+        ('{"a": 1}', "lora.targets = {'a': 1} is not valid: input should be a valid list, or 'all-linear'"),
+        ('["q_proj", 7]', "lora.targets.1 = 7 is not valid: input should be a valid string"),
+    ],
+)
+def test_a_value_of_several_kinds_has_one_error_with_its_own_key(refusal, value: str, expected: str) -> None:
+    assert refusal(*MODEL, "--lora.targets", value, cls=TrainerConfig) == expected
+
+
+def test_every_kind_that_a_value_could_be_is_told(refusal, rl_toml) -> None:
+    assert refusal("@", rl_toml, "--orchestrator.client.concurrency", "0") == (
+        "orchestrator.client.concurrency = '0' is not valid: input should be greater than or equal to 1, or 'auto'"
+    )
+    assert refusal("@", rl_toml, "--orchestrator.client.concurrency", "0", "--max-steps", "x").splitlines()[0] == (
+        "2 problems in the configuration:"
+    )
+
+
+def test_a_kind_inside_a_table_is_no_key() -> None:
+    with pytest.raises(ValidationError) as refused:
+        SteeringConfig.model_validate(
+            {"type": "steering", "base_url": "http://a:1", "goals": ["joy"], "targets": {"joy": "much"}}
+        )
+    message = explain_validation_error(SteeringConfig, refused.value)
+    assert message.startswith("targets.joy = 'much' is not valid: input should be a valid number")
 
 
 def test_a_table_of_several_kinds_is_explained_by_its_type(tmp_path: Path) -> None:
