@@ -82,7 +82,9 @@ def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Toke
 
 def read_prompt(prompt: Any) -> list[Message]:
     """A prompt as text is what the user says."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt, "prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return read_messages(prompt, "prompt", or_text=True)
 
 
 def read_answer(completion: Any, name: str) -> list[Message]:
@@ -91,7 +93,7 @@ def read_answer(completion: Any, name: str) -> list[Message]:
         if not completion.strip():
             raise ValueError(f"{name!r} is empty: there is nothing to learn in it")
         return [{"role": "assistant", "content": completion}]
-    return read_messages(completion, name)
+    return read_messages(completion, name, or_text=True)
 
 
 def read_tools(row: Fields) -> list[dict[str, Any]] | None:

@@ -6,10 +6,16 @@ from typing import Any
 from tandem.types.rollout import Message
 
 
-def read_messages(messages: Any, name: str) -> list[Message]:
-    """Messages as templates take them: content as text, arguments of tool calls as tables, nothing that is null."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{name!r} must be a list of messages, each a table with 'role' and 'content'")
+def read_messages(messages: Any, name: str, *, or_text: bool = False) -> list[Message]:
+    """Messages as templates take them: content as text, arguments of tool calls as tables, nothing that is null. With
+    `or_text`, the caller has taken text already."""
+    if not isinstance(messages, list):
+        expected = "text, or a list of messages" if or_text else "a list of messages"
+        raise ValueError(f"{name!r} must be {expected}; it is {shown(messages)}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            told = f"message {index} of {name!r} must be a table with 'role' and 'content'"
+            raise ValueError(f"{told}; it is {shown(message)}")
     if not messages:
         raise ValueError(f"{name!r} is empty: it needs at least one message")
     return [read_message(message, f"message {index} of {name!r}") for index, message in enumerate(messages)]

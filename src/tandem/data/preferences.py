@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_tools
 from tandem.data.masks import Conversation
-from tandem.data.messages import read_messages
+from tandem.data.messages import read_messages, shown
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import TrainingSequence
 
@@ -60,21 +60,22 @@ def _split(prompt: Any, answer: Any, name: str) -> tuple[Any, Any]:
     """Prompt and answer, where some datasets give the whole conversation as the answer."""
     if not isinstance(answer, list):
         return prompt, answer
-    messages = read_messages(answer, name)
+    messages = read_messages(answer, name, or_text=True)
     if isinstance(prompt, str):
         question = {"role": "user", "content": prompt}
         opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
         num_repeated = len(opening) if question in opening else 0
     else:
-        context = read_messages(prompt, "prompt")
+        context = read_messages(prompt, "prompt", or_text=True)
         num_repeated = len(context) if messages[: len(context)] == context else 0
     return (messages[:num_repeated], messages[num_repeated:]) if num_repeated else (prompt, messages)
 
 
 def _encode_conversations(row: Fields, tokenizer: Tokenizer) -> list[TrainingSequence]:
     """Both conversations; the messages they begin with alike are the prompt."""
-    if not isinstance(row["chosen"], list) or not isinstance(row["rejected"], list):
-        raise ValueError("a row without 'prompt' needs 'chosen' and 'rejected' as lists of messages")
+    for name in ("chosen", "rejected"):
+        if not isinstance(answer := row[name], list):
+            raise ValueError(f"in a row without 'prompt', {name!r} must be a list of messages; it is {shown(answer)}")
     conversations = [read_messages(row[name], name) for name in ("chosen", "rejected")]
     num_shared = 0
     for ours, theirs in zip(*conversations, strict=False):

@@ -83,13 +83,15 @@ def test_labeled_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> N
     ("row", "problem"),
     [
         ({"prompt": "a", "chosen": "b"}, r"field 'rejected' is missing; it has \['chosen', 'prompt'\]"),
-        ({"chosen": "b", "rejected": "c"}, "a row without 'prompt' needs 'chosen' and 'rejected' as lists of messages"),
+        ({"chosen": "b", "rejected": "c"}, "in a row without 'prompt', 'chosen' must be a list of messages; it is 'b'"),
+        ({"chosen": GOOD, "rejected": 7}, "without 'prompt', 'rejected' must be a list of messages; it is 7"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
         ({"prompt": "a", "chosen": [turn("assistant", "")], "rejected": "c"}, "message 1, of role 'assistant', is"),
         ({"prompt": "a", "chosen": QUESTION, "rejected": "c"}, "no message to learn"),
         ({"chosen": QUESTION + GOOD, "rejected": QUESTION + GOOD}, "do not differ in an answer"),
         ({"chosen": QUESTION + GOOD, "rejected": QUESTION}, "do not differ in an answer"),
-        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "'prompt' must be a list of messages"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "^'prompt' must be text, or a list of messages; it is 3$"),
+        ({"prompt": "a", "chosen": 7, "rejected": "c"}, "^'chosen' must be text, or a list of messages; it is 7$"),
     ],
 )  # fmt: skip
 def test_bad_pairs(tokenizer: Tokenizer, row: dict[str, Any], problem: str) -> None:
