@@ -98,17 +98,25 @@ def compute_logprobs(
 ) -> dict[bytes, NDArray[np.float32]]:
     """Log-probs of the learned tokens of each sample. The ranks share the work."""
     ranks, batch = stepper.ranks, AlignBatch.of(rows)
-    places = np.arange(batch.packed.num_loss_tokens, dtype=np.float32)
-    batch = replace(batch, packed=replace(batch.packed, streams={PLACE: places}))
-    assert len(places) <= 2**24, "more than float32 can count"
-    logprobs = torch.zeros(len(places), device=ranks.device)
+    num_tokens = batch.packed.num_loss_tokens
+    batch = replace(batch, packed=replace(batch.packed, streams={PLACE: place_stream(num_tokens)}))
+    logprobs = torch.zeros(num_tokens, device=ranks.device)
     for micro_batch in batch.divide(ranks.rank, ranks.size, tokens_per_microbatch):
-        own = torch.from_numpy(micro_batch.streams[PLACE]).long().to(ranks.device)
+        own = torch.from_numpy(places_in(micro_batch.streams[PLACE])).long().to(ranks.device)
         logprobs[own] = stepper.infer(micro_batch).logprobs
     found = ranks.all_sum(logprobs).cpu().numpy()
     samples = [sample for row in rows for sample in row.samples]
     ends = np.cumsum([sum(sample.loss_mask) for sample in samples])
     return dict(zip(map(sample_key, samples), np.split(found, ends[:-1]), strict=True))
+
+
+def place_stream(num_tokens: int) -> NDArray[np.float32]:
+    """The number of each token, in the bits of a stream: as a value, float32 counts to 2**24 only."""
+    return np.arange(num_tokens, dtype=np.int32).view(np.float32)
+
+
+def places_in(stream: NDArray[np.float32]) -> NDArray[np.int32]:
+    return stream.view(np.int32)
 
 
 def fingerprint(model: ModelConfig, keys: Iterable[bytes]) -> str:

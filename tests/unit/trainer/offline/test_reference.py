@@ -11,7 +11,7 @@ import torch
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import pack
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignRow
-from tandem.trainer.offline.reference import precompute, sample_key
+from tandem.trainer.offline.reference import place_stream, places_in, precompute, sample_key
 from tandem.types.rollout import TrainingSequence
 
 
@@ -60,6 +60,12 @@ def test_the_cache_stands_for_the_same_model_and_the_same_rows(make_stepper, row
     cache.write_bytes(cache.read_bytes()[:-8])
     precompute(stepper, [rows[:-1]], model, 1000, cache)
     assert len(asked) == 6, "a damaged cache was believed"
+
+
+def test_places_are_told_apart_beyond_what_float32_counts() -> None:
+    stream = place_stream(2**24 + 4)
+    chosen = [0, 5, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3]
+    assert places_in(stream[chosen]).tolist() == chosen and stream.dtype == np.float32
 
 
 def test_samples_are_told_apart_by_tokens_and_by_mask() -> None:
