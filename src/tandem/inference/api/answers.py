@@ -13,6 +13,7 @@ from typing import Any
 from tandem.data.tokenizer import Tokenizer
 from tandem.data.tool_calls import CallFormat, Found
 from tandem.inference.api.logprobs import TokenName, chat_logprobs, prompt_logprobs_by_id, text_logprobs
+from tandem.inference.api.offsets import TextOffsets
 from tandem.inference.api.prompts import as_prompts, uses_tools
 from tandem.inference.api.text import GrowingText, TokenTexts, completion_text
 from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult
@@ -34,26 +35,30 @@ class TextAnswers:
         self.body = body
         self.name: TokenName = texts.number if body.return_tokens_as_token_ids else texts.token
         self.with_top = bool(body.logprobs)
+        self.lengths = texts.lengths[body.skip_special_tokens]
 
     def choice(
         self, index: int, request: GenerationRequest, result: GenerationResult, sample: GeneratedSample
     ) -> Choice:
         body = self.body
         text = whole_text(self.tokenizer, sample, body) if body.detokenize else ""
+        echoed = self.prompt_text(request) if body.echo else ""
         logprobs = None
         if body.logprobs is not None and not body.detokenize:
             logprobs = NO_TEXTS | {"token_logprobs": sample.logprobs}
         elif body.logprobs is not None:
+            prompt = request.prompt_ids if body.echo else ()
             logprobs = text_logprobs(
                 self.name,
                 sample,
-                prompt=request.prompt_ids if body.echo else (),
+                [*self.offsets(text=echoed).push(prompt), *self.offsets(len(echoed)).push(sample.token_ids)],
+                prompt=prompt,
                 prompt_logprobs=result.prompt_logprobs or (),
                 with_top=self.with_top,
             )
         choice = {
             "index": index,
-            "text": self.prompt_text(request) + text if body.echo else text,
+            "text": echoed + text,
             "logprobs": logprobs,
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
@@ -76,6 +81,9 @@ class TextAnswers:
             return sample
         return replace(NOTHING, finish_reason=sample.finish_reason and "length")
 
+    def offsets(self, start: int = 0, text: str | None = None) -> TextOffsets:
+        return TextOffsets(self.lengths, start, text)
+
     def prompt_text(self, request: GenerationRequest) -> str:
         prompt = as_prompts(self.body.prompt)[request.first_index // request.n]
         if isinstance(prompt, str) and self.body.truncate_prompt_tokens is None:
@@ -93,8 +101,8 @@ class TextChunks:
         self.answers = answers
         self.request = request
         self._text = growing_text(answers.tokenizer, answers.body)
+        self._offsets = answers.offsets()
         self._is_first = True
-        self._offset = 0
 
     def next(self, index: int, part: GeneratedSample) -> Choice | None:
         """The choice of the next chunk; None if there is nothing to tell."""
@@ -106,8 +114,8 @@ class TextChunks:
             return None
         logprobs = None
         if body.logprobs is not None:
-            logprobs = text_logprobs(self.answers.name, part, with_top=self.answers.with_top, offset=self._offset)
-            self._offset += sum(len(token) for token in logprobs["tokens"])
+            offsets = self._offsets.push(part.token_ids)
+            logprobs = text_logprobs(self.answers.name, part, offsets, with_top=self.answers.with_top)
         choice = {
             "index": index,
             "text": text,

@@ -1,7 +1,6 @@
 """Log-probs in the shapes of text completions, chat completions, and vLLM's prompt_logprobs."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from tandem.inference.engine import GeneratedSample, PromptLogprob, TopLogprobs
@@ -14,16 +13,15 @@ LEAST = -9999.0  # what stands for minus infinity, which JSON cannot write
 def text_logprobs(
     name: TokenName,
     sample: GeneratedSample,
+    offsets: list[int],
     *,
     prompt: Sequence[int] = (),
     prompt_logprobs: Sequence[PromptLogprob] = (),
     with_top: bool,
-    offset: int = 0,
 ) -> dict[str, Any]:
-    """Of a text completion, after those of its prompt where that is echoed. `offset`: where the text begins."""
+    """Of a text completion, after those of its prompt where that is echoed. `offsets`: where its tokens begin."""
     token_ids = [*prompt, *sample.token_ids] if prompt else sample.token_ids
     tokens = list(map(name, token_ids))
-    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
     token_logprobs: Sequence[float | None] = sample.logprobs
     top = _top_by_name(name, sample.token_ids, sample.logprobs, sample.top_logprobs) if with_top else None
     if prompt:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from tandem.data.text_stream import UNFINISHED, TextStream, overlap
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import QueueFull
+from tandem.inference.api.offsets import TextLengths
 from tandem.inference.engine import GeneratedSample
 
 # Handing work to a thread costs more than encoding a text of this size.
@@ -61,6 +62,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.token: Callable[[int], str] = TextTable(tokenizer).__getitem__
+        self.lengths = {skip: TextLengths(tokenizer, skip_special=skip) for skip in (True, False)}
 
     def bytes(self, token: int) -> list[int]:
         """Also of a token that is half a character, which has no text of its own."""

@@ -1,14 +1,17 @@
 """/v1/completions: what is asked of the engine, and what becomes of its answer."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from tests.unit.inference.api.conftest import EOS, SEQ_LEN
+from tests.unit.inference.api.conftest import EOS, SEQ_LEN, write_byte_tokenizer
 from tests.unit.inference.api.fake_engine import FakeEngine
 from tests.unit.inference.api.sse import choices, chunks
 
 from tandem.data.tokenizer import Tokenizer
+from tandem.inference.api.app import create_app
+from tandem.inference.api.context import ApiOptions
 
 
 def complete(client: TestClient, **body: Any) -> dict[str, Any]:
@@ -135,6 +138,25 @@ def test_logprobs_with_alternatives(client: TestClient) -> None:
     }
     [choice] = complete(client, max_tokens=2, logprobs=0, return_tokens_as_token_ids=True)["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:73", "token_id:70"] and choice["logprobs"]["top_logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_offsets_point_into_the_text_behind_a_character_of_several_tokens(
+    tmp_path: Path, stream: bool, as_numbers: bool
+) -> None:
+    byte_tokens = write_byte_tokenizer(tmp_path)
+    spread = byte_tokens.encode("é🙂b")
+    engine = FakeEngine(byte_tokens, lambda request, index: [*spread, EOS])
+    body = {"prompt": "a", "max_tokens": 20, "logprobs": 0, "stream": stream, "return_tokens_as_token_ids": as_numbers}
+    with TestClient(create_app(engine, byte_tokens, tmp_path, ApiOptions(300, 512))) as client:
+        answer = client.post("/v1/completions", json=body)
+        found = choices(chunks(answer)) if stream else answer.json()["choices"]
+        [echoed] = complete(client, prompt="é", echo=True, logprobs=1)["choices"]
+    assert "".join(choice["text"] for choice in found) == "é🙂b"
+    offsets = [offset for choice in found for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == [0, 0, 1, 1, 1, 1, 2, 3]
+    assert echoed["text"] == "éé🙂b" and echoed["logprobs"]["text_offset"] == [0, 0, *(1 + at for at in offsets)]
 
 
 def test_streamed_logprobs_are_those_of_the_whole(client: TestClient) -> None:

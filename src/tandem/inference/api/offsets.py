@@ -1,0 +1,89 @@
+"""Where tokens begin in the text of an answer: `text_offset` of log-probs.
+
+The text of a token alone does not tell. A character may be spread over several tokens, special tokens may be left out
+of the text, and some tokenizers drop the blank that a text begins with. So bytes are counted, as far as they are
+characters.
+"""
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+
+from tandem.data.tokenizer import Tokenizer
+
+HALF = -1  # the length of a token that is no whole number of characters
+
+
+class TextLengths(dict[int, int]):
+    """Characters that tokens add to a text, each counted when first asked for. Every token of every answer with
+    log-probs is looked up here, so a lookup must not run any Python."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self.tokenizer = tokenizer
+        self.special = frozenset(tokenizer.special_token_ids)
+        self.skip_special = skip_special
+
+    def __missing__(self, token: int) -> int:
+        try:
+            is_shown = token not in self.special or not self.skip_special
+            found = len(self.tokenizer.token_bytes.token(token).decode()) if is_shown else 0
+        except UnicodeDecodeError:
+            found = HALF
+        self[token] = found
+        return found
+
+
+class TextOffsets:
+    """The offsets of tokens as they come, of a text that begins at `start`. A token that goes on with a character is
+    where the character begins. Where the `text` is known, it tells which special tokens are in it."""
+
+    def __init__(self, lengths: TextLengths, start: int = 0, text: str | None = None) -> None:
+        self._lengths = lengths
+        self._tokenizer = lengths.tokenizer
+        self._start = self._at = start
+        self._text = text
+        self._has_begun = False
+        self._unfinished = b""  # the beginning of a character, which is at `_at`
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        first = [self._next(token) for token in takewhile(lambda _: not self._has_begun, token_ids)]
+        rest = token_ids[len(first) :]
+        lengths = list(map(self._lengths.__getitem__, rest))
+        if self._unfinished or HALF in lengths or self._text is not None:
+            return first + [self._next(token) for token in rest]
+        *offsets, self._at = accumulate(lengths, initial=self._at)
+        return first + offsets
+
+    def _next(self, token: int) -> int:
+        added = self._bytes_of(token)
+        if self._unfinished and added and not _is_text(self._unfinished + added[:1]):
+            self._at, self._unfinished = self._at + 1, b""  # half a character remains, and is shown as one
+        offset = self._at
+        known = self._unfinished + added
+        text, num_used = utf_8_decode(known, "replace", False)
+        self._at, self._unfinished = self._at + len(text), known[num_used:]
+        return offset
+
+    def _bytes_of(self, token: int) -> bytes:
+        added = self._tokenizer.token_bytes.token(token)
+        if token in self._lengths.special and not self._shows(added.decode(errors="replace")):
+            return b""
+        if not added or self._has_begun:
+            return added
+        self._has_begun = True
+        drops_blank = added.startswith(b" ") and not self._tokenizer.decode([token]).startswith(" ")
+        return added[1:] if drops_blank else added
+
+    def _shows(self, special: str) -> bool:
+        if self._text is None:
+            return not self._lengths.skip_special
+        return self._text.startswith(special, self._at - self._start)
+
+
+def _is_text(beginning: bytes) -> bool:
+    """Whether it is text, though the end of the last character may be missing."""
+    try:
+        utf_8_decode(beginning, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True
