@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.utils.cuda_driver import DeviceBytes, DriverError, call_driver
+
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3  # as cuda.h numbers them
 
 
@@ -48,7 +50,6 @@ class MappedMemory:
         self.device = device
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.synchronize(device)  # CUDA's own context is there from now on
-        self._driver: Any = ctypes.CDLL("libcuda.so.1")
         location = _Location(ON_DEVICE, index)
         self._kind = _Allocation(PINNED, 0, location, None, _Flags())
         self._access = _Access(location, READ_WRITE)
@@ -68,7 +69,7 @@ class MappedMemory:
         self._mapped.append((address.value, num_bytes))
         self._map(address.value, num_bytes)
         return (
-            torch.as_tensor(_Bytes(address.value, count * dtype.itemsize), device=device)
+            torch.as_tensor(DeviceBytes(address.value, count * dtype.itemsize), device=device)
             .view(dtype)
             .view(shape)
             .zero_()
@@ -93,22 +94,8 @@ class MappedMemory:
         self._handles.append(handle.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._driver, name)(*arguments)
-        if status != 0:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(c_int(status), byref(text))
-            reason = (text.value or b"unknown error").decode()
+        try:
+            call_driver(name, *arguments)
+        except DriverError as error:
             free, _ = torch.cuda.mem_get_info(self.device)
-            raise RuntimeError(f"{name}: {reason} (the KV cache; {free / 2**30:.1f} GiB of the GPU are free)")
-
-
-class _Bytes:
-    """What PyTorch makes a tensor of."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+            raise RuntimeError(f"{error} (the KV cache; {free / 2**30:.1f} GiB of the GPU are free)") from error

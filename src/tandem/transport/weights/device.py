@@ -9,7 +9,6 @@ them before and after.
 """
 
 import ctypes
-import functools
 import logging
 import math
 import re
@@ -23,6 +22,7 @@ from torch import Tensor
 from tandem.transport.weights.filesystem import Tensors, cast_each
 from tandem.transport.weights.manifest import Place
 from tandem.transport.weights.memory import HEADER_BYTES, HeldVersion, Memory, SharedMemory, read_shared
+from tandem.utils.cuda_driver import DeviceBytes, call_driver
 
 logger = logging.getLogger(__name__)
 HANDLE = re.compile(r"cuda:([0-9a-f]{128})\+(\d+)")
@@ -140,7 +140,7 @@ def export_handle(buffer: Tensor) -> str:
     torch.cuda.current_stream(buffer.device).synchronize()  # a thread has a context once it has used the device
     base, _ = _allocation(buffer.data_ptr())
     handle = Handle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(buffer.data_ptr()))
+    call_driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(buffer.data_ptr()))
     return f"cuda:{bytes(handle.reserved).hex()}+{buffer.data_ptr() - base}"
 
 
@@ -150,41 +150,21 @@ def opened(handle: bytes, offset: int, device: torch.device) -> Iterator[Tensor]
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).synchronize()
         pointer = ctypes.c_uint64()
-        _call(
+        call_driver(
             "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), Handle.from_buffer_copy(handle), ctypes.c_uint(OPEN_PEERS)
         )
         try:
             _, size = _allocation(pointer.value)
             if offset > size:
                 raise ValueError(f"offset {offset} lies outside of the memory")
-            yield torch.as_tensor(_Bytes(pointer.value + offset, size - offset), device=device)
+            yield torch.as_tensor(DeviceBytes(pointer.value + offset, size - offset), device=device)
             torch.cuda.current_stream(device).synchronize()
         finally:
-            _call("cuIpcCloseMemHandle", pointer)
-
-
-class _Bytes:
-    """As PyTorch takes memory over that is not its own."""
-
-    def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
-        }  # fmt: skip
+            call_driver("cuIpcCloseMemHandle", pointer)
 
 
 def _allocation(pointer: int) -> tuple[int, int]:
     """Where the allocation begins that a pointer lies in, and its size."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
+    call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
     return base.value, size.value
-
-
-def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_driver(), name)(*arguments)
-    if status:
-        raise OSError(f"{name} of the CUDA driver: error {status}")
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
