@@ -60,7 +60,7 @@ class SandboxResult:
     stdout: str
     stderr: str
     exit_code: int
-    stopped: str | None = None  # the limit it was killed at: "time", "output", "threads" or "disk"
+    stopped: str | None = None  # the limit it went over: "time", "output", "threads" or "disk"
     wall_s: float = 0.0
 
     @property
@@ -74,7 +74,8 @@ class SandboxResult:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run. `timeout_s` bounds wall and CPU time; memory is address space, as the kernel counts it."""
+    """Of one run. `timeout_s` bounds wall and CPU time; memory is address space, as the kernel counts it. `disk_mb`
+    bounds each file at once, and all together every WATCH_S and at the end: code may write more for a moment."""
 
     timeout_s: float = 10.0
     memory_mb: int = 512
@@ -238,6 +239,8 @@ class _Run:
             if self._bytes_left < 0:
                 self.stopped = "output"
             elif ended.done() or process.returncode is not None:
+                if _is_over(self.folder, None, self.limits.disk_mb << 20):  # since it was last looked at
+                    self.stopped = "disk"
                 return
             elif left <= 0:
                 self.stopped = "time"
@@ -289,9 +292,10 @@ def _num_threads(pid: int) -> int:
     return int(found[1]) if found else 0
 
 
-def _is_over(folder: Path, pid: int, max_bytes: int) -> bool:
-    """Whether the files in `folder` and those removed but held open are too many, too large, or not to be looked at."""
-    pending, num_files, size_bytes = [str(folder)], 0, _removed_bytes(pid)
+def _is_over(folder: Path, pid: int | None, max_bytes: int) -> bool:
+    """Whether the files in `folder` and those removed but held open are too many, too large, or not to be looked at.
+    Without a process, none are held open."""
+    pending, num_files, size_bytes = [str(folder)], 0, 0 if pid is None else _removed_bytes(pid)
     while pending:
         try:
             with os.scandir(pending.pop()) as entries:

@@ -268,6 +268,15 @@ def test_disk_is_bounded() -> None:
     assert not one.succeeded
 
 
+def test_disk_is_counted_again_when_the_code_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may write many files, none too large, and end before it is looked at."""
+    monkeypatch.setattr(sandbox, "WATCH_S", 60.0)
+    code = "for n in range(3):\n    open(f'file{n}', 'wb').write(bytes(4 << 20))"
+    ended = run(code, disk_mb=8)
+    assert (ended.exit_code, ended.stopped, ended.succeeded) == (0, "disk", False)
+    assert run(code, disk_mb=13).succeeded
+
+
 def test_files_that_are_removed_and_held_open_take_disk() -> None:
     code = """
     import os, time
