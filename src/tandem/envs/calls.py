@@ -14,11 +14,12 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.envs.failures import Failure, failure_of, hung_at
 from tandem.envs.model import Clock
+from tandem.rewards.weighted import RewardsPending
 
 # Sync functions at the same time. More would share one interpreter lock, and time out for want of it.
 MAX_THREADS = 8
@@ -34,6 +35,7 @@ class Outcome:
     value: Any = None
     failure: Failure | None = None
     lingers: bool = False  # the code did not end with its time: a thread, or a task that is not to be cancelled
+    pending: str = ""  # the rewards that a cancelled call waited for
 
 
 class Calls:
@@ -100,6 +102,8 @@ class Calls:
 async def _cancelled(task: asyncio.Task[Outcome], failure: Failure) -> Outcome:
     task.cancel()
     done, _ = await asyncio.wait([task], timeout=CANCEL_S)
+    if done and not task.cancelled() and (pending := task.result().pending):
+        failure = replace(failure, reason=f"{failure.reason}; {pending}")
     return Outcome(failure=failure, lingers=not done)
 
 
@@ -140,6 +144,8 @@ async def _settled(awaitable: Awaitable[Any], number: int) -> Outcome:
     CALL.set(number)
     try:
         return Outcome(await awaitable)
+    except RewardsPending as error:
+        return Outcome(failure=failure_of(error), pending=str(error))
     except BaseException as error:  # SystemExit would end the event loop, CancelledError a call that was not cancelled
         return Outcome(failure=failure_of(error))
 

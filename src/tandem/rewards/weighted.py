@@ -12,6 +12,10 @@ from tandem.rewards.registry import is_slow, make_call, require_installed
 from tandem.types.rollout import Task
 
 
+class RewardsPending(asyncio.CancelledError):
+    """Scoring was cancelled; the text says which rewards it waited for."""
+
+
 class WeightedRewards:
     """`score` gives weight × reward, by name; the sum is what counts. For one event loop."""
 
@@ -31,6 +35,9 @@ class WeightedRewards:
         scoring = [asyncio.ensure_future(self._one(number, task, completion)) for number in range(len(self.configs))]
         try:
             rewards = await asyncio.gather(*scoring)
+        except asyncio.CancelledError:
+            waited_for = [one.label for one, scored in zip(self.configs, scoring, strict=True) if scored.cancelled()]
+            raise RewardsPending(f"pending: {', '.join(waited_for)} of env.rewards") from None
         finally:
             for one in scoring:
                 one.cancel()

@@ -55,6 +55,11 @@ class Sync(Misbehaving):
         return misbehave(task.answer)
 
 
+async def never_rewards(completion: str, answer: str) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
 REWARDS: dict[str, Any] = {
     "good": 1.0,
     "nan": float("nan"),

@@ -94,6 +94,20 @@ def test_what_hangs_is_ended_at_its_limit_and_named(cls: str, behaviour: str) ->
     assert (waiting, good) == (0.5, 1.0)
 
 
+def test_a_score_over_its_limit_names_the_rewards_it_waited_for() -> None:
+    never = {"type": "misbehaving:never_rewards", "timeout_s": 1000, "weight": 0.5}
+    rewards = [{"type": "exact_match"}, never | {"name": "slow"}, never | {"name": "slower"}]
+
+    async def body(environment: EnvironmentProcess) -> None:
+        with pytest.raises(UserCodeError) as caught:
+            await environment.score(environment.train_tasks[0], "a text")
+        assert caught.value.failure.reason == (
+            f"the score took longer than env.score_timeout_s = {LIMIT_S:g} s; pending: slow, slower of env.rewards"
+        )
+
+    run_with(config("good", rewards=rewards), body)
+
+
 @pytest.mark.parametrize("cls", ["Misbehaving", "Sync"])
 def test_a_process_that_dies_is_replaced(cls: str) -> None:
     (died,) = failures(config("dies", cls=cls))
