@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 from tandem.config.environment import EnvConfig
 from tandem.config.explain import explain_validation_error
 from tandem.envs.rewarded import Rewarded, by_answer
+from tandem.envs.signatures import require_arguments
 from tandem.envs.system_prompt import SystemPrompted
-from tandem.rewards.registry import REWARDS
+from tandem.rewards.registry import REWARDS, RewardFunction
 from tandem.rewards.weighted import WeightedRewards
 from tandem.utils.errors import UserError
 from tandem.utils.registry import find_registered
@@ -50,7 +51,7 @@ def make_environment(config: EnvConfig) -> Any:
         raise UserError(f"env.args = {config.args!r} does not fit env.id = {config.id!r}: {error}") from error
     _check(environment, config)
     if config.reward is not None:
-        environment = Rewarded(environment, by_answer(find_registered(REWARDS, config.reward, "env.reward")))
+        environment = Rewarded(environment, by_answer(_find_reward(config.reward)))
     if config.rewards:
         rewards = WeightedRewards(config.rewards, config.reward_workers)
         environment = Rewarded(environment, rewards.score, rewards.costs)
@@ -61,7 +62,13 @@ def check_names(config: EnvConfig) -> None:
     """UserError where there is no such environment, or no such reward function; neither is created."""
     _find(config.id)
     if config.reward is not None:
-        find_registered(REWARDS, config.reward, "env.reward")
+        _find_reward(config.reward)
+
+
+def _find_reward(name: str) -> RewardFunction:
+    reward = find_registered(REWARDS, name, "env.reward")
+    require_arguments(reward, ("completion", "answer"), f"env.reward = {name!r}")
+    return reward
 
 
 def _explain(args_model: type[BaseModel], error: ValidationError) -> str:

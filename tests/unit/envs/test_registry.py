@@ -11,7 +11,7 @@ import pytest
 from tandem.config.environment import EnvConfig
 from tandem.envs.process import open_environment
 from tandem.envs.protocol import Score
-from tandem.envs.registry import make_environment
+from tandem.envs.registry import check_names, make_environment
 from tandem.envs.reverse_text import ReverseText
 from tandem.envs.system_prompt import SystemPrompted
 from tandem.envs.trial import try_environment
@@ -171,6 +171,12 @@ async def waits(completion, answer):
 
 def nothing(completion, answer):
     return None
+
+def alone(completion):
+    return 1.0
+
+def of_task(task, completion, answer):
+    return 1.0
 """
 
 
@@ -216,6 +222,23 @@ def test_a_reward_function_that_is_not_known(own_rewards: None) -> None:
         make_environment(EnvConfig(reward="exact"))
     with pytest.raises(UserError, match=r"env\.reward = 'rewards_of_a_test:lenght' cannot be imported: .*'length'"):
         make_environment(EnvConfig(reward="rewards_of_a_test:lenght"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("alone", r"alone\(completion\), rewards_of_a_test\.py:10 in alone, .*: too many positional arguments"),
+        ("of_task", r"of_task\(task, completion, answer\), rewards_of_a_test\.py:13 in of_task, .* 'answer'"),
+    ],
+)
+def test_a_reward_function_of_other_arguments(own_rewards: None, name: str, message: str) -> None:
+    config = EnvConfig(reward=f"./rewards_of_a_test.py:{name}")
+    with pytest.raises(UserError, match=rf"^env\.reward = '\./rewards_of_a_test\.py:{name}': {message}") as caught:
+        make_environment(config)
+    assert "is called with (completion, answer)" in str(caught.value)
+    assert str(caught.value).endswith(f"write `def {name}(completion, answer)`")
+    with pytest.raises(UserError, match=message):
+        check_names(config)
 
 
 def test_several_rewards_come_back_by_name(own_rewards: None) -> None:
