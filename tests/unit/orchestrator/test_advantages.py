@@ -157,6 +157,8 @@ def test_the_config_chooses_the_function() -> None:
 
 
 MINE = """\
+import threading
+
 def winners(groups):
     return [[float(reward == max(group)) for reward in group] for group in groups]
 
@@ -177,6 +179,11 @@ def huge(groups):
 
 def ends(groups):
     raise SystemExit(3)
+
+LET_GO = threading.Event()
+
+def hangs(groups):
+    LET_GO.wait()
 """
 
 
@@ -202,9 +209,9 @@ def test_a_function_that_a_user_brings(own_file: None, where: str) -> None:
         ("one_group", r"gives groups of \[2\] advantages for groups of \[2, 2\] rewards"),
         ("one_reward", r"gives groups of \[1, 1\] advantages for groups of \[2, 2\] rewards"),
         ("infinite", "gives advantages that are not finite numbers"),
-        ("fails", r"failed: ZeroDivisionError: .*\(advantages_of_a_test\.py:14 in "),
+        ("fails", r"failed: ZeroDivisionError: .*\(advantages_of_a_test\.py:16 in "),
         ("huge", r"gives advantages up to 1e\+39; keep them below 1e\+09"),
-        ("ends", r"failed: SystemExit: 3 \(advantages_of_a_test\.py:20 in ends\)"),
+        ("ends", r"failed: SystemExit: 3 \(advantages_of_a_test\.py:22 in ends\)"),
         ("winner", r"cannot be imported: .* has no 'winner'; did you mean 'winners'\?"),
     ],
 )
@@ -212,6 +219,19 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_start(own_file: No
     config = AdvantageConfig(type=f"./advantages_of_a_test.py:{name}")
     with pytest.raises(UserError, match=rf"advantage\.type = '\./advantages_of_a_test\.py:{name}' .*{message}"):
         try_advantages(config, group_size=2)
+
+
+def test_a_function_that_hangs_is_refused_before_the_start(own_file: None) -> None:
+    config = AdvantageConfig(type="./advantages_of_a_test.py:hangs")
+    with pytest.raises(UserError) as caught:
+        try_advantages(config, group_size=2, timeout_s=0.2)
+    first, *frames = str(caught.value).splitlines()
+    assert first == (
+        "advantage.type = './advantages_of_a_test.py:hangs' cannot be used: it took longer than 0.2 s on a tiny "
+        "example (advantages_of_a_test.py:27 in hangs); it has to end"
+    )
+    assert any("LET_GO.wait()" in frame for frame in frames)
+    sys.modules["advantages_of_a_test"].LET_GO.set()
 
 
 def test_a_name_that_is_not_known_is_refused_with_the_nearest() -> None:

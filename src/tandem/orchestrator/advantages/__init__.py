@@ -6,6 +6,7 @@ from functools import partial
 
 from tandem.config.advantages import PER_TURN, AdvantageConfig
 from tandem.envs.failures import failure_of
+from tandem.envs.limited import TRIAL_TIMEOUT_S, try_within
 from tandem.orchestrator.advantages.functions import (
     Advantages,
     Groups,
@@ -89,6 +90,10 @@ def checked_advantages(
     return advantages
 
 
-def try_advantages(config: AdvantageConfig, group_size: int) -> None:
+def try_advantages(config: AdvantageConfig, group_size: int, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
     """Before anything starts: does the function take a group of different rewards, and one of equal ones?"""
-    make_advantage_function(config)([[i / group_size for i in range(group_size)], [0.0] * group_size])
+    if config.type in FUNCTIONS:
+        return
+    function = make_advantage_function(config)
+    groups = [[i / group_size for i in range(group_size)], [0.0] * group_size]
+    try_within(timeout_s, f"advantage.type = {config.type!r}", function, groups)

@@ -1,0 +1,37 @@
+"""One call of a user's function before anything starts, within a time limit.
+
+In a thread that is left behind where it does not end: the program that leaves with an error ends it. In a run,
+environments have processes that can be killed instead (envs/process.py)."""
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from tandem.envs.failures import hung_at
+from tandem.utils.errors import UserError
+
+TRIAL_TIMEOUT_S = 60.0
+T = TypeVar("T")
+
+
+def try_within(timeout_s: float, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """What the function returns or raises; UserError, which begins with `what`, where it takes longer."""
+    future: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not thread.is_alive():
+        return future.result()
+    frame = sys._current_frames().get(thread.ident or 0)
+    failure = hung_at(f"it took longer than {timeout_s:g} s on a tiny example", traceback.extract_stack(frame))
+    raise UserError(f"{what} cannot be used: {failure}; it has to end\n{failure.frames}".rstrip())
