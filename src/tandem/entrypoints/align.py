@@ -18,10 +18,11 @@ def align(config: AlignConfig) -> None:
     from tandem.models.padding import padding_token
     from tandem.trainer.offline.preferences import encode_align_row
     from tandem.utils.files import read_json
-    from tandem.utils.registry import load_function
 
     if config.loss.is_own:
-        load_function(config.loss.type, config.loss.options, "loss")
+        from tandem.trainer.losses.trial import try_align_loss
+
+        try_align_loss(config.loss)
 
     def load_train() -> Train[AlignConfig]:
         from tandem.trainer.offline.align import train_align

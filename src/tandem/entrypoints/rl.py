@@ -68,14 +68,26 @@ def check_and_run(config: RLConfig) -> None:
 
     setup_logging(config.log_level)
     if config.dry_run:
-        preflight.check(config)
+        check(config)
         write_plan(config)
         return
     with hold_run(config.output_dir, "rl"):
         if config.resume and preflight.is_finished(config):
             print(f"the run in {config.output_dir} is finished: all {config.max_steps} steps are done")
             return
-        run(config, preflight.check(config))
+        run(config, check(config))
+
+
+def check(config: RLConfig) -> int:
+    """Refuse what cannot work; returns the step the run starts after."""
+    from tandem.launch import preflight
+
+    start = preflight.check(config)
+    if config.trainer.loss.is_own:  # its file has imported torch by now
+        from tandem.trainer.losses.trial import try_policy_loss
+
+        try_policy_loss(config.trainer.loss, "trainer.loss")
+    return start
 
 
 def write_plan(config: RLConfig) -> None:

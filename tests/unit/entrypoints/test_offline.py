@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,44 @@ def test_a_token_beyond_the_embedding_is_refused(command, arguments, tiny_model,
     with pytest.raises(SystemExit) as caught:
         importlib.import_module(f"tandem.entrypoints.{command}").main()
     assert caught.value.code == 2 and "is beyond vocab_size = 5 in the model's config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "message"),
+    [
+        ("pairs", [], None),
+        ("completions", ["--loss.labeled"], None),
+        ("summed", [], "returned losses of shape (); return one per pair: (2,)"),
+        ("constant", [], "returned losses without a gradient; compute them from streams.logprobs"),
+        (
+            "completions",
+            [],
+            "failed on a tiny example: AttributeError: 'PairStreams' object has no attribute 'logprobs'",
+        ),
+    ],
+)
+def test_a_dry_run_of_align_tries_a_loss_of_ones_own(
+    name: str, extra: list[str], message: str | None, arguments, tmp_path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW | {'label': True})}\n" * 8)
+    (tmp_path / "align_loss_of_a_test.py").write_text(
+        "from tandem.trainer.losses import Losses\n"
+        "def pairs(streams): return Losses(streams.rejected_logprobs - streams.chosen_logprobs)\n"
+        "def completions(streams): return Losses(-streams.logprobs * streams.is_good)\n"
+        "def summed(streams): return Losses(pairs(streams).losses.sum())\n"
+        "def constant(streams): return Losses(streams.reference_chosen)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    own = ["--loss.type", f"./align_loss_of_a_test.py:{name}", *extra]
+    monkeypatch.setattr("sys.argv", ["align", *arguments, "--dry-run", *own])
+    main = importlib.import_module("tandem.entrypoints.align").main
+    if message is None:
+        main()
+    else:
+        with pytest.raises(SystemExit) as caught:
+            main()
+        told = f"align: loss.type = './align_loss_of_a_test.py:{name}' {message}"
+        assert caught.value.code == 2 and capsys.readouterr().err.startswith(told)
+    assert (tmp_path / "run").exists() == (message is None)
+    del sys.modules["align_loss_of_a_test"]

@@ -1,5 +1,6 @@
 """`rl` as it is typed, up to where processes would be started."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,3 +61,22 @@ def test_a_run_is_controlled_by_its_directory_alone(words: list[str], monkeypatc
         rl.main()
     problem = capsys.readouterr().err
     assert end.value.code == 2 and problem.count("\n") == 1 and "one run directory" in problem
+
+
+def test_a_dry_run_tries_a_loss_of_ones_own(type_rl: Type, tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "loss_of_a_dry_run.py").write_text(
+        "from tandem.trainer.losses import Losses\n"
+        "def right(streams): return Losses(-streams.logprobs * streams.advantages)\n"
+        "def wrong(streams): return Losses(-streams.logprobs.mean())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    given = ["--inference.server.port", str(free_port()), "--dry-run", "--trainer.loss.type"]
+    assert type_rl(*given, "./loss_of_a_dry_run.py:right") == 0
+    capsys.readouterr()
+    assert type_rl(*given, "./loss_of_a_dry_run.py:wrong") == 2
+    assert capsys.readouterr().err == (
+        "rl: trainer.loss.type = './loss_of_a_dry_run.py:wrong' returned losses of shape (); return one per token: "
+        "(9,)\n"
+    )
+    del sys.modules["loss_of_a_dry_run"]

@@ -48,6 +48,12 @@ def require_losses(given: object, count: int, name: str, unit: str) -> Losses:
     """What a user's function gave, if it can be learned from and logged; else UserError."""
     if not isinstance(given, Losses):
         raise UserError(f"loss.type = {name!r} returned {type(given).__name__}; return tandem.trainer.losses.Losses")
+    if not isinstance(given.losses, Tensor):
+        what = type(given.losses).__name__
+        raise UserError(f"loss.type = {name!r} returned losses as {what}; return a tensor, one loss per {unit}")
+    if not isinstance(given.metrics, dict):
+        what = type(given.metrics).__name__
+        raise UserError(f"loss.type = {name!r} returned metrics as {what}; return a dict of them by name")
     shape = tuple(given.losses.shape)
     if shape != (count,):
         raise UserError(f"loss.type = {name!r} returned losses of shape {shape}; return one per {unit}: ({count},)")

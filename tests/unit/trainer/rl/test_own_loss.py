@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.config.losses import LossConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.trainer.losses import ignores_zero_advantages
+from tandem.trainer.losses.trial import try_policy_loss
 from tandem.trainer.rl.train import train_rl
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import TrainBatch
@@ -19,6 +21,8 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
 
 OWN_LOSS = """\
+import threading
+
 import torch
 
 from tandem.trainer.losses import Losses, PolicyStreams, maximum_of, mean_of
@@ -52,7 +56,49 @@ def plain_metric(streams: PolicyStreams) -> Losses:
 
 def taken_metric(streams: PolicyStreams) -> Losses:
     return Losses(-streams.logprobs, {"loss": mean_of(streams.logprobs)})
+
+
+def listed(streams: PolicyStreams) -> Losses:
+    return Losses([0.0] * len(streams.logprobs))
+
+
+def listed_metrics(streams: PolicyStreams) -> Losses:
+    return Losses(-streams.logprobs, [mean_of(streams.logprobs)])
+
+
+def compares(streams: PolicyStreams) -> Losses:
+    return Losses(streams.logprobs - streams.reference_logprobs)
+
+
+def changes_what_is_needed(streams: PolicyStreams) -> Losses:
+    gains = streams.logprobs.exp()
+    gains *= 2
+    return Losses(-gains)
+
+
+LET_GO = threading.Event()
+
+
+def hangs(streams: PolicyStreams) -> Losses:
+    LET_GO.wait()
+    return Losses(-streams.logprobs)
 """
+
+UNLEARNABLE = [
+    ({"type": "own_loss_of_a_test:nothing"}, r"loss\.type = '.*:nothing' returned NoneType; return .*Losses"),
+    ({"type": "own_loss_of_a_test:summed"}, r"loss\.type = '.*:summed' returned losses of shape \(\); return one"),
+    ({"type": "own_loss_of_a_test:constant"}, r"loss\.type = '.*:constant' returned losses without a gradient"),
+    ({"type": "own_loss_of_a_test:undefined"}, r"'.*:undefined' returned \d+ of \d+ losses that are not finite"),
+    ({"type": "own_loss_of_a_test:plain_metric"}, r"returned metrics\['own/mean'\] as float; make it with mean_of"),
+    ({"type": "own_loss_of_a_test:taken_metric"}, r"returned a metric called 'loss', which is taken"),
+    ({"type": "own_loss_of_a_test:listed"}, r"returned losses as list; return a tensor, one loss per token"),
+    ({"type": "own_loss_of_a_test:listed_metrics"}, r"returned metrics as list; return a dict of them by name"),
+    (
+        {"type": "own_loss_of_a_test:clipped", "options": {"clib": 0.1}},
+        r"loss\.options = \{'clib': 0\.1\} does not suit loss\.type = '.*:clipped': .*'clib'",
+    ),
+    ({"type": "own_loss_of_a_test:clippd"}, r"loss\.type = '.*:clippd' .*did you mean 'clipped'\?"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -106,26 +152,47 @@ def test_its_options_reach_it(train) -> None:
     assert any(not torch.equal(tight[name], wide[name]) for name in tight)
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ({"type": "own_loss_of_a_test:nothing"}, r"loss\.type = '.*:nothing' returned NoneType; return .*Losses"),
-        ({"type": "own_loss_of_a_test:summed"}, r"loss\.type = '.*:summed' returned losses of shape \(\); return one"),
-        ({"type": "own_loss_of_a_test:constant"}, r"loss\.type = '.*:constant' returned losses without a gradient"),
-        ({"type": "own_loss_of_a_test:undefined"}, r"'.*:undefined' returned \d+ of \d+ losses that are not finite"),
-        ({"type": "own_loss_of_a_test:plain_metric"}, r"returned metrics\['own/mean'\] as float; make it with mean_of"),
-        ({"type": "own_loss_of_a_test:taken_metric"}, r"returned a metric called 'loss', which is taken"),
-        (
-            {"type": "own_loss_of_a_test:clipped", "options": {"clib": 0.1}},
-            r"loss\.options = \{'clib': 0\.1\} does not suit loss\.type = '.*:clipped': .*'clib'",
-        ),
-        ({"type": "own_loss_of_a_test:clippd"}, r"loss\.type = '.*:clippd' .*did you mean 'clipped'\?"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "message"), UNLEARNABLE)
 def test_what_cannot_be_learned_from_is_a_mistake_of_one_line(train, loss: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         train("refused", loss)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("loss", "message"), UNLEARNABLE)
+def test_the_same_is_said_before_anything_starts(loss: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        try_policy_loss(LossConfig.model_validate(loss))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("compares", r"failed on a tiny example: TypeError: .*NoneType.* \(own_loss_of_a_test\.py:\d+ in compares\)\n"),
+        ("changes_what_is_needed", r"failed on a tiny example: RuntimeError: .*modified by an inplace operation"),
+        ("hangs", r"cannot be used: it took longer than 0\.2 s .* \(own_loss_of_a_test\.py:\d+ in hangs\)"),
+    ],
+)
+def test_a_function_that_fails_or_hangs_is_refused_before_anything_starts(name: str, message: str) -> None:
+    config = LossConfig(type=f"own_loss_of_a_test:{name}")
+    with pytest.raises(UserError, match=rf"^trainer\.loss\.type = 'own_loss_of_a_test:{name}' {message}"):
+        try_policy_loss(config, "trainer.loss", timeout_s=0.2 if name == "hangs" else 60)
+    sys.modules["own_loss_of_a_test"].LET_GO.set()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"type": "own_loss_of_a_test:clipped", "options": {"clip": 0.1}},
+        {"type": "own_loss_of_a_test:clipped", "normalize": "sequences", "correction": {"type": "mask"}},
+        {"type": "own_loss_of_a_test:constant", "entropy_coef": 0.01},
+        {"type": "own_loss_of_a_test:compares", "kl": {"coef": 0.1, "place": "reward"}},
+        {"type": "own_loss_of_a_test:clipped", "teacher": {"coef": 0.1, "model": "a"}},
+    ],
+)
+def test_a_function_that_can_be_used_passes_before_the_start(loss: dict[str, Any]) -> None:
+    try_policy_loss(LossConfig.model_validate(loss))
 
 
 def test_another_term_may_bring_the_gradient(train) -> None:
