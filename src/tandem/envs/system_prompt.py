@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from tandem.envs.tasks import is_list_of_tasks
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
@@ -17,18 +18,21 @@ class SystemPrompted:
         self._system_prompt = system_prompt
 
     @cached_property
-    def train_tasks(self) -> list[Task]:
+    def train_tasks(self) -> Sequence[Task]:
         return _with_system_message(self._environment.train_tasks, self._system_prompt)
 
     @cached_property
-    def eval_tasks(self) -> list[Task]:
+    def eval_tasks(self) -> Sequence[Task]:
         return _with_system_message(self._environment.eval_tasks, self._system_prompt)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
 
-def _with_system_message(tasks: Sequence[Task], text: str) -> list[Task]:
+def _with_system_message(tasks: Sequence[Task], text: str) -> Sequence[Task]:
+    """As they are where they are no tasks: whoever reads them says what is wrong."""
+    if not is_list_of_tasks(tasks):
+        return tasks
     for task in tasks:
         if any(message.get("role") == "system" for message in task.messages):
             raise UserError(

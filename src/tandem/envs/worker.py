@@ -15,7 +15,6 @@ Whatever users' code does here, hang, crash, exit, print, it does to this proces
 import asyncio
 import copy
 import faulthandler
-import hashlib
 import inspect
 import itertools
 import mmap
@@ -30,26 +29,23 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import orjson
-
 from tandem.config.environment import EnvConfig
 from tandem.envs.calls import CALLED_OFF, Calls, Outcome
 from tandem.envs.failures import Failure, failure_of, place_of
 from tandem.envs.model import Clock, RemoteModel
-from tandem.envs.protocol import HasTasks
 from tandem.envs.registry import make_environment
 from tandem.envs.results import checked_result, checked_score
+from tandem.envs.tasks import EXAMPLES, describe_tasks, fingerprint
 from tandem.envs.tools import as_schema
 from tandem.envs.wire import Channel, Payload
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError, shorten
+from tandem.utils.errors import UserError
 from tandem.utils.log import setup_logging
 from tandem.utils.processes import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
 MARK_BYTES = 8
-EXAMPLES = "docs/environments.md has examples"
 # The other side waits a little longer than this before it kills.
 CLOSE_S = 1.0
 
@@ -167,42 +163,6 @@ def reply(function: Callable[..., Any], outcome: Outcome, check: Callable[[Any],
 
 def failed(failure: Failure, *, lingers: bool) -> Payload:
     return {"failure": asdict(failure), "lingers": lingers}
-
-
-def describe_tasks(environment: HasTasks, config: EnvConfig) -> Payload:
-    """What the orchestrator needs of the tasks; what only the scorer needs (`info`) stays here, whatever it is."""
-    return {
-        split: [
-            {"index": task.index, "messages": task.messages, "answer": task.answer}
-            for task in read_tasks(environment, f"{split}_tasks", config)
-        ]
-        for split in ("train", "eval")
-    }
-
-
-def read_tasks(environment: HasTasks, name: str, config: EnvConfig) -> Sequence[Task]:
-    """UserError where they are not what environments have."""
-    try:
-        tasks = getattr(environment, name)
-    except AttributeError as error:
-        if error.name != name:  # of the user's own code
-            raise
-        raise UserError(f"env.id = {config.id!r} has no `{name}`; {EXAMPLES}") from None
-    for place, task in enumerate(tasks):
-        if not isinstance(task, Task):
-            what = shorten(repr(task), 80)
-            raise UserError(f"env.id = {config.id!r}: {name}[{place}] is no tandem.types.rollout.Task but {what}")
-        if not isinstance(task.messages, list) or not all(isinstance(message, dict) for message in task.messages):
-            what = shorten(repr(task.messages), 80)
-            raise UserError(
-                f"env.id = {config.id!r}: the messages of {name}[{place}] are no list of tables with role and content "
-                f"but {what}"
-            )
-    return tasks
-
-
-def fingerprint(tasks: Payload) -> str:
-    return hashlib.blake2b(orjson.dumps(tasks, option=orjson.OPT_SERIALIZE_NUMPY), digest_size=16).hexdigest()
 
 
 def make(config: EnvConfig) -> tuple[Any, Payload]:

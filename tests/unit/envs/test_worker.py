@@ -36,6 +36,35 @@ class Rows(Scores):
 class Text(Scores):
     eval_tasks = [Task(0, "say b", "b")]
 
+def scores(*tasks):
+    # an environment with these training tasks
+    made = Scores()
+    made.train_tasks = list(tasks)
+    return made
+
+def said(index=0, messages=({"role": "user", "content": "say b"},), answer="b", info=None):
+    return Task(index, list(messages), answer, {} if info is None else info)
+
+def text_index(): return scores(said(), said("one"))
+def true_index(): return scores(said(True))
+def number_answer(): return scores(said(), said(1, answer=42))
+def no_answer(): return scores(said(answer=None))
+def list_info(): return scores(said(info=[1]))
+def text_message(): return scores(said(messages=["say b"]))
+def no_role(): return scores(said(messages=[{"content": "say b"}]))
+def number_content(): return scores(said(messages=[{"role": "user", "content": 5}]))
+def not_json(): return scores(said(), said(1, messages=[{"role": "user", "content": "b", "extra": {1, 2}}]))
+def same_index(): return scores(said(), said(1), said(1, answer="c"))
+def repeated(): return scores(said(), said(), said(1))
+
+def numpy_index():
+    import numpy as np
+    return scores(said(np.int64(3)))
+
+class Generated(Scores):
+    @property
+    def train_tasks(self): return (task for task in TASKS)
+
 class OwnMistake(Scores):
     @property
     def train_tasks(self): return self.no_such_thing
@@ -66,12 +95,39 @@ def answer_of(config: EnvConfig) -> dict:
         ("NoReward", "has neither `score` nor `rollout`"),
         ("NothingHeldOut", "has no `eval_tasks`"),
         ("Rows", "train_tasks[0] is no tandem.types.rollout.Task but {'prompt': 'a', 'answer': 'b'}"),
-        ("Text", "the messages of eval_tasks[0] are no list of tables with role and content but 'say b'"),
+        (
+            "Text",
+            "eval_tasks[0] is a Task whose messages are 'say b' of type str; they must be a list of dicts with role "
+            "and content",
+        ),
+        ("text_index", "train_tasks[1] is a Task whose index is 'one' of type str; it must be an int"),
+        ("true_index", "train_tasks[0] is a Task whose index is True of type bool; it must be an int"),
+        ("number_answer", "train_tasks[1] is a Task whose answer is 42 of type int; it must be a str: use str(…)"),
+        ("no_answer", "train_tasks[0] is a Task whose answer is None of type NoneType; it must be a str"),
+        ("list_info", "train_tasks[0] is a Task whose info is [1] of type list; it must be a dict"),
+        ("text_message", "a Task whose messages[0] is 'say b' of type str; it must be a dict with role and content"),
+        ("no_role", "a Task whose messages[0] has the role None of type NoneType; it must be a str such as 'user'"),
+        ("number_content", "a Task whose messages[0] has the content 5 of type int; it must be a str"),
+        ("not_json", "train_tasks[1] is a Task whose index, messages or answer cannot be written as JSON: Type is not"),
+        ("Generated", "of type generator; make it a list of Tasks"),
+        ("same_index", "train_tasks[1] and train_tasks[2] are different Tasks with index = 1; give each an index of"),
     ],
 )
 def test_what_is_no_environment_is_refused_in_one_line(folder: None, name: str, reason: str) -> None:
     refused = answer_of(EnvConfig(id=f"./half_envs.py:{name}"))["refused"]
     assert refused.startswith(f"env.id = './half_envs.py:{name}'") and reason in refused and "\n" not in refused
+
+
+@pytest.mark.parametrize(("name", "indices"), [("repeated", [0, 0, 1]), ("numpy_index", [3])])
+def test_a_task_may_be_there_twice_and_numbered_by_numpy(folder: None, name: str, indices: list[int]) -> None:
+    tasks = answer_of(EnvConfig(id=f"./half_envs.py:{name}"))["ready"]["tasks"]
+    assert [task["index"] for task in tasks["train"]] == indices
+
+
+@pytest.mark.parametrize("name", ["Rows", "number_answer", "text_message", "Generated"])
+def test_tasks_are_checked_before_a_system_message_is_put_before_them(folder: None, name: str) -> None:
+    config = EnvConfig(id=f"./half_envs.py:{name}")
+    assert answer_of(config.model_copy(update={"system_prompt": "Be brief."})) == answer_of(config)
 
 
 def test_a_mistake_in_ones_own_code_is_shown_where_it_is(folder: None) -> None:
