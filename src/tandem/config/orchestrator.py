@@ -101,6 +101,17 @@ class OrchestratorConfig(BatchOptions, LogOptions, SeedOptions, SyncOptions, Run
         return self
 
     @model_validator(mode="after")
+    def _filters_leave_something(self) -> "OrchestratorConfig":
+        for number, plan in enumerate(self.plans.values()):
+            if plan.filters.equal_rewards and plan.group_size == 1:
+                place = f"envs.{number}: " if self.envs else ""
+                raise ValueError(
+                    f"{place}filters.equal_rewards = true with group_size = 1: the rewards of a group of one are "
+                    "always equal, so nothing would be left; leave out the filter, or set group_size to 2 or more"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> "OrchestratorConfig":
         if self.group_size < 2 and self.advantage.is_group_relative:
             raise ValueError(

@@ -5,11 +5,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.config.filters import FilterConfig
+from tandem.config.orchestrator import EnvPlan
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.shaping import RewardShaping
+from tandem.rewards.registry import REWARDS
 from tandem.types.rollout import Group, Rollout
+from tandem.utils.errors import UserError
 
 NGRAM = 4
+
+
+def refuse_hopeless_filters(plan: EnvPlan, *, is_interactive: bool) -> None:
+    """UserError where no group of an environment can pass, whatever the model writes. What its own rewards can be is
+    not known, nor how many turns a conversation has."""
+    filters, place = plan.filters, f"environment {plan.name!r}: " if plan.name else ""
+    longest = plan.sampling.max_tokens
+    if not is_interactive and filters.min_tokens is not None and filters.min_tokens > longest:
+        raise UserError(
+            f"{place}filters.min_tokens = {filters.min_tokens} is more than sampling.max_tokens = {longest}, so "
+            f"nothing would be left; the largest valid value is {longest}"
+        )
+    if plan.env.reward not in REWARDS:  # those are from 0 to 1
+        return
+    for name, value, is_hopeless in (
+        ("min_reward", filters.min_reward, (filters.min_reward or 0) > 1),
+        ("max_reward", filters.max_reward, (filters.max_reward or 0) < 0),
+    ):
+        if is_hopeless:
+            raise UserError(
+                f"{place}filters.{name} = {value:g} with env.reward = {plan.env.reward!r}, which is from 0 to 1, so "
+                "nothing would be left; choose a value in that range"
+            )
 
 
 class GroupFilter:

@@ -13,6 +13,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.data.tool_calls import choose_format
 from tandem.envs.process import HeldTask
 from tandem.envs.protocol import Environment
+from tandem.orchestrator.filters import refuse_hopeless_filters
 from tandem.types.rollout import SamplingOptions, Task
 from tandem.utils.errors import UserError
 
@@ -93,7 +94,11 @@ class Prompts:
 
 
 def encode_prompts(environment: Environment, tokenizer: Tokenizer, config: OrchestratorConfig) -> Prompts:
-    """Refuses tasks that cannot fit."""
+    """Refuses tasks that cannot fit, and filters that none of them can pass."""
+    for plan in config.plans.values():
+        own = [task for task in environment.train_tasks if task.environment == plan.name]
+        is_interactive = any(isinstance(task, HeldTask) and task.is_interactive for task in own)
+        refuse_hopeless_filters(plan, is_interactive=is_interactive)
     return Prompts(
         train=encode_tasks("training", environment.train_tasks, tokenizer, config),
         held_out=encode_tasks("held-out", environment.eval_tasks, tokenizer, config),

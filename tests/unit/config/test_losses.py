@@ -65,6 +65,10 @@ def test_a_loss_of_the_users_own() -> None:
         ("--group-size 1 --advantage.type rloo", "set group_size to 2 or more"),
         ("--overlong.buffer-tokens 200", "overlong.buffer_tokens = 200 is more than sampling.max_tokens = 128"),
         ("--advantage.type grp", "did you mean 'grpo'?"),
+        (
+            "--advantage.type reward --group-size 1 --filters.equal-rewards",
+            "filters.equal_rewards = true with group_size = 1: the rewards of a group of one are always equal",
+        ),
     ],
 )
 def test_advantages_that_are_refused(refusal, flags: str, message: str) -> None:
