@@ -109,3 +109,13 @@ def _check(environment: Any, config: EnvConfig) -> None:
     rollout = getattr(environment, "rollout", None)
     if rollout is not None and not inspect.iscoroutinefunction(rollout):
         raise UserError(f"env.id = {config.id!r}: rollout must be `async def`: it waits for the model")
+    is_scored_by_itself = rollout is None and config.reward is None and not config.rewards
+    given = {"setup": (), "close": (), "rollout": ("task", "model")}
+    if is_scored_by_itself:
+        given["score"] = ("task", "completion")
+    for name, arguments in given.items():
+        method = getattr(environment, name, None)
+        if method is not None and not callable(method):
+            raise UserError(f"env.id = {config.id!r}: {name} is {method!r:.80}, and has to be a method")
+        if method is not None:
+            require_arguments(method, arguments, f"env.id = {config.id!r}")

@@ -20,7 +20,8 @@ def require_arguments(function: Callable[..., Any], given: Sequence[str], what: 
         name = getattr(function, "__name__", type(function).__name__)
         place = f", {place}," if (place := place_of(function)) else ""
         owner = ["self"] if inspect.ismethod(function) else []
+        definition = "async def" if inspect.iscoroutinefunction(function) else "def"
         raise UserError(
             f"{what}: {name}{shorten(str(signature), 200)}{place} is called with ({', '.join(given)}), which it does "
-            f"not take: {error}; write `def {name}({', '.join([*owner, *given])})`"
+            f"not take: {error}; write `{definition} {name}({', '.join([*owner, *given])})`"
         ) from None

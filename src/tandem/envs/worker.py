@@ -40,7 +40,7 @@ from tandem.envs.tools import as_schema
 from tandem.envs.wire import Channel, Payload
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shorten
 from tandem.utils.log import setup_logging
 from tandem.utils.processes import die_with_parent
 
@@ -119,7 +119,7 @@ class Worker:
         clock = Clock(self.config.turn_timeout_s, self.config.episode_timeout_s)
         model = RemoteModel(partial(self._ask, number), clock)
         self.channel.send({"started": number})
-        outcome = await calls.play(number, function(self._task(payload), model), clock)
+        outcome = await calls.play(number, _begun(function, self._task(payload), model), clock)
         self._send_reply(number, reply(function, outcome, lambda value: asdict(checked_result(value))))
 
     def _send_reply(self, number: int, answer: Payload) -> None:
@@ -187,7 +187,7 @@ async def prepare(environment: Any, config: EnvConfig, *, with_tasks: bool) -> P
                 "fingerprint": fingerprint(tasks),
                 "tasks": tasks if with_tasks else None,
                 "is_interactive": hasattr(environment, "rollout"),
-                "tools": [as_schema(tool) for tool in getattr(environment, "tools", ())] or None,
+                "tools": tool_schemas(environment, config) or None,
             }
         }
     except UserError as error:
@@ -196,9 +196,33 @@ async def prepare(environment: Any, config: EnvConfig, *, with_tasks: bool) -> P
         return refusal(config, error)
 
 
+def tool_schemas(environment: Any, config: EnvConfig) -> list[Payload]:
+    """Of the tools that an environment names; UserError where one cannot be told to a model."""
+    tools = getattr(environment, "tools", ())
+    if not isinstance(tools, list | tuple):
+        raise UserError(f"env.id = {config.id!r}: tools is {tools!r:.80}; make it a tuple or a list of functions")
+    schemas = []
+    for place, tool in enumerate(tools):
+        if not callable(tool) and not isinstance(tool, dict):
+            raise UserError(f"env.id = {config.id!r}: tools[{place}] is {tool!r:.80}, neither a function nor a schema")
+        try:
+            schemas.append(as_schema(tool))
+        except Exception as error:  # of types that cannot be described, or named: pydantic has many
+            reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 400)
+            raise UserError(
+                f"env.id = {config.id!r}: tools[{place}], {tool!r:.80}, cannot be described to a model: {reason}"
+            ) from error
+    return schemas
+
+
 def refusal(config: EnvConfig, error: BaseException) -> Payload:
     failure = failure_of(error)
     return {"refused": f"env.id = {config.id!r} cannot be created: {failure}\n{failure.frames}".rstrip()}
+
+
+async def _begun(function: Callable[..., Any], task: Task, model: RemoteModel) -> Any:
+    """Called within the episode, so what the call itself raises belongs to it."""
+    return await function(task, model)
 
 
 async def _call_hook(environment: Any, name: str) -> None:

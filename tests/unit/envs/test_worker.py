@@ -65,6 +65,39 @@ class Generated(Scores):
     @property
     def train_tasks(self): return (task for task in TASKS)
 
+class ScoresText(Scores):
+    def score(self, completion): return 1.0
+
+class ScoreIsNumber(Scores):
+    score = 1.0
+
+class SetupTakesMore(Scores):
+    def setup(self, config): ...
+
+class CloseTakesMore(Scores):
+    async def close(self, reason): ...
+
+class Plays:
+    train_tasks = eval_tasks = TASKS
+    async def rollout(self, task, model): return 1.0
+
+class PlaysAlone(Plays):
+    async def rollout(self, task): return 1.0
+
+class OneTool(Plays):
+    def tools(self): ...
+
+class NamedTool(Plays):
+    tools = ["add"]
+
+class AnyTool(Plays):
+    tools = [{"type": "function", "function": {"name": "known"}}, lambda *numbers: sum(numbers)]
+
+class StrangeTool(Plays):
+    def odd(self, thing: "NoSuchType") -> int: return 1
+    @property
+    def tools(self): return [self.odd]
+
 class OwnMistake(Scores):
     @property
     def train_tasks(self): return self.no_such_thing
@@ -95,6 +128,23 @@ def answer_of(config: EnvConfig) -> dict:
         ("NoReward", "has neither `score` nor `rollout`"),
         ("NothingHeldOut", "has no `eval_tasks`"),
         ("Rows", "train_tasks[0] is no tandem.types.rollout.Task but {'prompt': 'a', 'answer': 'b'}"),
+        (
+            "ScoresText",
+            "score(completion), half_envs.py:57 in score, is called with (task, completion), which it does not take: "
+            "too many positional arguments; write `def score(self, task, completion)`",
+        ),
+        ("ScoreIsNumber", "score is 1.0, and has to be a method"),
+        (
+            "SetupTakesMore",
+            "setup(config), half_envs.py:63 in setup, is called with (), which it does not take",
+        ),
+        ("CloseTakesMore", "close(reason), half_envs.py:66 in close, is called with ()"),
+        ("PlaysAlone", "rollout(task), half_envs.py:73 in rollout, is called with (task, model)"),
+        ("PlaysAlone", "write `async def rollout(self, task, model)`"),
+        ("OneTool", "make it a tuple or a list of functions"),
+        ("NamedTool", "tools[0] is 'add', neither a function nor a schema"),
+        ("AnyTool", "a tool takes named arguments only; <lambda> has *numbers"),
+        ("StrangeTool", "cannot be described to a model: NameError: name 'NoSuchType' is not defined"),
         (
             "Text",
             "eval_tasks[0] is a Task whose messages are 'say b' of type str; they must be a list of dicts with role "
@@ -135,8 +185,9 @@ def test_a_mistake_in_ones_own_code_is_shown_where_it_is(folder: None) -> None:
     assert "no_such_thing" in refused and "half_envs.py" in refused.partition("\n")[2]
 
 
-def test_another_reward_makes_up_for_the_missing_one(folder: None) -> None:
-    assert "ready" in answer_of(EnvConfig(id="./half_envs.py:NoReward", reward="exact_match"))
+@pytest.mark.parametrize("name", ["NoReward", "ScoresText", "ScoreIsNumber"])
+def test_another_reward_makes_up_for_the_missing_one(folder: None, name: str) -> None:
+    assert "ready" in answer_of(EnvConfig(id=f"./half_envs.py:{name}", reward="exact_match"))
 
 
 @pytest.mark.parametrize("options", [{}, {"system_prompt": "Be brief."}, {"reward": "exact_match"}])
