@@ -30,11 +30,12 @@ def own_run(config: OrchestratorConfig) -> None:
 
 def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
-    from tandem.envs.mixture import open_environments, try_environments
+    from tandem.envs.mixture import open_environments
     from tandem.orchestrator.advantages import try_advantages
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
+    from tandem.orchestrator.rehearsal import try_environments
     from tandem.orchestrator.servers import ServerPool
     from tandem.orchestrator.state import OrchestratorState
     from tandem.orchestrator.tasks import encode_prompts
@@ -52,7 +53,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     async def run() -> None:
         async with open_environments(config) as environment:
             prompts = encode_prompts(environment, tokenizer, config)
-            await try_environments(environment, config)
+            await try_environments(environment, config, tokenizer)
             refuse_missing_trackers(config.metrics.report_to)
             step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
             resumed_from = OrchestratorState.load(run_dir, step) if step else None

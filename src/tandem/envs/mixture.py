@@ -7,7 +7,6 @@ from tandem.config.orchestrator import OrchestratorConfig
 from tandem.envs.process import EnvironmentProcess, open_environment
 from tandem.envs.protocol import Environment, Player, Score
 from tandem.envs.results import Result
-from tandem.envs.trial import try_environment
 from tandem.types.rollout import Task
 
 
@@ -45,10 +44,3 @@ async def open_environments(config: OrchestratorConfig) -> AsyncIterator[Environ
             for name, plan in config.plans.items()
         }
         yield Mixture(opened) if config.envs else opened[""]
-
-
-async def try_environments(environment: EnvironmentProcess | Mixture, config: OrchestratorConfig) -> None:
-    """Before anything starts: does each of them score at all?"""
-    for name, plan in config.plans.items():
-        one = environment.environments[name] if isinstance(environment, Mixture) else environment
-        await try_environment(one, plan.env)

@@ -1,13 +1,36 @@
-"""Before anything starts: does the environment of a user score at all? Called by `rl` and the orchestrator."""
+"""Before anything starts: does the environment of a user score at all? Called by `evaluate`, and, with the
+conversations of a run, by orchestrator/rehearsal.py."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.failures import UserCodeError
+from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.protocol import Environment
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError
+
+# Of one trial. An episode that waits for a certain answer would go on until env.episode_timeout_s.
+MAX_TURNS = 2000
+
+
+class TurnCount:
+    """Of an episode in which the model always says the same; UserCodeError where there are too many."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_turns = 0
+
+    def add(self) -> None:
+        self.num_turns += 1
+        if self.num_turns > MAX_TURNS:
+            raise UserCodeError(
+                Failure(
+                    f"the episode does not end: it asked the model for more than {MAX_TURNS} turns, which always said "
+                    f"{self.text!r:.80}; give it a largest number of turns"
+                )
+            )
 
 
 class ScriptedPlayer:
@@ -15,6 +38,7 @@ class ScriptedPlayer:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self.turns = TurnCount(text)
 
     def restart(self) -> None:
         pass
@@ -22,12 +46,17 @@ class ScriptedPlayer:
     async def chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, max_tokens: int | None
     ) -> dict[str, Any]:
+        self.turns.add()
         return {"message": {"role": "assistant", "content": self.text}, "finish_reason": "stop"}
 
 
-async def try_environment(environment: Environment, config: EnvConfig) -> None:
+Play = Callable[[HeldTask, str], Awaitable[None]]
+"""One episode in which the model always says this; UserCodeError where it fails."""
+
+
+async def try_environment(environment: Environment, config: EnvConfig, play: Play | None = None) -> None:
     """Score an empty completion and the answer of one training and one held-out task, or play episodes in which the
-    model says nothing else; UserError where that fails.
+    model says nothing else; UserError where that fails. Without `play`, nothing is said of the messages in them.
 
     Models write empty and malformed completions all the time: a reward function that cannot take one would lose every
     such rollout, and with it what there is to learn from it.
@@ -38,19 +67,35 @@ async def try_environment(environment: Environment, config: EnvConfig) -> None:
         if not tasks:
             raise UserError(f"env.id = {config.id!r} has no {name} tasks")
         task = tasks[0]
-        for what, completion in (("an empty completion", ""), ("its own answer", str(task.answer))):
+        for completion in ("", str(task.answer)):
             try:
-                await _try(environment, task, completion)
+                await _try(environment, task, completion, play)
             except UserCodeError as error:
                 failure = error.failure
+                tried, advice = _in_words(task, name, completion)
                 raise UserError(
-                    f"env.id = {config.id!r}: scoring {what} of {name} task {task.index} failed: {failure}; give every "
-                    f"completion a reward, or skip this trial with env.check = false\n{failure.frames}".rstrip()
+                    f"env.id = {config.id!r}: {tried} failed: {failure}; {advice}, or skip this trial with "
+                    f"env.check = false\n{failure.frames}".rstrip()
                 ) from None
 
 
-async def _try(environment: Environment, task: Task, completion: str) -> None:
-    if isinstance(environment, EnvironmentProcess) and isinstance(task, HeldTask) and task.is_interactive:
+def _in_words(task: Task, name: str, completion: str) -> tuple[str, str]:
+    """What was tried, and what would be right."""
+    if _is_played(task):
+        said = "its answer" if completion else "nothing"
+        return f"playing {name} task {task.index} with a model that says {said}", "let every episode end with a reward"
+    what = "its own answer" if completion else "an empty completion"
+    return f"scoring {what} of {name} task {task.index}", "give every completion a reward"
+
+
+def _is_played(task: Task) -> bool:
+    return isinstance(task, HeldTask) and task.is_interactive
+
+
+async def _try(environment: Environment, task: Task, completion: str, play: Play | None) -> None:
+    if not isinstance(environment, EnvironmentProcess) or not isinstance(task, HeldTask) or not _is_played(task):
+        await environment.score(task, completion)
+    elif play is None:
         await environment.play(task, ScriptedPlayer(completion))
     else:
-        await environment.score(task, completion)
+        await play(task, completion)

@@ -127,7 +127,8 @@ class Worker:
         costs = getattr(self.environment, "reward_costs", dict)()  # of envs/rewarded.py
         if costs != self._costs:
             self._costs, answer = costs, answer | {"costs": costs}
-        self.channel.send({"call": number} | answer)
+        with suppress(ConnectionError):  # nobody is there to be told
+            self.channel.send({"call": number} | answer)
 
     async def _ask(self, call: int, request: Payload) -> Payload:
         number = next(self._numbers)

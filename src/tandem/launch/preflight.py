@@ -12,7 +12,7 @@ from tandem.config.inference import LOOPBACK_HOSTS
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.mixture import open_environments, try_environments
+from tandem.envs.mixture import open_environments
 from tandem.inference.vllm.serve import check_vllm
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
@@ -20,6 +20,7 @@ from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import check_model_dir, check_positions
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.client import InferenceClient
+from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.tasks import encode_prompts
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import require_checkpoint
@@ -68,7 +69,7 @@ def is_finished(config: RLConfig) -> bool:
 async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
     async with open_environments(config) as environment:
         encode_prompts(environment, tokenizer, config)
-        await try_environments(environment, config)
+        await try_environments(environment, config, tokenizer)
 
 
 def _check_deployment(config: RLConfig) -> None:

@@ -185,8 +185,11 @@ def try_it(env: EnvConfig) -> None:
 
 def test_an_episode_is_tried_before_anything_starts() -> None:
     try_it(config("good"))
-    with pytest.raises(UserError, match=r"training task 0 failed: LookupError: nothing there \(playing\.py:"):
+    played = "playing training task 0 with a model that says nothing failed"
+    with pytest.raises(UserError, match=rf"{played}: LookupError: nothing there \(playing\.py:"):
         try_it(config("raises"))
+    with pytest.raises(UserError, match=r"the episode does not end: .* more than 2000 turns, which always said ''"):
+        try_it(config("asks for ever"))
 
 
 def test_a_rollout_that_is_not_async_is_refused() -> None:

@@ -12,8 +12,9 @@ from tests.unit.orchestrator.fakes import TASKS, FakeServer
 from tandem.config.environment import EnvConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.mixture import Mixture, open_environments, try_environments
+from tandem.envs.mixture import Mixture, open_environments
 from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts
 from tandem.transport.rollouts.filesystem import MARKER
@@ -141,7 +142,7 @@ def test_each_environment_has_a_process_of_its_own(tmp_path: Path, tiny_model: P
     async def run() -> None:
         async with open_environments(options) as environment:
             assert isinstance(environment, Mixture)
-            await try_environments(environment, options)
+            await try_environments(environment, options, Tokenizer(tiny_model))
             prompts = encode_prompts(environment, Tokenizer(tiny_model), options)
             assert len(prompts.train) == 8 and [task.environment for task in environment.eval_tasks[::2]] == [
                 "text",
