@@ -15,7 +15,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
         kinds = decoder_kinds(tokenizer)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else {}
-        self._has_byte_tokens = "ByteFallback" in kinds
+        self.has_byte_tokens = "ByteFallback" in kinds
         self._known: dict[int, bytes] = {}
 
     def token(self, token_id: int) -> bytes:
@@ -33,7 +33,7 @@ class TokenBytes:
             # As the decoder does it: what is not written in its alphabet, as added tokens may be, stands for itself.
             spelled = [self._alphabet.get(character) for character in token]
             return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
-        if self._has_byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
+        if self.has_byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         # Some decoders treat the first token of a text in another way: the second one tells.
         once, twice = (self._tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))

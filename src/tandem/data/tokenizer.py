@@ -114,15 +114,19 @@ class Tokenizer:
         """The same list for the same text, while it is known: not to be changed."""
         return self._encode_known(text)
 
-    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_starts(self, text: str, *, add_special_tokens: bool = False) -> tuple[list[int], list[int]]:
         """Token ids, and the character of the text at which each token begins."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         starts: list[int] = []
         previous_end = 0
         for start, end in encoding.offsets:
-            # Some tokenizers leave the blanks a token begins with out of its offsets.
-            starts.append(min(start, previous_end))
-            previous_end = end
+            # A special token that is put before or behind the text has none of it; and some tokenizers leave the blanks
+            # a token begins with out of its offsets.
+            if end == 0:
+                starts.append(previous_end)
+            else:
+                starts.append(start if text[previous_end:start].strip() else min(start, previous_end))
+            previous_end = max(previous_end, end)
         # The same objects for the same tokens: whole datasets are held in memory as such lists.
         return [self._numbers[token_id] for token_id in encoding.ids], starts
 

@@ -47,11 +47,11 @@ class TextAnswers:
         if body.logprobs is not None and not body.detokenize:
             logprobs = NO_TEXTS | {"token_logprobs": sample.logprobs}
         elif body.logprobs is not None:
-            prompt = request.prompt_ids if body.echo else ()
+            prompt = request.prompt_ids if body.echo else []
             logprobs = text_logprobs(
                 self.name,
                 sample,
-                [*self.offsets(text=echoed).push(prompt), *self.offsets(len(echoed)).push(sample.token_ids)],
+                [*self.prompt_offsets(prompt, echoed), *self.offsets(len(echoed)).push(sample.token_ids)],
                 prompt=prompt,
                 prompt_logprobs=result.prompt_logprobs or (),
                 with_top=self.with_top,
@@ -81,8 +81,15 @@ class TextAnswers:
             return sample
         return replace(NOTHING, finish_reason=sample.finish_reason and "length")
 
-    def offsets(self, start: int = 0, text: str | None = None) -> TextOffsets:
-        return TextOffsets(self.lengths, start, text)
+    def offsets(self, start: int = 0) -> TextOffsets:
+        return TextOffsets(self.lengths, start)
+
+    def prompt_offsets(self, prompt_ids: list[int], text: str) -> list[int]:
+        """A text that was given need not be what its tokens decode to: the tokenizer may change it first, or it may
+        hold special tokens."""
+        if text == self.tokenizer.decode(prompt_ids, skip_special_tokens=self.body.skip_special_tokens):
+            return self.offsets().push(prompt_ids)
+        return self.tokenizer.encode_with_starts(text, add_special_tokens=self.body.add_special_tokens)[1]
 
     def prompt_text(self, request: GenerationRequest) -> str:
         prompt = as_prompts(self.body.prompt)[request.first_index // request.n]

@@ -1,7 +1,7 @@
 """Where tokens begin in the text of an answer: `text_offset` of log-probs.
 
 The text of a token alone does not tell. A character may be spread over several tokens, special tokens may be left out
-of the text, and some tokenizers drop the blank that a text begins with. So bytes are counted, as far as they are
+of the text, and some tokenizers drop blanks that a text begins with. So bytes are counted, as far as they are
 characters.
 """
 
@@ -9,6 +9,7 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
 
+from tandem.data.text_stream import UNFINISHED
 from tandem.data.tokenizer import Tokenizer
 
 HALF = -1  # the length of a token that is no whole number of characters
@@ -34,14 +35,13 @@ class TextLengths(dict[int, int]):
 
 
 class TextOffsets:
-    """The offsets of tokens as they come, of a text that begins at `start`. A token that goes on with a character is
-    where the character begins. Where the `text` is known, it tells which special tokens are in it."""
+    """The offsets of tokens as they come, of their text, which begins at `start`. A token that goes on with a
+    character is where the character begins."""
 
-    def __init__(self, lengths: TextLengths, start: int = 0, text: str | None = None) -> None:
+    def __init__(self, lengths: TextLengths, start: int = 0) -> None:
         self._lengths = lengths
         self._tokenizer = lengths.tokenizer
-        self._start = self._at = start
-        self._text = text
+        self._at = start
         self._has_begun = False
         self._unfinished = b""  # the beginning of a character, which is at `_at`
 
@@ -49,7 +49,7 @@ class TextOffsets:
         first = [self._next(token) for token in takewhile(lambda _: not self._has_begun, token_ids)]
         rest = token_ids[len(first) :]
         lengths = list(map(self._lengths.__getitem__, rest))
-        if self._unfinished or HALF in lengths or self._text is not None:
+        if self._unfinished or HALF in lengths:
             return first + [self._next(token) for token in rest]
         *offsets, self._at = accumulate(lengths, initial=self._at)
         return first + offsets
@@ -57,7 +57,7 @@ class TextOffsets:
     def _next(self, token: int) -> int:
         added = self._bytes_of(token)
         if self._unfinished and added and not _is_text(self._unfinished + added[:1]):
-            self._at, self._unfinished = self._at + 1, b""  # half a character remains, and is shown as one
+            self._at, self._unfinished = self._at + self._num_replaced(), b""  # half a character remains
         offset = self._at
         known = self._unfinished + added
         text, num_used = utf_8_decode(known, "replace", False)
@@ -66,18 +66,19 @@ class TextOffsets:
 
     def _bytes_of(self, token: int) -> bytes:
         added = self._tokenizer.token_bytes.token(token)
-        if token in self._lengths.special and not self._shows(added.decode(errors="replace")):
+        if token in self._lengths.special and self._lengths.skip_special:
             return b""
         if not added or self._has_begun:
             return added
         self._has_begun = True
-        drops_blank = added.startswith(b" ") and not self._tokenizer.decode([token]).startswith(" ")
-        return added[1:] if drops_blank else added
+        first = self._tokenizer.decode([token], skip_special_tokens=False)
+        return added if UNFINISHED in first else first.encode()
 
-    def _shows(self, special: str) -> bool:
-        if self._text is None:
-            return not self._lengths.skip_special
-        return self._text.startswith(special, self._at - self._start)
+    def _num_replaced(self) -> int:
+        """The characters that stand for half a one in the text."""
+        if self._tokenizer.token_bytes.has_byte_tokens:
+            return len(self._unfinished)
+        return len(self._unfinished.decode(errors="replace"))
 
 
 def _is_text(beginning: bytes) -> bool:

@@ -8,6 +8,8 @@ from fastapi.testclient import TestClient
 from tests.unit.inference.api.conftest import EOS, SEQ_LEN, write_byte_tokenizer
 from tests.unit.inference.api.fake_engine import FakeEngine
 from tests.unit.inference.api.sse import choices, chunks
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import normalizers, processors
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.app import create_app
@@ -157,6 +159,24 @@ def test_offsets_point_into_the_text_behind_a_character_of_several_tokens(
     offsets = [offset for choice in found for offset in choice["logprobs"]["text_offset"]]
     assert offsets == [0, 0, 1, 1, 1, 1, 2, 3]
     assert echoed["text"] == "éé🙂b" and echoed["logprobs"]["text_offset"] == [0, 0, *(1 + at for at in offsets)]
+
+
+def test_offsets_point_into_an_echoed_prompt_that_its_tokens_do_not_decode_to(tmp_path: Path) -> None:
+    """The tokenizer composes characters, puts a token before the text and one behind it, and the text names one."""
+    write_byte_tokenizer(tmp_path)
+    fast = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    fast.normalizer = normalizers.NFC()
+    fast.post_processor = processors.TemplateProcessing(single="<eos> $A <eos>", special_tokens=[("<eos>", EOS)])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    engine = FakeEngine(tokenizer, lambda request, index: tokenizer.encode("yz"))
+    with TestClient(create_app(engine, tokenizer, tmp_path, ApiOptions(300, 512))) as client:
+        asked: dict[str, Any] = {"echo": True, "logprobs": 0, "max_tokens": 2}
+        [choice] = complete(client, prompt="e\u0301<eos>x", **asked)["choices"]
+        [plain] = complete(client, prompt="e\u0301<eos>x", add_special_tokens=False, **asked)["choices"]
+    assert choice["text"] == plain["text"] == "e\u0301<eos>xyz"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 2, 7, 8, 8, 9]
+    assert plain["logprobs"]["text_offset"] == [0, 0, 2, 7, 8, 9]
 
 
 def test_streamed_logprobs_are_those_of_the_whole(client: TestClient) -> None:

@@ -1,7 +1,5 @@
 """Where tokens begin in a text, against the text itself."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,11 +17,25 @@ def byte_tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return write_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
-def offsets_of(tokenizer: Tokenizer, tokens: list[int], *, skip: bool = True, text: str | None = None) -> list[int]:
+@pytest.fixture(scope="session")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    words = ["<s>", "▁the", "▁cat", "s", *(f"<0x{byte:02X}>" for byte in range(256)), "▁▁▁"]
+    fast = FastTokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast.add_special_tokens([AddedToken("<s>", special=True)])
+    fast.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"bos_token": "<s>"})
+    return Tokenizer(folder)
+
+
+def offsets_of(tokenizer: Tokenizer, tokens: list[int], *, skip: bool = True) -> list[int]:
     """All at once, and the same one by one."""
     lengths = TextLengths(tokenizer, skip_special=skip)
-    one_by_one = TextOffsets(lengths, text=text)
-    found = TextOffsets(lengths, text=text).push(tokens)
+    one_by_one = TextOffsets(lengths)
+    found = TextOffsets(lengths).push(tokens)
     assert found == [offset for token in tokens for offset in one_by_one.push([token])]
     return found
 
@@ -55,21 +67,25 @@ def test_special_tokens_count_where_they_are_in_the_text(byte_tokens: Tokenizer)
     tokens = [EOS, a, EOS, b, EOS]
     assert offsets_of(byte_tokens, tokens) == [0, 0, 1, 1, 2]
     assert offsets_of(byte_tokens, tokens, skip=False) == [0, 5, 6, 11, 12]
-    # A prompt: its first token was put before the text, the next special one was written in it.
-    assert offsets_of(byte_tokens, tokens, text="a<eos>b") == [0, 0, 1, 6, 7]
 
 
-def test_blanks_of_sentencepiece_count_but_for_the_first(tmp_path: Path) -> None:
-    words = ["<s>", "▁the", "▁cat", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
-    fast = FastTokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
-    fast.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    fast.add_special_tokens([AddedToken("<s>", special=True)])
-    fast.save(str(tmp_path / "tokenizer.json"))
-    write_json(tmp_path / "tokenizer_config.json", {"bos_token": "<s>"})
-    tokenizer = Tokenizer(tmp_path)
+def test_blanks_of_sentencepiece_count_but_for_the_first(sentencepiece: Tokenizer) -> None:
     tokens = [0, 1, 2, 3, *(4 + byte for byte in "é".encode()), 2]
-    text = tokenizer.decode(tokens)
-    assert text == "the catsé cat"
-    assert offsets_of(tokenizer, tokens) == [0, 0, 3, 7, 8, 8, 9]
+    assert sentencepiece.decode(tokens) == "the catsé cat"
+    assert offsets_of(sentencepiece, tokens) == [0, 0, 3, 7, 8, 8, 9]
+    [*_, blanks] = sentencepiece.tokens_from(0)
+    assert sentencepiece.decode([0, blanks, 2]) == "   cat"
+    assert offsets_of(sentencepiece, [0, blanks, 2]) == [0, 0, 2]
+
+
+def test_each_byte_of_half_a_character_counts_where_it_is_shown(sentencepiece: Tokenizer) -> None:
+    tokens = [3, *(4 + byte for byte in "🙂".encode()[:3]), 1, 3]
+    assert sentencepiece.decode(tokens) == "s\ufffd\ufffd\ufffd thes"
+    assert offsets_of(sentencepiece, tokens) == [0, 1, 1, 1, 4, 8]
+
+
+def test_half_a_character_that_is_shown_as_two(byte_tokens: Tokenizer) -> None:
+    by_byte = {byte_tokens.token_bytes.token(token): token for token in range(1, 257)}
+    tokens = [by_byte[byte] for byte in (b"\xed", b"\xb1", b"x", b"y")]
+    assert byte_tokens.decode(tokens) == "\ufffd\ufffdxy"
+    assert offsets_of(byte_tokens, tokens)[2:] == [2, 3]
