@@ -5,7 +5,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.hints import algorithm_hint, explanation, options_meant
@@ -52,9 +52,10 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
         return f"unknown key {key!r} (value {_short(details['input'])}); {_nearest_key(root, location)}"
     if kind == "missing":
         flag = ".".join([key, *_first_required(root, location)]).replace("_", "-")
-        return f"{key} is required and was not given; set it in the file or with --{flag}"
+        place = "its table" if _is_in_a_list(location) else f"the file or with --{flag}"
+        return f"{key} is required and was not given; set it in {place}"
     if kind == "union_tag_invalid":
-        return f"{key}.type = {_nearest_tag(details)}"
+        return _explain_tag(key, details)
     if kind == "literal_error":
         hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
         return f"{key} = {_short(details['input'])} is not valid; {hint}"
@@ -80,6 +81,8 @@ def _nearest_key(root: type[BaseModel], location: list[str]) -> str:
     *place, name = location
     parent = "".join(f"{part}." for part in place)
     paths = list(option_paths(root))
+    if _is_in_a_list(place):  # what is elsewhere cannot be named from here
+        parent, paths = "", [path for model in _models_at(root, place) for path in option_paths(model)]
     if told := explanation(name, paths):
         return told
     meant = [path.removeprefix(parent) for path in options_meant(name, paths)]
@@ -106,14 +109,18 @@ def _nearest_literal(details: ErrorDetails) -> str:
     return f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
 
 
-def _nearest_tag(details: ErrorDetails) -> str:
+def _explain_tag(key: str, details: ErrorDetails) -> str:
     """Of a table that is one of several kinds, told apart by its type."""
-    given = details.get("ctx", {})
-    tags = [tag.strip("'") for tag in given.get("expected_tags", "").split(", ")]
-    nearest = difflib.get_close_matches(given.get("tag", ""), tags, n=1, cutoff=0.4)
+    given = details["input"]
+    if not isinstance(given, dict):
+        return f"{key} = {_short(given)} is not valid: it is a section; give {key}.type"
+    tags = [tag.strip("'") for tag in details.get("ctx", {}).get("expected_tags", "").split(", ")]
     one_of = f"one of: {', '.join(tags)}"
+    if "type" not in given:
+        return f"{key}.type is required and was not given; {one_of}"
+    nearest = difflib.get_close_matches(str(given["type"]), tags, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
-    return f"{given.get('tag', '')!r} is not valid; {hint}"
+    return f"{key}.type = {_short(given['type'])} is not valid; {hint}"
 
 
 def _first_required(root: type[BaseModel], location: list[str]) -> list[str]:
@@ -135,17 +142,23 @@ def _models_at(root: type[BaseModel], location: list[str]) -> list[type[BaseMode
     return models
 
 
+def _is_in_a_list(location: list[str]) -> bool:
+    """Whether it leads through an entry of a list, which no flag can name."""
+    return any(part.isdigit() for part in location)
+
+
 def _walk(root: type[BaseModel], location: list[str]) -> Iterator[tuple[str | None, list[type[BaseModel]]]]:
     """The config classes after each part of `location`, and the part, if it is a key: Pydantic also tells which member
     of a union it tried."""
     models: list[type[BaseModel]] = [root]
     annotations: list[Any] = []
     for part in location:
+        tagged = [member for annotation in annotations for member in _members(annotation) if _tag(member) == part]
         fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        is_member = not fields and any(len(_members(annotation)) > 1 for annotation in annotations)
-        if fields:
-            models = [inner for annotation in fields for inner in models_in(annotation)]
-            annotations = fields
+        is_member = bool(tagged) or (not fields and any(len(_members(annotation)) > 1 for annotation in annotations))
+        if tagged or fields:
+            annotations = tagged or fields
+            models = [inner for annotation in annotations for inner in models_in(annotation)]
         else:
             annotations = [member for annotation in annotations for member in _members(annotation)]
         if not fields and not is_member:  # an entry of a list or a table
@@ -160,6 +173,11 @@ def _members(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
         return [member for member in get_args(annotation) if member is not types.NoneType]
     return [annotation]
+
+
+def _tag(member: Any) -> str | None:
+    """Of a member of a union that is told apart by its type."""
+    return next((extra.tag for extra in getattr(member, "__metadata__", ()) if isinstance(extra, Tag)), None)
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

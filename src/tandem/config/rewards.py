@@ -10,8 +10,8 @@ from tandem.config.shared import root_url
 from tandem.utils.imports import is_import_path
 
 Unit = Literal["characters", "words"]
-# What is no name of ours is to be imported.
-OWN = "your own"
+# For what is no name of ours, and is to be imported. It is told among the names, so it is such a path itself.
+OWN = "./file.py:name"
 
 
 def is_pattern(value: str | None) -> str | None:

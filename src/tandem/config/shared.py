@@ -222,7 +222,7 @@ class OptimizerConfig(Config):
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
     """Decay rates of the first and second moment."""
 
     eps: float = Field(default=1e-8, gt=0)

@@ -268,3 +268,32 @@ def test_a_table_of_several_kinds_is_explained_by_its_type(tmp_path: Path) -> No
     no_address = refusal('type = "judge"\nmodel = "m"\nbase_url = ["http://a:1", "127.0.0.1:1"]')
     assert no_address.startswith("env.rewards.0.base_url: '127.0.0.1:1' is not the address of a server; give one")
     assert "'(' is not a regular expression" in refusal('type = "regex"\npattern = "("')
+    # A type that is the name of an option, too.
+    schema = refusal('type = "json_schema"\njson_schema = 5')
+    assert schema.startswith("env.rewards.0.json_schema = 5 is not valid: input should be a valid dictionary, or ")
+    assert refusal('type = "goal"\ngoal = "joy"') == (
+        "env.rewards.0.base_url is required and was not given; set it in its table"
+    )
+    # An option of another type is none of this one.
+    assert refusal('type = "length"\ntarget = 5').startswith(
+        "unknown key 'env.rewards.0.target' (value 5); known here: least, most,"
+    )
+    elsewhere = refusal('type = "exact_match"\njson_schema = 5')
+    assert elsewhere.startswith("unknown key 'env.rewards.0.json_schema' (value 5); known here: extract,")
+    assert refusal("weight = 1").startswith("env.rewards.0.type is required and was not given; one of: exact_match,")
+    assert refusal('type = "your own"').endswith("steering, ./file.py:name")
+
+
+def test_a_text_where_a_table_of_several_kinds_belongs(refusal, rl_toml) -> None:
+    assert refusal("@", rl_toml, "--orchestrator.env.rewards", "exact_match") == (
+        "orchestrator.env.rewards.0 = 'exact_match' is not valid: it is a section; give orchestrator.env.rewards.0.type"
+    )
+
+
+def test_two_numbers_by_a_flag(refusal) -> None:
+    for flags in (["--optimizer.betas", "[0.9, 0.95]"], ["--optimizer.betas", "0.9", "0.95"]):
+        assert load_config(TrainerConfig, [*MODEL, *flags]).optimizer.betas == [0.9, 0.95]
+    one = refusal(*MODEL, "--optimizer.betas", "[0.9]", cls=TrainerConfig)
+    assert one.startswith("optimizer.betas = [0.9] is not valid: list should have at least 2 items")
+    large = refusal(*MODEL, "--optimizer.betas", "[0.9, 1.5]", cls=TrainerConfig)
+    assert large == "optimizer.betas.1 = 1.5 is not valid: input should be less than 1"

@@ -33,7 +33,7 @@ def make_optimizer(
         {"params": head, "weight_decay": 0.0, "lr_scale": (value_head_lr or config.lr) / config.lr},
     ]
     groups = [group for group in groups if group["params"]]
-    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    options: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "fused": True}
     return OffloadedAdamW(groups, **options) if offload else AdamW(groups, **options)
 
 

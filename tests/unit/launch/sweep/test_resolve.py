@@ -83,7 +83,7 @@ def test_arguments_of_the_trainer_become_ours(write: Write) -> None:
     assert (config.data.max_prompt_len, config.data.on_bad_row, config.data.eval_size) == (32, "truncate", 0.05)
     assert (config.eval.every, config.batch_size, config.tokens_per_microbatch) == (0.05, 2 * 8 * 8, 2 * 2 * 65)
     assert (config.parallel.ranks, config.parallel.gradient_checkpointing) == (4, 1)
-    assert (config.optimizer.betas, config.scheduler.type, config.scheduler.warmup_steps) == ((0.9, 0.95), "cosine", 3)
+    assert (config.optimizer.betas, config.scheduler.type, config.scheduler.warmup_steps) == ([0.9, 0.95], "cosine", 3)
     assert (config.checkpoint.every, config.seed) == (7, 4)
     assert (config.metrics.project, config.metrics.run_name) == ("salamandra", "first")
 

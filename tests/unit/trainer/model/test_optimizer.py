@@ -68,7 +68,7 @@ def test_only_matrices_decay() -> None:
 
 
 def test_the_options_reach_adamw_and_set_lr_reaches_every_group() -> None:
-    optimizer = make_optimizer(nn.Linear(2, 2), OptimizerConfig(lr=3e-4, betas=(0.8, 0.95), eps=1e-6))
+    optimizer = make_optimizer(nn.Linear(2, 2), OptimizerConfig(lr=3e-4, betas=[0.8, 0.95], eps=1e-6))
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.95), 1e-6)
     set_lr(optimizer, 0.25)
