@@ -85,7 +85,7 @@ def engine_status(error: Exception) -> tuple[int, str]:
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        message, param = explain_invalid(error.errors())
+        message, param = explain_invalid(error.errors(), error.body)
         return error_answer(400, message, param=param)
 
     @app.exception_handler(BadRequest)
@@ -130,26 +130,46 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_answer(500, f"the server failed on this request: {type(error).__name__}", code="internal_error")
 
 
-def explain_invalid(errors: Sequence[Any]) -> tuple[str, str | None]:
+def explain_invalid(errors: Sequence[Any], body: Any = None) -> tuple[str, str | None]:
     """One sentence about the first thing that is wrong, and the field it is about."""
-    error = most_telling(errors)
-    if error["type"] == "json_invalid":
-        return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}", None
-    path = [str(part) for part in error["loc"] if part not in ("body", "query")]
+    first, *others = most_telling(errors, body)
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+    path = path_of(first, body)
     if not path:
         return "the body must be a JSON object, sent with the header 'Content-Type: application/json'", None
     field, whole = path[0], ".".join(path)
-    if error["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden":
         why = REFUSED.get(path[-1])
         return (f"{whole!r} is not supported: {why}" if why else f"unknown field {whole!r}"), field
-    if error["type"] == "missing":
+    if first["type"] == "missing":
         return f"field {whole!r} is missing", field
     if field == "prompt":
         return f"prompt {PROMPT_FORMS}", field
-    return f"{whole}: {error['msg'].removeprefix('Value error, ')}", field
+    messages = [error["msg"].removeprefix("Value error, ") for error in (first, *others)]
+    return f"{whole}: {', or '.join(messages)}", field
 
 
-def most_telling(errors: Sequence[Any]) -> Any:
-    """Of the first field that is wrong, the deepest error: where a field has several forms, the one that was meant."""
+def most_telling(errors: Sequence[Any], body: Any) -> list[Any]:
+    """Of the first field that is wrong, what is said of the deepest place: where a field has several forms, the one
+    that was meant. Several errors if that leaves several forms."""
     field = errors[0]["loc"][:2]
-    return max((error for error in errors if error["loc"][:2] == field), key=lambda error: len(error["loc"]))
+    paths = [(path_of(error, body), error) for error in errors if error["loc"][:2] == field]
+    deepest = max((path for path, _ in paths), key=len)
+    return [error for path, error in paths if path == deepest]
+
+
+def path_of(error: Any, body: Any) -> list[str]:
+    """The keys that lead to what is wrong. Pydantic also tells which form of a field it tried: that is no key of the
+    body."""
+    source, *location = error["loc"]
+    if source != "body" or not isinstance(body, dict) or not location:
+        return [str(part) for part in location]
+    *way, last = location
+    path: list[str] = []
+    here = body
+    for part in way if error["type"] == "missing" else location:
+        if (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int)):
+            path.append(str(part))
+            here = here[part]
+    return [*path, str(last)] if error["type"] == "missing" else path

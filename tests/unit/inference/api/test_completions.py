@@ -292,3 +292,32 @@ def test_a_sample_whose_end_no_part_tells(client: TestClient, engine: FakeEngine
     found = chunks(client.post("/v1/completions", json={"prompt": "abc", "stream": True, "n": 3}))
     texts = ["".join(choice["text"] for choice in choices(found, index)) for index in range(3)]
     assert texts == ["h", "hh", "hhh"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop": 5}, "stop: Input should be a valid string, or Input should be a valid list"),
+        ({"stop": ["a", 5]}, "stop.1: Input should be a valid string"),
+        (
+            {"stop": ["a"] * 65},
+            "stop: Input should be a valid string, or List should have at most 64 items after validation, not 65",
+        ),
+        (
+            {"structured_outputs": {"json": True}},
+            "structured_outputs.json: Input should be a valid dictionary, or Input should be a valid string",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "field 'response_format.json_schema' is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "field 'response_format.json_schema.schema' is missing",
+        ),
+        ({"response_format": {"type": "json_object", "strict": 1}}, "unknown field 'response_format.strict'"),
+    ],
+)
+def test_a_field_of_several_forms_is_refused_by_its_own_name(
+    client: TestClient, wrong: dict[str, Any], message: str
+) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "abc"} | wrong)
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == (message, next(iter(wrong)))
