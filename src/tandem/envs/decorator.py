@@ -35,11 +35,11 @@ class EnvironmentFactory:
     def __init__(
         self, function: Callable[..., Any], tasks: Rows | Callable[..., Rows], held_out: float, tools: tuple[Any, ...]
     ) -> None:
+        update_wrapper(self, function)  # first: it brings the attributes of a callable object, whatever their names
         self.function = function
         self.tasks = tasks
         self.held_out = held_out
         self.tools = tools
-        update_wrapper(self, function)
 
     def __call__(self, **args: Any) -> FunctionEnvironment:
         if not callable(self.tasks) and args:
@@ -60,7 +60,11 @@ def environment(
 
 def plays_episodes(function: Callable[..., Any]) -> bool:
     """Whether it takes a model, rather than a completion."""
-    names = list(inspect.signature(function).parameters)
-    if len(names) != 2:
-        raise ValueError(f"{function.__name__} must take (task, completion) or (task, model), not {tuple(names)}")
-    return names[1] == "model"
+    signature = inspect.signature(function)
+    names = tuple(signature.parameters)
+    try:
+        signature.bind("task", "completion")
+    except TypeError:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(f"{name} must take (task, completion) or (task, model), not {names}") from None
+    return names[1:2] == ("model",)

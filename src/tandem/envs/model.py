@@ -6,6 +6,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol
 
 from tandem.envs.tools import Tool, as_schema
@@ -129,14 +130,14 @@ class RemoteModel:
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
     ) -> Reply:
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+        if max_tokens is not None and (not isinstance(max_tokens, Integral) or max_tokens < 1):
             raise ValueError(f"max_tokens = {max_tokens!r:.80} of model.chat is no positive int")
         if isinstance(messages, str):
             raise ValueError(f"model.chat({messages!r:.80}) is text; give a list of messages with role and content")
         request = {
             "messages": list(messages),
             "tools": [as_schema(tool) for tool in tools] or None,
-            "max_tokens": max_tokens,
+            "max_tokens": None if max_tokens is None else int(max_tokens),
         }
         self._clock.pause()
         try:

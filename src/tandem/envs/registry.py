@@ -107,7 +107,7 @@ def _check(environment: Any, config: EnvConfig) -> None:
     if environment is None:
         raise UserError(f"env.id = {config.id!r} gave None, not an environment")
     rollout = getattr(environment, "rollout", None)
-    if rollout is not None and not inspect.iscoroutinefunction(rollout):
+    if inspect.isroutine(rollout) and not inspect.iscoroutinefunction(inspect.unwrap(rollout)):
         raise UserError(f"env.id = {config.id!r}: rollout must be `async def`: it waits for the model")
     is_scored_by_itself = rollout is None and config.reward is None and not config.rewards
     given = {"setup": (), "close": (), "rollout": ("task", "model")}

@@ -11,7 +11,7 @@ from tandem.utils.errors import UserError, shorten
 def require_arguments(function: Callable[..., Any], given: Sequence[str], what: str) -> None:
     """UserError, which begins with `what`, unless `function` can be called with so many arguments in this order."""
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments of its own
     except (TypeError, ValueError):  # of C code, which has none
         return
     try:

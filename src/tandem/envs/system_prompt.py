@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from tandem.envs.tasks import is_list_of_tasks
+from tandem.envs.tasks import each, is_list_of_tasks
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
@@ -33,10 +33,10 @@ def _with_system_message(tasks: Sequence[Task], text: str) -> Sequence[Task]:
     """As they are where they are no tasks: whoever reads them says what is wrong."""
     if not is_list_of_tasks(tasks):
         return tasks
-    for task in tasks:
+    for task in each(tasks):
         if any(message.get("role") == "system" for message in task.messages):
             raise UserError(
                 f"env.system_prompt = {text!r}, but task {task.index} has a system message of its own; "
                 "leave out one of the two"
             )
-    return [replace(task, messages=[{"role": "system", "content": text}, *task.messages]) for task in tasks]
+    return [replace(task, messages=[{"role": "system", "content": text}, *task.messages]) for task in each(tasks)]

@@ -3,7 +3,8 @@
 Called in the environment's process (envs/worker.py), which sends what the orchestrator needs of them."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
@@ -38,7 +39,7 @@ def read_tasks(environment: HasTasks, name: str, config: EnvConfig) -> Sequence[
     if not _is_list(tasks):
         raise UserError(f"env.id = {config.id!r}: {name} is {_shown(tasks)}; make it a list of Tasks")
     numbers: dict[int, int] = {}  # the place of each task by its index
-    for place, task in enumerate(tasks):
+    for place, task in enumerate(each(tasks)):
         if not isinstance(task, Task):
             what = shorten(repr(task), 80)
             raise UserError(f"env.id = {config.id!r}: {name}[{place}] is no tandem.types.rollout.Task but {what}")
@@ -54,7 +55,12 @@ def read_tasks(environment: HasTasks, name: str, config: EnvConfig) -> Sequence[
 
 
 def is_list_of_tasks(tasks: Any) -> bool:
-    return _is_list(tasks) and all(isinstance(task, Task) and problem_of(task) is None for task in tasks)
+    return _is_list(tasks) and all(isinstance(task, Task) and problem_of(task) is None for task in each(tasks))
+
+
+def each(tasks: Sequence[Task]) -> Iterator[Task]:
+    """As many as they say to be: not every lazy sequence, such as a dataset of torch, raises IndexError at its end."""
+    return islice(tasks, len(tasks))
 
 
 def problem_of(task: Task) -> str | None:
@@ -80,7 +86,7 @@ def problem_of(task: Task) -> str | None:
 def _described(environment: HasTasks, name: str, config: EnvConfig) -> list[Payload]:
     described = [
         {"index": task.index, "messages": task.messages, "answer": task.answer}
-        for task in read_tasks(environment, name, config)
+        for task in each(read_tasks(environment, name, config))
     ]
     try:
         _as_json(described)

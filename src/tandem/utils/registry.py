@@ -40,7 +40,11 @@ def load_function(path: str, options: Mapping[str, Any], section: str) -> Callab
     """
     function = load_callable(path, f"{section}.type")
     try:
-        inspect.signature(function).bind(None, **options)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments of its own
+    except (TypeError, ValueError):  # of C code, which has none
+        return partial(function, **options)
+    try:
+        signature.bind(None, **options)
     except TypeError as error:
         raise UserError(
             f"{section}.options = {dict(options)!r} does not suit {section}.type = {path!r}: {error}"

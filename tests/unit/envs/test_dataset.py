@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,19 @@ def test_a_function_is_an_environment() -> None:
     task = made.train_tasks[0]
     assert made.score(task, task.answer) == 1.0 and task.info["level"] == "easy"
     assert adds.__doc__ == "Additions."
+
+
+class Judge:
+    tasks = "an attribute of its own"
+
+    def __call__(self, *both: Any, **others: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("scorer", [Judge(), partial(lambda task, completion, bonus: bonus, bonus=1.0)])
+def test_whatever_takes_a_task_and_a_completion_scores(scorer: Any) -> None:
+    made = environment(tasks=[{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}], held_out=1)(scorer)()
+    assert made.score is scorer and len(made.train_tasks) == 1
 
 
 def test_a_function_that_takes_a_model_plays_episodes() -> None:

@@ -11,6 +11,7 @@ from tandem.envs.worker import make, prepare
 from tandem.types.rollout import Task
 
 OWN = """
+import functools
 from tandem.types.rollout import Task
 
 TASKS = [Task(0, [{"role": "user", "content": "say b"}], "b")]
@@ -98,6 +99,38 @@ class StrangeTool(Plays):
     @property
     def tools(self): return [self.odd]
 
+class WithoutEnd:
+    # as torch's datasets are: it has a length, and any index will do
+    def __len__(self): return 3
+    def __getitem__(self, index): return Task(index, [{"role": "user", "content": "say b"}], "b")
+
+class Lazy(Scores):
+    train_tasks = WithoutEnd()
+
+def with_judge(function):
+    @functools.wraps(function)
+    def call(self, task, completion): return function(self, task, completion, judge=1.0)
+    return call
+
+class Decorated(Scores):
+    @with_judge
+    def score(self, task, completion, judge): return judge
+
+class Playing:
+    async def __call__(self, task, model): return 1.0
+
+class PlayedByObject(Plays):
+    rollout = Playing()
+
+def retried(function):
+    @functools.wraps(function)
+    def call(*args): return function(*args)
+    return call
+
+class PlaysDecorated(Plays):
+    @retried
+    async def rollout(self, task, model): return 1.0
+
 class OwnMistake(Scores):
     @property
     def train_tasks(self): return self.no_such_thing
@@ -130,16 +163,16 @@ def answer_of(config: EnvConfig) -> dict:
         ("Rows", "train_tasks[0] is no tandem.types.rollout.Task but {'prompt': 'a', 'answer': 'b'}"),
         (
             "ScoresText",
-            "score(completion), half_envs.py:57 in score, is called with (task, completion), which it does not take: "
+            "score(completion), half_envs.py:58 in score, is called with (task, completion), which it does not take: "
             "too many positional arguments; write `def score(self, task, completion)`",
         ),
         ("ScoreIsNumber", "score is 1.0, and has to be a method"),
         (
             "SetupTakesMore",
-            "setup(config), half_envs.py:63 in setup, is called with (), which it does not take",
+            "setup(config), half_envs.py:64 in setup, is called with (), which it does not take",
         ),
-        ("CloseTakesMore", "close(reason), half_envs.py:66 in close, is called with ()"),
-        ("PlaysAlone", "rollout(task), half_envs.py:73 in rollout, is called with (task, model)"),
+        ("CloseTakesMore", "close(reason), half_envs.py:67 in close, is called with ()"),
+        ("PlaysAlone", "rollout(task), half_envs.py:74 in rollout, is called with (task, model)"),
         ("PlaysAlone", "write `async def rollout(self, task, model)`"),
         ("OneTool", "make it a tuple or a list of functions"),
         ("NamedTool", "tools[0] is 'add', neither a function nor a schema"),
@@ -178,6 +211,17 @@ def test_a_task_may_be_there_twice_and_numbered_by_numpy(folder: None, name: str
 def test_tasks_are_checked_before_a_system_message_is_put_before_them(folder: None, name: str) -> None:
     config = EnvConfig(id=f"./half_envs.py:{name}")
     assert answer_of(config.model_copy(update={"system_prompt": "Be brief."})) == answer_of(config)
+
+
+@pytest.mark.parametrize("system_prompt", [None, "Be brief."])
+def test_tasks_may_be_a_lazy_sequence_that_raises_at_no_index(folder: None, system_prompt: str | None) -> None:
+    tasks = answer_of(EnvConfig(id="./half_envs.py:Lazy", system_prompt=system_prompt))["ready"]["tasks"]
+    assert [task["index"] for task in tasks["train"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["Decorated", "PlayedByObject", "PlaysDecorated"])
+def test_methods_may_be_objects_and_decorated(folder: None, name: str) -> None:
+    assert "ready" in answer_of(EnvConfig(id=f"./half_envs.py:{name}"))
 
 
 def test_a_mistake_in_ones_own_code_is_shown_where_it_is(folder: None) -> None:

@@ -56,6 +56,11 @@ class NumberContent(Good):
 class TextTokens(Good):
     async def rollout(self, task, model): return len((await model.chat(task.messages, max_tokens="5")).text)
 
+class NumpyTokens(Good):
+    async def rollout(self, task, model):
+        import numpy as np
+        return len((await model.chat(task.messages, max_tokens=np.int64(5))).text)
+
 class Tools(Good):
     async def rollout(self, task, model): return len((await model.chat(task.messages, tools=[add])).text)
 
@@ -93,7 +98,7 @@ def rehearse(name: str, tiny_model: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", ["Good", "Ends"])
+@pytest.mark.parametrize("name", ["Good", "Ends", "NumpyTokens"])
 def test_an_episode_that_ends_with_a_reward_passes(tiny_model: Path, name: str) -> None:
     rehearse(name, tiny_model)
 
