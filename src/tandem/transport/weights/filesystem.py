@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.transport.weights.manifest import ADAPTER_CONFIG, DamagedWeights, verify_manifest, write_manifest
+from tandem.transport.weights.manifest import ADAPTER_CONFIG, MANIFEST, DamagedWeights, verify_manifest, write_manifest
 from tandem.utils.errors import disk_errors
 from tandem.utils.files import (
     INDEX,
@@ -131,10 +131,12 @@ class WeightsPublisher:
         copy_side_files(self.model_dir, folder)
 
     def _point_latest_to(self, final: Path) -> None:
-        link = self.folder / ".latest.tmp"
+        latest, link = self.folder / "latest", self.folder / ".latest.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
-        link.replace(self.folder / "latest")
+        if not latest.is_symlink() and (latest / MANIFEST).exists():  # the run was copied by what follows links
+            shutil.rmtree(latest)
+        link.replace(latest)
 
 
 def copy_side_files(model_dir: Path, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Published versions are whole models, and only the newest are kept."""
 
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator
@@ -59,6 +60,15 @@ def test_the_newest_are_kept_and_latest_leads_to_the_last(model_dir: Path, tmp_p
         publish(publisher, version)
         assert (folder / "latest").resolve().name == f"step_{version:06d}"
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000003", "step_000004"]
+
+
+def test_a_run_that_was_copied_with_links_followed_goes_on(model_dir: Path, tmp_path: Path) -> None:
+    publish(WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=2), 1)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "weights", copy)
+    assert (copy / "latest").is_dir() and not (copy / "latest").is_symlink()
+    publish(WeightsPublisher(copy, model_dir, "float32", keep=2), 2)
+    assert (copy / "latest").readlink() == Path("step_000002")
 
 
 def test_an_unfinished_version_is_replaced(model_dir: Path, tmp_path: Path) -> None:
