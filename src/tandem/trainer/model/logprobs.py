@@ -64,5 +64,5 @@ def _chunk_logprobs(
     if exactly:
         temperatures = torch.full((len(labels),), temperature, device=logits.device)
         own = exact.token_logprobs(rounded_logits.detach(), labels, temperatures)
-        logprobs = exact.InPlaceOf.apply(logprobs, own)
+        logprobs = exact.InPlaceOf.apply(logprobs, own).clone()  # FSDP wants outputs that are not views
     return logprobs, entropy

@@ -89,6 +89,7 @@ def test_exact_mode_has_the_same_gradient(case, temperature: float) -> None:
         hidden, weight, labels = case
         hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         logprobs, entropy = token_logprobs(hidden, weight, labels, temperature, exactly=exactly)
+        assert not logprobs._is_view(), "FSDP loses its hook where a view is written to"
         return logprobs, entropy, *torch.autograd.grad((logprobs * torch.arange(1.0, 12.0)).sum(), (hidden, weight))
 
     for ours, expected in zip(run(exactly=True), run(exactly=False), strict=True):
