@@ -1,5 +1,6 @@
 """The models that `evaluate` asks: an endpoint that is there, or a server that is started for them."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +13,10 @@ from tandem.orchestrator.endpoint import ChatEndpoint
 from tandem.transport.weights.manifest import MANIFEST, is_adapter
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
-from tandem.utils.http import OK
+from tandem.utils.http import OK, HttpClient
 from tandem.utils.run_dir import RunDir, step_name, steps_with
+
+logger = logging.getLogger(__name__)
 
 
 async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoint]]:
@@ -32,11 +35,19 @@ async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoi
     async with serving(server, config.output_dir) as http, _asking(config, http.base_url) as endpoint:
         await endpoint.find_model()
         for version, path in versions:
-            if path != base:
-                reply = await http.send("POST", "/update_weights", {"path": str(path), "version": version})
-                if reply.status != OK:
-                    raise UserError(f"{path} cannot be served: {reply.reason}")
-            yield str(path), endpoint
+            if path == base or await load_version(http, version, path):
+                yield str(path), endpoint
+
+
+async def load_version(http: HttpClient, version: int, path: Path) -> bool:
+    """Have the server load it; False where a run that goes on has deleted it meanwhile."""
+    reply = await http.send("POST", "/update_weights", {"path": str(path), "version": version})
+    if reply.status == OK:
+        return True
+    if not path.exists():
+        logger.warning("%s is left out: the run has deleted it meanwhile", path)
+        return False
+    raise UserError(f"{path} cannot be served: {reply.reason}")
 
 
 def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:

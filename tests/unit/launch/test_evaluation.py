@@ -1,13 +1,16 @@
 """Which models `evaluate` asks."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.config.evaluate import EvaluateConfig
-from tandem.launch.evaluation import models_of
+from tandem.launch.evaluation import load_version, models_of
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
+from tandem.utils.http import HttpClient, Reply
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 
@@ -38,3 +41,21 @@ def test_a_run_whose_command_is_damaged_is_refused(tmp_path: Path) -> None:
     (run / "config" / "command.txt").write_text("cd 'half of a path")
     with pytest.raises(UserError, match="is not the directory of a run of `rl`: No closing quotation"):
         models_of(EvaluateConfig(run=run))
+
+
+class Refusing(HttpClient):
+    """A server that loads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1", timeout_s=1)
+
+    async def send(self, method: str, route: str, body: Any = None, timeout_s: float | None = None) -> Reply:
+        return Reply(400, {}, b"no such weights")
+
+
+def test_a_version_that_a_running_run_has_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / step_name(3)
+    assert asyncio.run(load_version(Refusing(), 3, path)) is False
+    path.mkdir()
+    with pytest.raises(UserError, match=r"step_000003 cannot be served: "):
+        asyncio.run(load_version(Refusing(), 3, path))
