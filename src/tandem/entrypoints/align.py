@@ -22,7 +22,7 @@ def align(config: AlignConfig) -> None:
     if config.loss.is_own:
         from tandem.trainer.losses.trial import try_align_loss
 
-        try_align_loss(config.loss)
+        try_align_loss(config.loss, num_ranks=config.parallel.ranks)
 
     def load_train() -> Train[AlignConfig]:
         from tandem.trainer.offline.align import train_align

@@ -84,9 +84,10 @@ def check(config: RLConfig) -> int:
 
     start = preflight.check(config)
     if config.trainer.loss.is_own:  # its file has imported torch by now
+        from tandem.launch.gpus import count_ranks
         from tandem.trainer.losses.trial import try_policy_loss
 
-        try_policy_loss(config.trainer.loss, "trainer.loss")
+        try_policy_loss(config.trainer.loss, "trainer.loss", num_ranks=count_ranks(config))
     return start
 
 

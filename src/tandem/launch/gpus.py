@@ -112,6 +112,10 @@ def _is_asked(config: RLConfig) -> bool:
     return config.gpus.inference is not None or config.gpus.trainer is not None
 
 
+def count_ranks(config: RLConfig) -> int:
+    return _count(config.gpus.trainer or config.trainer.parallel.ranks)
+
+
 def _wants(config: RLConfig) -> dict[str, Gpus]:
     """What each role asks for, by itself or by its other options; None where it needs no GPU."""
     wants: dict[str, Gpus] = {"inference": None, "trainer": None}

@@ -21,56 +21,83 @@ ADVANTAGES = (1.0, -0.5, 0.25, -1.0)
 LABELS = (1.0, 0.0, 0.0, 1.0)
 
 
-def try_policy_loss(config: LossConfig, section: str = "loss", timeout_s: float = TRIAL_TIMEOUT_S) -> None:
+def try_policy_loss(
+    config: LossConfig, section: str = "loss", timeout_s: float = TRIAL_TIMEOUT_S, *, num_ranks: int = 1
+) -> None:
     """UserError where the function cannot be used, with `section` as the place of its options."""
     loss = make_policy_loss(config)
-    logprobs = _logprobs()
+    _try(lambda size: loss(_policy_streams(config, size)), config.type, section, timeout_s, num_ranks)
+
+
+def _policy_streams(config: LossConfig, size: int) -> PolicyStreams:
+    logprobs = _logprobs(size)
     entropy = -logprobs if needs_entropy_gradient(config) else -logprobs.detach()
-    before, sequences = logprobs.detach() - 0.1, torch.tensor(SEQUENCES)
-    streams = PolicyStreams(
+    before, sequences = logprobs.detach() - 0.1, _sequences(size)
+    return PolicyStreams(
         logprobs=logprobs,
         entropy=entropy,
         sampled_logprobs=before,
         old_logprobs=before.clone(),
         advantages=torch.tensor(ADVANTAGES)[sequences],
         sequences=sequences,
-        num_sequences=len(ADVANTAGES),
+        num_sequences=len(ADVANTAGES) if size else 0,
         reference_logprobs=before.clone() if needs_reference(config) else None,
         teacher_logprobs=before.clone() if needs_teacher(config) else None,
     )
-    _try(lambda: loss(streams), config.type, section, timeout_s)
 
 
-def try_align_loss(config: AlignLossConfig, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
+def try_align_loss(config: AlignLossConfig, timeout_s: float = TRIAL_TIMEOUT_S, *, num_ranks: int = 1) -> None:
     """UserError where the function cannot be used."""
     loss = make_align_loss(config)
-    logprobs, sequences = _logprobs(), torch.tensor(SEQUENCES)
-    streams = AlignStreams(
+    _try(lambda size: loss(_align_streams(config, size), StepFacts()), config.type, "loss", timeout_s, num_ranks)
+
+
+def _align_streams(config: AlignLossConfig, size: int) -> AlignStreams:
+    logprobs, sequences = _logprobs(size), _sequences(size)
+    return AlignStreams(
         logprobs=logprobs,
         reference_logprobs=None if config.reference_source == "none" else logprobs.detach() - 0.1,
         sequences=sequences,
-        num_sequences=len(LABELS),
+        num_sequences=len(LABELS) if size else 0,
         labels=None if config.is_paired else torch.tensor(LABELS)[sequences],
     )
-    _try(lambda: loss(streams, StepFacts()), config.type, "loss", timeout_s)
 
 
-def _logprobs() -> torch.Tensor:
+def _logprobs(size: int) -> torch.Tensor:
     """As a model gives them: no leaf of the graph, so what is done to them in place is done here too."""
-    weights = torch.linspace(0.2, 2.0, len(SEQUENCES), requires_grad=True)
+    weights = torch.linspace(0.2, 2.0, size, requires_grad=True)
     return -weights
 
 
-def _try(loss: Callable[[], LossOutput], name: str, section: str, timeout_s: float) -> None:
-    def compute() -> None:
-        loss().loss.backward()
+def _sequences(size: int) -> torch.Tensor:
+    return torch.tensor(SEQUENCES[:size], dtype=torch.int64)
 
+
+def _try(loss: Callable[[int], LossOutput], name: str, section: str, timeout_s: float, num_ranks: int) -> None:
+    """`loss` takes the number of tokens. With several ranks it is tried without any too: see `dummy_micro_batch`."""
+    named = _try_size(loss, len(SEQUENCES), name, section, timeout_s)
+    if num_ranks > 1 and (others := _try_size(loss, 0, name, section, timeout_s)) != named:
+        raise UserError(
+            f"{section}.type = {name!r} returned the metrics {sorted(named)}, but {sorted(others)} for a micro-batch "
+            "without tokens; return the same ones, since ranks add them up"
+        )
+
+
+def _try_size(loss: Callable[[int], LossOutput], size: int, name: str, section: str, timeout_s: float) -> set[str]:
+    """The names of its metrics."""
+
+    def compute() -> set[str]:
+        output = loss(size)
+        output.loss.backward()
+        return set(output.metrics)
+
+    example = "a tiny example" if size else "a micro-batch without tokens, which ranks with too few sequences get"
     try:
-        try_within(timeout_s, f"loss.type = {name!r}", compute)
+        return try_within(timeout_s, f"loss.type = {name!r}", compute)
     except UserError as error:
         raise UserError(str(error).replace("loss.", f"{section}.", 1)) from error
     except (Exception, SystemExit) as error:  # whatever the user's function raises
         failure = failure_of(error)
         raise UserError(
-            f"{section}.type = {name!r} failed on a tiny example: {failure}\n{failure.frames}".rstrip()
+            f"{section}.type = {name!r} failed on {example}: {failure}\n{failure.frames}".rstrip()
         ) from error

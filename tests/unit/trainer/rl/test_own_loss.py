@@ -76,6 +76,14 @@ def changes_what_is_needed(streams: PolicyStreams) -> Losses:
     return Losses(-gains)
 
 
+def needs_tokens(streams: PolicyStreams) -> Losses:
+    return Losses(-streams.logprobs * streams.advantages / streams.advantages.abs().max())
+
+
+def measures_tokens(streams: PolicyStreams) -> Losses:
+    return Losses(-streams.logprobs, {"own/mean": mean_of(streams.logprobs)} if len(streams.logprobs) else {})
+
+
 LET_GO = threading.Event()
 
 
@@ -193,6 +201,21 @@ def test_a_function_that_fails_or_hangs_is_refused_before_anything_starts(name: 
 )
 def test_a_function_that_can_be_used_passes_before_the_start(loss: dict[str, Any]) -> None:
     try_policy_loss(LossConfig.model_validate(loss))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("needs_tokens", r"failed on a micro-batch without tokens, which ranks with too few sequences get: RuntimeError"),
+        ("measures_tokens", r"returned the metrics \[.*'own/mean'.*\], but \[.*\] for a micro-batch without tokens"),
+    ],
+)
+def test_with_several_ranks_a_function_is_tried_without_tokens(name: str, message: str) -> None:
+    config = LossConfig(type=f"own_loss_of_a_test:{name}")
+    try_policy_loss(config)
+    with pytest.raises(UserError, match=rf"^loss\.type = 'own_loss_of_a_test:{name}' {message}"):
+        try_policy_loss(config, num_ranks=2)
+    try_policy_loss(LossConfig(type="own_loss_of_a_test:clipped"), num_ranks=2)
 
 
 def test_another_term_may_bring_the_gradient(train) -> None:
