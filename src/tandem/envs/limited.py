@@ -7,7 +7,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tandem.envs.failures import hung_at
@@ -19,19 +18,22 @@ T = TypeVar("T")
 
 def try_within(timeout_s: float, what: str, function: Callable[..., T], *arguments: Any) -> T:
     """What the function returns or raises; UserError, which begins with `what`, where it takes longer."""
-    future: Future[T] = Future()
+    returned: list[T] = []
+    raised: list[BaseException] = []
 
     def body() -> None:
         try:
-            future.set_result(function(*arguments))
+            returned.append(function(*arguments))
         except BaseException as error:
-            future.set_exception(error)
+            raised.append(error)
 
     thread = threading.Thread(target=body, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if not thread.is_alive():
-        return future.result()
+    if raised:
+        raise raised[0]
+    if returned:
+        return returned[0]
     frame = sys._current_frames().get(thread.ident or 0)
     failure = hung_at(f"it took longer than {timeout_s:g} s on a tiny example", traceback.extract_stack(frame))
     raise UserError(f"{what} cannot be used: {failure}; it has to end\n{failure.frames}".rstrip())
