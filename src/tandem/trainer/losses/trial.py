@@ -1,7 +1,10 @@
 """A loss function of a user's own on a few made-up tokens, before anything starts. Called by `rl` and `align`.
 
-What it returns is checked as in a training step. On the CPU: a function takes its device from the streams."""
+What it returns is checked as in a training step. On the CPU, so one that can only compute on a GPU is let through."""
 
+import logging
+import re
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -14,6 +17,9 @@ from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_
 from tandem.trainer.losses.objective import make_policy_loss, needs_entropy_gradient, needs_reference, needs_teacher
 from tandem.trainer.losses.types import LossOutput, PolicyStreams
 from tandem.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+OF_A_DEVICE = re.compile(r"\b(cuda|gpus?|devices?|triton)\b", re.IGNORECASE)
 
 # Four sequences, which are two pairs as well, of different lengths.
 SEQUENCES = (0, 0, 0, 1, 2, 2, 3, 3, 3)
@@ -76,15 +82,20 @@ def _sequences(size: int) -> torch.Tensor:
 def _try(loss: Callable[[int], LossOutput], name: str, section: str, timeout_s: float, num_ranks: int) -> None:
     """`loss` takes the number of tokens. With several ranks it is tried without any too: see `dummy_micro_batch`."""
     named = _try_size(loss, len(SEQUENCES), name, section, timeout_s)
-    if num_ranks > 1 and (others := _try_size(loss, 0, name, section, timeout_s)) != named:
+    if num_ranks == 1 or named is None:
+        return
+    others = _try_size(loss, 0, name, section, timeout_s)
+    if others is not None and others != named:
         raise UserError(
             f"{section}.type = {name!r} returned the metrics {sorted(named)}, but {sorted(others)} for a micro-batch "
             "without tokens; return the same ones, since ranks add them up"
         )
 
 
-def _try_size(loss: Callable[[int], LossOutput], size: int, name: str, section: str, timeout_s: float) -> set[str]:
-    """The names of its metrics."""
+def _try_size(
+    loss: Callable[[int], LossOutput], size: int, name: str, section: str, timeout_s: float
+) -> set[str] | None:
+    """The names of its metrics; None where it wants another device."""
 
     def compute() -> set[str]:
         output = loss(size)
@@ -98,6 +109,17 @@ def _try_size(loss: Callable[[int], LossOutput], size: int, name: str, section: 
         raise UserError(str(error).replace("loss.", f"{section}.", 1)) from error
     except (Exception, SystemExit) as error:  # whatever the user's function raises
         failure = failure_of(error)
+        if _wants_another_device(error):
+            logger.warning(
+                "%s.type = %r could not be tried, since it takes no tensors of the CPU: %s", section, name, failure
+            )
+            return None
         raise UserError(
             f"{section}.type = {name!r} failed on {example}: {failure}\n{failure.frames}".rstrip()
         ) from error
+
+
+def _wants_another_device(error: BaseException) -> bool:
+    """By its words, or because Triton raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(OF_A_DEVICE.search(str(error))) or any("/triton/" in frame.filename for frame in frames)

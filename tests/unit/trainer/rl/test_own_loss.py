@@ -76,6 +76,21 @@ def changes_what_is_needed(streams: PolicyStreams) -> Losses:
     return Losses(-gains)
 
 
+def moves(streams: PolicyStreams) -> Losses:
+    return Losses(-streams.logprobs.to("cuda:99"))
+
+
+def launches(streams: PolicyStreams) -> Losses:
+    import triton
+
+    @triton.jit
+    def kernel(x):
+        pass
+
+    kernel[(1,)](streams.logprobs)
+    return Losses(-streams.logprobs)
+
+
 def needs_tokens(streams: PolicyStreams) -> Losses:
     return Losses(-streams.logprobs * streams.advantages / streams.advantages.abs().max())
 
@@ -217,6 +232,15 @@ def test_with_several_ranks_a_function_is_tried_without_tokens(name: str, messag
     with pytest.raises(UserError, match=rf"^loss\.type = 'own_loss_of_a_test:{name}' {message}"):
         try_policy_loss(config, num_ranks=2)
     try_policy_loss(LossConfig(type="own_loss_of_a_test:clipped"), num_ranks=2)
+
+
+@pytest.mark.parametrize("name", ["moves", "launches"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_function_for_gpus_alone_is_let_through(name: str, num_ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    if name == "launches":
+        pytest.importorskip("triton", reason="pip install triton")
+    try_policy_loss(LossConfig(type=f"own_loss_of_a_test:{name}"), num_ranks=num_ranks)
+    assert f"'own_loss_of_a_test:{name}' could not be tried" in caplog.text
 
 
 def test_another_term_may_bring_the_gradient(train) -> None:
