@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from tandem.config.environment import EnvConfig
 from tandem.envs.calls import over_limit
@@ -61,6 +61,10 @@ class HeldTask(Task):
     position: int = -1
     is_interactive: bool = False  # it is played, not scored
     tools: list[dict[str, Any]] | None = None  # that the model is given
+
+
+def is_played(task: Task) -> TypeGuard[HeldTask]:
+    return isinstance(task, HeldTask) and task.is_interactive
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.config.environment import EnvConfig
 from tandem.envs.failures import Failure, UserCodeError
-from tandem.envs.process import EnvironmentProcess, HeldTask
+from tandem.envs.process import EnvironmentProcess, HeldTask, is_played
 from tandem.envs.protocol import Environment
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError
@@ -81,19 +81,15 @@ async def try_environment(environment: Environment, config: EnvConfig, play: Pla
 
 def _in_words(task: Task, name: str, completion: str) -> tuple[str, str]:
     """What was tried, and what would be right."""
-    if _is_played(task):
+    if is_played(task):
         said = "its answer" if completion else "nothing"
         return f"playing {name} task {task.index} with a model that says {said}", "let every episode end with a reward"
     what = "its own answer" if completion else "an empty completion"
     return f"scoring {what} of {name} task {task.index}", "give every completion a reward"
 
 
-def _is_played(task: Task) -> bool:
-    return isinstance(task, HeldTask) and task.is_interactive
-
-
 async def _try(environment: Environment, task: Task, completion: str, play: Play | None) -> None:
-    if not isinstance(environment, EnvironmentProcess) or not isinstance(task, HeldTask) or not _is_played(task):
+    if not isinstance(environment, EnvironmentProcess) or not is_played(task):
         await environment.score(task, completion)
     elif play is None:
         await environment.play(task, ScriptedPlayer(completion))

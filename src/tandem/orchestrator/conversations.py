@@ -16,7 +16,7 @@ from tandem.data.tool_calls import CallFormat, FoundCall, choose_format, read_te
 from tandem.envs.failures import failure_of
 from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull
-from tandem.envs.process import EnvironmentProcess, HeldTask
+from tandem.envs.process import EnvironmentProcess, is_played
 from tandem.envs.protocol import Environment, Stage
 from tandem.envs.results import Result
 from tandem.orchestrator.failures import RolloutFailure
@@ -155,7 +155,7 @@ class Episodes:
 
     def plays(self, task: Task) -> bool:
         """Or whether its completions are scored."""
-        return isinstance(task, HeldTask) and task.is_interactive
+        return is_played(task)
 
     async def play(self, task: Task, policy: Generator, sampling: SamplingRequest) -> Rollout | RolloutFailure:
         conversation = Conversation(policy, self.format, sampling)

@@ -11,7 +11,7 @@ from tandem.data.order import ShuffledOrder
 from tandem.data.sources import Indices, Mixed
 from tandem.data.tokenizer import Tokenizer
 from tandem.data.tool_calls import choose_format
-from tandem.envs.process import HeldTask
+from tandem.envs.process import HeldTask, is_played
 from tandem.envs.protocol import Environment
 from tandem.orchestrator.filters import refuse_hopeless_filters
 from tandem.types.rollout import SamplingOptions, Task
@@ -97,7 +97,7 @@ def encode_prompts(environment: Environment, tokenizer: Tokenizer, config: Orche
     """Refuses tasks that cannot fit, and filters that none of them can pass."""
     for plan in config.plans.values():
         own = [task for task in environment.train_tasks if task.environment == plan.name]
-        is_interactive = any(isinstance(task, HeldTask) and task.is_interactive for task in own)
+        is_interactive = any(is_played(task) for task in own)
         refuse_hopeless_filters(plan, is_interactive=is_interactive)
     return Prompts(
         train=encode_tasks("training", environment.train_tasks, tokenizer, config),
@@ -131,7 +131,7 @@ def encode_tasks(
 
 
 def _encode_task(task: Task, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(task, HeldTask) and task.is_interactive and not task.messages:
+    if is_played(task) and not task.messages:
         return []  # the episode begins otherwise
     tools = task.tools if isinstance(task, HeldTask) else None
     if tools and isinstance(why := choose_format(tokenizer), str):
