@@ -9,6 +9,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.hints import algorithm_hint, explanation, options_meant
+from tandem.utils.errors import shown
 
 
 def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
@@ -47,9 +48,9 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
     key = (prefix + _key(root, details)).removesuffix(".")
     kind = details["type"]
     if others:
-        return f"{key} = {_short(details['input'])} is not valid: {_alternatives([details, *others])}"
+        return f"{key} = {shown(details['input'])} is not valid: {_alternatives([details, *others])}"
     if kind == "extra_forbidden":
-        return f"unknown key {key!r} (value {_short(details['input'])}); {_nearest_key(root, location)}"
+        return f"unknown key {key!r} (value {shown(details['input'])}); {_nearest_key(root, location)}"
     if kind == "missing":
         flag = ".".join([key, *_first_required(root, location)]).replace("_", "-")
         place = "its table" if _is_in_a_list(location) else f"the file or with --{flag}"
@@ -58,14 +59,14 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
         return _explain_tag(key, details)
     if kind == "literal_error":
         hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
-        return f"{key} = {_short(details['input'])} is not valid; {hint}"
+        return f"{key} = {shown(details['input'])} is not valid; {hint}"
     if kind == "model_type":
         inner = _first_required(root, location) or [next(iter(_models_at(root, location)[0].model_fields))]
-        return f"{key} = {_short(details['input'])} is not valid: it is a section; give {'.'.join([key, *inner])}"
+        return f"{key} = {shown(details['input'])} is not valid: it is a section; give {'.'.join([key, *inner])}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
         return f"{key}: {message}" if key else message
-    return f"{key} = {_short(details['input'])} is not valid: {message[0].lower()}{message[1:]}"
+    return f"{key} = {shown(details['input'])} is not valid: {message[0].lower()}{message[1:]}"
 
 
 def _alternatives(errors: list[ErrorDetails]) -> str:
@@ -113,14 +114,14 @@ def _explain_tag(key: str, details: ErrorDetails) -> str:
     """Of a table that is one of several kinds, told apart by its type."""
     given = details["input"]
     if not isinstance(given, dict):
-        return f"{key} = {_short(given)} is not valid: it is a section; give {key}.type"
+        return f"{key} = {shown(given)} is not valid: it is a section; give {key}.type"
     tags = [tag.strip("'") for tag in details.get("ctx", {}).get("expected_tags", "").split(", ")]
     one_of = f"one of: {', '.join(tags)}"
     if "type" not in given:
         return f"{key}.type is required and was not given; {one_of}"
     nearest = difflib.get_close_matches(str(given["type"]), tags, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
-    return f"{key}.type = {_short(given['type'])} is not valid; {hint}"
+    return f"{key}.type = {shown(given['type'])} is not valid; {hint}"
 
 
 def _first_required(root: type[BaseModel], location: list[str]) -> list[str]:
@@ -188,8 +189,3 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) in (Union, types.UnionType, list):
         return [model for inner in get_args(annotation) for model in models_in(inner)]
     return []
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tandem.data.masks import Conversation, require_characters, tokenize_conversation, tokenize_spans
-from tandem.data.messages import parse_json, read_messages, shown
+from tandem.data.messages import parse_json, read_messages
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import Message, TrainingSequence
+from tandem.utils.errors import shown
 
 Fields = Mapping[str, Any]
 Fit = Callable[[TrainingSequence], TrainingSequence]

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from tandem.types.rollout import Message
+from tandem.utils.errors import shown
 
 
 def read_messages(messages: Any, name: str, *, or_text: bool = False) -> list[Message]:
@@ -69,8 +70,3 @@ def parse_json(text: str, what: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} are not JSON: {error}") from error
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

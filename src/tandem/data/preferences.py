@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_tools
 from tandem.data.masks import Conversation
-from tandem.data.messages import read_messages, shown
+from tandem.data.messages import read_messages
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import TrainingSequence
+from tandem.utils.errors import shown
 
 
 class Preference(NamedTuple):

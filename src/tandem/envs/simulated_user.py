@@ -16,14 +16,13 @@ from pydantic import Field
 
 from tandem.config.base import Config
 from tandem.config.shared import root_url
-from tandem.data.messages import shown
 from tandem.envs.conversing import User, converse
 from tandem.envs.dataset import DatasetArgs, DatasetEnvironment
 from tandem.envs.model import Model
 from tandem.envs.results import Result
 from tandem.rewards.functions import exact_match
 from tandem.types.rollout import Message, Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 from tandem.utils.http import RETRY_STATUS, HttpClient, Reply
 
 DONE = "DONE"

@@ -14,7 +14,7 @@ from tandem.config.environment import EnvConfig
 from tandem.envs.protocol import HasTasks
 from tandem.envs.wire import Payload
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError, shorten
+from tandem.utils.errors import UserError, shown
 
 EXAMPLES = "docs/environments.md has examples"
 
@@ -41,7 +41,7 @@ def read_tasks(environment: HasTasks, name: str, config: EnvConfig) -> Sequence[
     numbers: dict[int, int] = {}  # the place of each task by its index
     for place, task in enumerate(each(tasks)):
         if not isinstance(task, Task):
-            what = shorten(repr(task), 80)
+            what = shown(task)
             raise UserError(f"env.id = {config.id!r}: {name}[{place}] is no tandem.types.rollout.Task but {what}")
         if problem := problem_of(task):
             raise UserError(f"env.id = {config.id!r}: {name}[{place}] is a Task whose {problem}")
@@ -117,4 +117,4 @@ def _as_json(value: Any) -> bytes:
 
 def _shown(value: object) -> str:
     """With its type, which is what is wrong with it."""
-    return f"{shorten(repr(value), 80)} of type {type(value).__name__}"
+    return f"{shown(value)} of type {type(value).__name__}"

@@ -3,6 +3,8 @@
 import math
 from typing import SupportsFloat, TypeGuard
 
+from tandem.utils.errors import shown
+
 # Beyond this, squares and sums of rewards lose all meaning in float32, which advantages are stored in.
 MAX_REWARD = 1e9
 
@@ -27,8 +29,3 @@ def checked_reward(value: object) -> float:
 def is_number(value: object) -> TypeGuard[SupportsFloat]:
     """Text has no __float__: "1.0" is as wrong as "good"."""
     return isinstance(value, SupportsFloat)
-
-
-def shown(value: object) -> str:
-    text = repr(value)
-    return f"{text[:60]}… of type {type(value).__name__}" if len(text) > 60 else text

@@ -16,9 +16,9 @@ from typing import Any
 
 from tandem.config.goals import GoalConfig
 from tandem.rewards import measures
-from tandem.rewards.checked import is_number, shown
+from tandem.rewards.checked import is_number
 from tandem.rewards.politeness import politeness
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 from tandem.utils.registry import find_registered
 
 Measure = Callable[[Sequence[str]], Sequence[float]]

@@ -49,6 +49,11 @@ def shorten(text: str, max_chars: int = MAX_CHARS) -> str:
     return f"{text[:head]} … [{len(text) - head - tail} characters left out] … {text[-tail:]}"
 
 
+def shown(value: object) -> str:
+    """A wrong value as an error shows it: short, without addresses in memory, which differ from run to run."""
+    return shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)), 80)
+
+
 def shorten_lines(text: str, max_lines: int = 100) -> str:
     """The same for a text of many lines, such as a traceback: each is bounded, and so is their number."""
     lines = [shorten(line) for line in text.splitlines()]

@@ -9,13 +9,19 @@ import pytest
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
-from tandem.utils.errors import disk_errors, shorten, shorten_lines
+from tandem.utils.errors import disk_errors, shorten, shorten_lines, shown
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
     assert shorten("abcdefgh", max_chars=8) == "abcdefgh"
     assert shorten("abcdefgh!", max_chars=8) == "abcdef … [1 characters left out] … h!"
     assert len(shorten("x" * 200_000)) < 2100
+
+
+def test_a_wrong_value_is_shown_short_and_without_its_address() -> None:
+    assert shown("1") == "'1'"
+    assert shown(object()) == shown(object()) == "<object object>"
+    assert shown("x" * 1000).startswith("'xxx") and len(shown("x" * 1000)) < 120
 
 
 def test_many_lines_keep_the_first_and_the_last() -> None:
