@@ -12,7 +12,7 @@ from typing import Any
 from tandem.config.shared import CheckpointConfig
 from tandem.transport.checkpoints import how_to_go_on, is_finished
 from tandem.transport.weights.manifest import MANIFEST
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, file_damage
 from tandem.utils.files import read_json_lines, read_table
 from tandem.utils.metrics import is_number, read_metrics
 from tandem.utils.run_dir import RunDir, step_name, steps_with
@@ -63,13 +63,21 @@ def status_lines(root: Path) -> list[str]:
     run_dir = require_run(root)
     holder = running(run_dir)
     max_steps = _max_steps(run_dir)
-    state = _state(run_dir, max_steps, holder)
+    try:
+        told = [f"{root}: {_state(run_dir, max_steps, holder)}", *_progress_lines(run_dir, max_steps)]
+    except OSError as error:
+        state = "not running" if holder is None else _running(holder)
+        told = [f"{root}: {state}", f"damaged     {file_damage(error)}"]
+    return [*told, f"logs        {run_dir.root / 'logs'}"]
+
+
+def _progress_lines(run_dir: RunDir, max_steps: int) -> list[str]:
     lines = read_metrics(run_dir)
     step = max((line["step"] for line in lines if line["process"] == "trainer"), default=0)
     rewards = _numbers(lines, "reward/mean")
     times = [_moment(line.get("time")) for line in lines]
     signs = [moment for moment in times if moment is not None]
-    told = [f"{root}: {state}", f"step        {step} of {max_steps}"]
+    told = [f"step        {step} of {max_steps}"]
     if rewards:
         told.append(f"reward      {rewards[-1]:.3f} (first {rewards[0]:.3f})")
     if signs:
@@ -85,7 +93,7 @@ def status_lines(root: Path) -> list[str]:
         )
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         told.append(f"damaged     {run_dir.checkpoints} is not a folder; move it away")
-    return [*told, f"logs        {run_dir.root / 'logs'}"]
+    return told
 
 
 def require_run(root: Path) -> RunDir:
@@ -133,10 +141,14 @@ def _moment(value: Any) -> str | None:
 
 def _state(run_dir: RunDir, max_steps: int, holder: Holder | None) -> str:
     if holder is not None:
-        return f"running, `{holder.command}` (pid {holder.pid} on {holder.host}, since {holder.since})"
+        return _running(holder)
     if is_finished(run_dir, ("orchestrator", "trainer"), max_steps):
         return "finished"
     return f"not running; {how_to_go_on(run_dir, 'rl')}"
+
+
+def _running(holder: Holder) -> str:
+    return f"running, `{holder.command}` (pid {holder.pid} on {holder.host}, since {holder.since})"
 
 
 def _ended(run_dir: RunDir) -> str:

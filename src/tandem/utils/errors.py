@@ -41,6 +41,11 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+def file_damage(error: OSError) -> str:
+    """Which file of a run could not be read, by its name alone, and why."""
+    return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
+
+
 def shorten(text: str, max_chars: int = MAX_CHARS) -> str:
     """The beginning and the end of a text that is too long, and how much is left out between them."""
     if len(text) <= max_chars:

@@ -103,6 +103,16 @@ def test_a_number_that_no_float_holds_is_no_reward(run_dir: RunDir) -> None:
     assert not any(line.startswith("reward") for line in status_lines(run_dir.root))
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_file_that_cannot_be_read_is_told_beside_the_state(run_dir: RunDir, name: str) -> None:
+    (run_dir.root / name).mkdir()
+    damage, logs = f"damaged     {name}: Is a directory", f"logs        {run_dir.root / 'logs'}"
+    assert status_lines(run_dir.root) == [f"{run_dir.root}: not running", damage, logs]
+    with hold_run(run_dir.root, "rl"):
+        first, *others = status_lines(run_dir.root)
+    assert first.startswith(f"{run_dir.root}: running, `rl` (pid ") and others == [damage, logs]
+
+
 def test_a_file_in_the_place_of_the_checkpoints_is_told(run_dir: RunDir) -> None:
     run_dir.checkpoints.write_text("not a folder")
     told = status_lines(run_dir.root)

@@ -51,13 +51,18 @@ def show(console: Console, output_dir: Path, items: Sequence[Progress]) -> None:
     for item in items:
         steps = f"{item.step}/{item.max_steps}" if item.max_steps else str(item.step)
         numbers = [f"{item.metrics[name]:.4g}" if name in item.metrics else "" for name in metrics]
-        is_evaluated = item.evaluation in (None, "finished")
-        state = item.state if is_evaluated else f"{item.state}, evaluation {item.evaluation}"
-        table.add_row(item.run.name, state, steps, *numbers)
+        table.add_row(item.run.name, _told_state(item), steps, *numbers)
     console.print(table)
     states = [item.state for item in items]
     told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     console.print(f"{len(items)} runs: {told}. Results: {output_dir / 'results.csv'}, results.svg", soft_wrap=True)
+
+
+def _told_state(item: Progress) -> str:
+    if item.damage:
+        return f"{item.state} ({item.damage})"
+    is_evaluated = item.evaluation in (None, "finished")
+    return item.state if is_evaluated else f"{item.state}, evaluation {item.evaluation}"
 
 
 def draw(items: Sequence[Progress]) -> str:
@@ -69,7 +74,7 @@ def draw(items: Sequence[Progress]) -> str:
         metric = next((name for name in telling if any(name in item.metrics for item in mine)), None)
         if metric is None:
             continue
-        curves = {item.run.name: _curve(item, metric) for item in mine}
+        curves = {item.run.name: _curve(item, metric) for item in mine if not item.damage}
         panels.append(_panel(f"{algorithm}: {metric}", {name: curve for name, curve in curves.items() if curve}, top))
         top += max(HEIGHT + 3 * TOP, TOP * 2 + 16 * len(curves))
     return (

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.sweep.folder import Run, read_jobs
+from tandem.utils.errors import file_damage
 from tandem.utils.files import read_json, read_json_lines
 from tandem.utils.metrics import is_number, read_metrics
 from tandem.utils.run_dir import RunDir
@@ -15,7 +16,7 @@ from tandem.utils.run_lock import read_holder
 
 logger = logging.getLogger(__name__)
 
-State = Literal["written", "pending", "running", "finished", "failed"]
+State = Literal["written", "pending", "running", "finished", "failed", "damaged"]
 PROCESSES = {"rl": ("orchestrator", "trainer"), "sft": ("sft",), "align": ("align",)}
 # What is shown of a run, the most telling first.
 METRICS = {
@@ -34,6 +35,7 @@ class Progress:
     metrics: Mapping[str, float]  # the last value of each
     job: str = ""
     evaluation: State | None = None  # None: it has none, or comes when the run is finished
+    damage: str = ""  # what of a damaged run cannot be read
 
 
 def progress_of(output_dir: Path, runs: Sequence[Run]) -> list[Progress]:
@@ -43,10 +45,12 @@ def progress_of(output_dir: Path, runs: Sequence[Run]) -> list[Progress]:
 
 
 def _progress(run: Run, jobs: Mapping[str, str], under_way: Mapping[str, str]) -> Progress:
-    run_dir = RunDir(run.directory)
-    lines = read_metrics(run_dir)
     max_steps = _max_steps(run)
-    state = _state(run, jobs.get("run", ""), under_way, max_steps)
+    try:
+        lines = read_metrics(RunDir(run.directory))
+        state = _state(run, jobs.get("run", ""), under_way, max_steps)
+    except OSError as error:
+        return Progress(run, "damaged", 0, max_steps, {}, damage=file_damage(error))
     return Progress(
         run=run,
         state=state,

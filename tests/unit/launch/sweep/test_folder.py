@@ -126,6 +126,23 @@ def test_damaged_metrics_and_results_are_left_out_of_the_table(write: Write, cap
     assert draw(items).count("<polyline") == 2
 
 
+def test_a_run_whose_files_cannot_be_read_is_shown_as_damaged_beside_the_others(
+    write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = write("learning_rate: [1.0e-4, 2.0e-4, 3.0e-4]")
+    _, runs = entrypoint.write(file)
+    (runs[0].directory / "metrics.jsonl").mkdir(parents=True)
+    (runs[1].directory / "config").mkdir(parents=True)
+    write_json(runs[1].directory / "config" / "align.json", {"max_steps": 3})
+    (runs[1].directory / "events.jsonl").mkdir()
+    finish(runs[2])
+    entrypoint.sweep(entrypoint.read_command_line([str(file), "--status"]))
+    told = capsys.readouterr().out
+    assert "damaged (metrics.jsonl: Is a directory)" in told and "damaged (events.jsonl: Is a directory)" in told
+    assert "3 runs: 2 damaged, 1 finished." in told
+
+
 def test_what_is_submitted_is_not_submitted_twice(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     output_dir, runs = entrypoint.write(write(TWO, "max_steps: 3", rest="evaluation:\n  env: reverse-text"))
     called: list[tuple[str, list[str]]] = []
