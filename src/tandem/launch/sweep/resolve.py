@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from tandem.launch.slurm.job import check_venv
 from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name
 from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
 from tandem.launch.sweep.document import Document
-from tandem.launch.sweep.expand import Variant
+from tandem.launch.sweep.expand import Variant, by_value
 from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
 from tandem.models.files import check_model_dir, check_positions
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
 
 CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
@@ -128,7 +128,27 @@ class Resolver:
 
     def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
         self.several = len(variants) > 1
-        return [self.resolve(variant) for variant in reported(variants, "checked")]
+        runs = [self.resolve(variant) for variant in reported(variants, "checked")]
+        self._refuse_same_runs(variants)
+        return runs
+
+    def _refuse_same_runs(self, variants: list[Variant]) -> None:
+        """UserError for two values of a key that mean the same in every run, such as 1 and 1.0."""
+        for (section, key), of_values in by_value(self.document, variants):
+            met: dict[str, list[list[Variant]]] = {}  # by what the first of them means
+            for mine in of_values:
+                similar = met.setdefault(self._meaning(mine[0]), [])
+                for others in similar:
+                    if all(self._meaning(one) == self._meaning(other) for one, other in zip(mine, others, strict=True)):
+                        first, second = (shown(group[0].values[section, key]) for group in (others, mine))
+                        told = f"{key} has {first} and {second}, which would be the same run; give one of them"
+                        raise self.document.refuse(section, key, told)
+                similar.append(mine)
+
+    def _meaning(self, variant: Variant) -> str:
+        """Equal where runs are the same but for their names. 1 and 1.0 stay apart where an option takes both."""
+        run = self.resolve(replace(variant, name="any"))
+        return repr((run.command, run.config, run.slurm, run.environment, run.evaluation))
 
     def resolve(self, variant: Variant) -> SubExperiment:
         name, algorithm = self._algorithm(variant)

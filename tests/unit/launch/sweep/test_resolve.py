@@ -203,6 +203,10 @@ def test_no_limit_of_steps_is_as_if_none_was_given(write: Write, tmp_path: Path)
         (("beta: 0.1", "loss: {beta: 0.3}"), {}, "line 12: loss and beta both set loss.beta, to 0.3 and 0.1"),
         ((), {"script": ("dataset_name: /no/rows.jsonl",)}, "line 7: dataset_name = '/no/rows.jsonl' does not exist"),
         (("learning_rate: [1.0, 1.0]",), {}, "line 11: learning_rate has 1.0 twice"),
+        (("learning_rate: [1, 2.0, 1.0]",), {}, "line 11: learning_rate has 1 and 1.0, which would be the same run"),
+        (("seed: [1, 2]", "bf16: [true, 1]", "beta: [0.1, 0.2]"), {}, "line 12: bf16 has True and 1, which would be"),
+        (("num_train_epochs: [None, 3]",), {}, "line 11: num_train_epochs has None and 3, which would be the same run"),
+        ((), {"algorithm": "[dpo, DPO]"}, "line 2: algorithm has 'dpo' and 'DPO', which would be the same run"),
         (("max_steps: three",), {}, "line 11: max_steps = 'three' is not a whole number from 1 on"),
         (("max_steps: 0",), {}, "line 11: max_steps = 0 is not a whole number from 1 on; give one, or -1"),
         (("seed: 1", "max_steps: -2"), {}, "line 12: max_steps = -2 is not a whole number from 1 on"),
@@ -241,6 +245,12 @@ def test_mistakes_are_told_with_their_line(
     with pytest.raises(UserError) as error:
         resolve(write(*arguments, **options))
     assert message in str(error.value)
+
+
+def test_values_that_mean_the_same_in_some_runs_only_are_several(write: Write) -> None:
+    assert len(resolve(write("use_peft: [false, true]", "lora_r: [8, 16]"))) == 4
+    own = ("max_steps: 2", "env_args: [{limit: 1}, {limit: 1.0}]")  # for the environment to tell apart
+    assert len(resolve(write(*own, algorithm="grpo", script=("env: reverse-text",)))) == 2
 
 
 def fields_of(package: str, file: str, name: str) -> set[str]:
