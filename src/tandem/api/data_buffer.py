@@ -71,6 +71,8 @@ class DataBuffer:
 
     def sample(self, n: int) -> list[Task]:
         """The next `n` tasks; `n` need not divide anything."""
+        if n < 0:
+            raise UserError(f"sample({n}): give a whole number from 0 on")
         return [self.tasks[self.place(self.next_order())] for _ in range(n)]
 
     @property
@@ -88,6 +90,8 @@ class DataBuffer:
 
     def place(self, order: int) -> int:
         """Where the task of this number is among `tasks`."""
+        if order < 0:
+            raise UserError(f"there is no task number {order}; give place, or position, a whole number from 0 on")
         return self._order.place(order)
 
 
