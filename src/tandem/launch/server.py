@@ -15,6 +15,7 @@ from tandem.utils.files import write_json
 from tandem.utils.http import OK, HttpClient, Unreachable
 from tandem.utils.ports import handed_over, listen
 from tandem.utils.processes import SUPERVISOR_PID
+from tandem.utils.run_lock import refuse_unwritable
 
 POLL_S = 0.1
 GRACE_S = 10.0
@@ -71,7 +72,8 @@ class ServerProcess:
 @asynccontextmanager
 async def serving(config: dict[str, Any], folder: Path) -> AsyncIterator[HttpClient]:
     """A server for as long as the block runs. UserError with its last lines where it does not start."""
-    server = ServerProcess(config, folder, name="the server for the evaluation")
+    with refuse_unwritable(folder):
+        server = ServerProcess(config, folder, name="the server for the evaluation")
     http = HttpClient(server.url, timeout_s=600)
     try:
         await server.wait_until_well(http)

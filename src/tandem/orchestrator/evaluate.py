@@ -18,7 +18,7 @@ from tandem.orchestrator.endpoint import ChatEndpoint, EndpointPlayer
 from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, naming_file
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"  # below output_dir, of the newest evaluation
 
@@ -113,7 +113,7 @@ def results_of(target: str, outcomes: Sequence[Outcome], solved_reward: float) -
 
 
 def append_samples(path: Path, target: str, outcomes: Sequence[Outcome]) -> None:
-    with path.open("ab") as file:
+    with naming_file(path), path.open("ab") as file:
         for outcome in outcomes:
             for sample in outcome.samples:
                 file.write(orjson.dumps({"target": target} | sample) + b"\n")

@@ -27,6 +27,17 @@ class Diverged(ArithmeticError):
 
 
 @contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """What the file system says while a file is written names it; Python names files only where it opens them."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """What safetensors says of the file system while it writes a file, as an OSError with its number."""
     from safetensors import SafetensorError

@@ -4,6 +4,7 @@ Writers put everything under a temporary name, flush it to disk and rename it; a
 complete only once its marker file is there. Readers trust markers and nothing else.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, naming_file
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,7 +43,7 @@ def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
     other processes, not for a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with naming_file(path), temporary.open("wb") as file:
         file.write(content)
         if flush:
             file.flush()
@@ -126,9 +127,10 @@ def append_json_line(path: Path, value: Any) -> None:
     line = (json.dumps(value) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        if os.write(descriptor, line) != len(line):
-            raise OSError(f"{path} was not written completely; is the disk full?")
+        with naming_file(path):
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
 

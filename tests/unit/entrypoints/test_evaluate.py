@@ -1,6 +1,7 @@
 """`evaluate` before it starts anything, and what it leaves."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 from tandem.config.environment import EnvConfig
 from tandem.config.evaluate import EvaluateConfig
 from tandem.entrypoints.evaluate import evaluate_all, refuse_missing_model
+from tandem.launch.server import serving
 from tandem.orchestrator.endpoint import Answer
+from tandem.orchestrator.evaluate import Outcome, append_samples
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_json_lines
 
@@ -40,6 +43,24 @@ class FakeEndpoint:
         if not self.text:
             raise RuntimeError("out of order")
         return [Answer({"role": "assistant", "content": self.text}, "stop")] * n
+
+
+def test_samples_that_have_no_room_are_told_with_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        append_samples(path, "model", [Outcome(0, [1.0], samples=[{"reward": 1.0}])])
+
+
+def test_no_room_for_the_files_of_the_server_is_refused_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / f".inference.json.{os.getpid()}.tmp").symlink_to("/dev/full")
+
+    async def start() -> None:
+        async with serving({}, tmp_path):
+            pass
+
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device; free some space, or choose"):
+        asyncio.run(start())
 
 
 def test_earlier_results_are_kept_under_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

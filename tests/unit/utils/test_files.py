@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -93,6 +94,22 @@ def test_an_unfinished_last_line_is_not_read(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("}\n")
     assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as whole:
+            write_atomic(tmp_path / "file", b"x" * 100)
+        with pytest.raises(OSError, match="No space left") as part:  # some of the line was written
+            append_json_line(path, {"name": "x" * 100})
+        with pytest.raises(OSError, match="File too large") as none:
+            append_json_line(path, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [caught.value.filename for caught in (whole, part, none)] == [str(tmp_path / "file"), str(path), str(path)]
 
 
 def test_a_directory_is_published_whole(tmp_path: Path) -> None:
