@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from tandem.config.environment import EnvConfig
 from tandem.config.explain import explain_validation_error
+from tandem.envs.protocol import has
 from tandem.envs.registry import make_environment
 from tandem.orchestrator.tasks import TaskOrder
 from tandem.rewards.calls import prompt_of
@@ -63,7 +64,7 @@ class DataBuffer:
         environment = make_environment(config)
         buffer = cls(environment.train_tasks, seed, eval_rows=environment.eval_tasks)
         buffer.env = config
-        buffer.has_conversations = not hasattr(environment, "score")
+        buffer.has_conversations = has(environment, "rollout")
         return buffer
 
     def __len__(self) -> int:

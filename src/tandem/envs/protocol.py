@@ -12,6 +12,11 @@ Score = float | Mapping[str, float]
 """A reward, or rewards by name, of which the sum counts."""
 
 
+def has(environment: Any, name: str) -> bool:
+    """Whether a user's environment has this method. One that is None is not there."""
+    return getattr(environment, name, None) is not None
+
+
 class HasTasks(Protocol):
     """What every environment has. It may also have `setup` and `close`, sync or async: each is called once."""
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tandem.envs.protocol import has
 from tandem.envs.results import Result, checked_result
 from tandem.rewards.registry import RewardFunction
 from tandem.types.rollout import Task
@@ -27,7 +28,7 @@ class Rewarded:
             rewards = score(task, model.last_text)
             return Result(await rewards if inspect.isawaitable(rewards) else rewards, played.metrics, played.ended)
 
-        if hasattr(environment, "rollout"):
+        if has(environment, "rollout"):
             self.rollout = rollout
         else:
             self.score = score

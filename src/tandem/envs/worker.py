@@ -33,6 +33,7 @@ from tandem.config.environment import EnvConfig
 from tandem.envs.calls import CALLED_OFF, Calls, Outcome
 from tandem.envs.failures import Failure, failure_of, place_of
 from tandem.envs.model import Clock, RemoteModel
+from tandem.envs.protocol import has
 from tandem.envs.registry import make_environment
 from tandem.envs.results import checked_result, checked_score
 from tandem.envs.tasks import EXAMPLES, describe_tasks, fingerprint
@@ -179,7 +180,7 @@ def make(config: EnvConfig) -> tuple[Any, Payload]:
 async def prepare(environment: Any, config: EnvConfig, *, with_tasks: bool) -> Payload:
     """Set the environment up; the answer tells of its tasks, or why there are none."""
     try:
-        if not hasattr(environment, "score") and not hasattr(environment, "rollout"):
+        if not has(environment, "score") and not has(environment, "rollout"):
             raise UserError(f"env.id = {config.id!r} has neither `score` nor `rollout`; {EXAMPLES}")
         await _call_hook(environment, "setup")
         tasks = describe_tasks(environment, config)
@@ -187,7 +188,7 @@ async def prepare(environment: Any, config: EnvConfig, *, with_tasks: bool) -> P
             "ready": {
                 "fingerprint": fingerprint(tasks),
                 "tasks": tasks if with_tasks else None,
-                "is_interactive": hasattr(environment, "rollout"),
+                "is_interactive": has(environment, "rollout"),
                 "tools": tool_schemas(environment, config) or None,
             }
         }
@@ -199,7 +200,7 @@ async def prepare(environment: Any, config: EnvConfig, *, with_tasks: bool) -> P
 
 def tool_schemas(environment: Any, config: EnvConfig) -> list[Payload]:
     """Of the tools that an environment names; UserError where one cannot be told to a model."""
-    tools = getattr(environment, "tools", ())
+    tools = environment.tools if has(environment, "tools") else ()
     if not isinstance(tools, list | tuple):
         raise UserError(f"env.id = {config.id!r}: tools is {tools!r:.80}; make it a tuple or a list of functions")
     schemas = []

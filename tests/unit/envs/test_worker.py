@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.data_buffer import DataBuffer
 from tandem.config.environment import EnvConfig
 from tandem.envs.worker import make, prepare
 from tandem.types.rollout import Task
@@ -85,6 +86,15 @@ class Plays:
 class PlaysAlone(Plays):
     async def rollout(self, task): return 1.0
 
+class ScoresOnly(Scores):
+    rollout = setup = close = tools = None
+
+class PlaysOnly(Plays):
+    score = setup = close = tools = None
+
+class ScoreIsNone(Scores):
+    score = None
+
 class OneTool(Plays):
     def tools(self): ...
 
@@ -159,6 +169,7 @@ def answer_of(config: EnvConfig) -> dict:
         ("Nothing", "has neither `score` nor `rollout`"),
         ("returns_nothing", "gave None, not an environment"),
         ("NoReward", "has neither `score` nor `rollout`"),
+        ("ScoreIsNone", "has neither `score` nor `rollout`"),
         ("NothingHeldOut", "has no `eval_tasks`"),
         ("Rows", "train_tasks[0] is no tandem.types.rollout.Task but {'prompt': 'a', 'answer': 'b'}"),
         (
@@ -222,6 +233,14 @@ def test_tasks_may_be_a_lazy_sequence_that_raises_at_no_index(folder: None, syst
 @pytest.mark.parametrize("name", ["Decorated", "PlayedByObject", "PlaysDecorated"])
 def test_methods_may_be_objects_and_decorated(folder: None, name: str) -> None:
     assert "ready" in answer_of(EnvConfig(id=f"./half_envs.py:{name}"))
+
+
+@pytest.mark.parametrize(("name", "is_interactive"), [("ScoresOnly", False), ("PlaysOnly", True)])
+@pytest.mark.parametrize("options", [{}, {"reward": "exact_match"}, {"system_prompt": "Be brief."}])
+def test_a_method_that_is_none_is_not_there(folder: None, name: str, is_interactive: bool, options: dict) -> None:
+    config = EnvConfig(id=f"./half_envs.py:{name}", **options)
+    assert answer_of(config)["ready"]["is_interactive"] == is_interactive
+    assert DataBuffer.from_env(config.model_dump()).has_conversations == is_interactive
 
 
 def test_a_mistake_in_ones_own_code_is_shown_where_it_is(folder: None) -> None:
