@@ -1,15 +1,17 @@
 """What a resumed run is told differently from what it was started with, and whether that makes it another run."""
 
 import logging
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from tandem.config.base import Config
+from tandem.config.lora import TARGETS
 from tandem.config.rl import SECTIONS, SHARED_KEYS
 from tandem.config.shared import SchedulerConfig, lr_factor
 from tandem.config.sources import Tree
@@ -38,9 +40,20 @@ class Change:
 
     @property
     def is_harmless(self) -> bool:
+        return any(fnmatchcase(self._option, pattern) for pattern in HARMLESS)
+
+    @property
+    def trains_other_parameters(self) -> bool:
+        """Than the checkpoints hold, so that no run can go on from them."""
+        if self._option == "lora.targets":
+            return _projections(self.old) != _projections(self.new)
+        return self._option in ("lora", "lora.rank")
+
+    @property
+    def _option(self) -> str:
+        """Its key in `sft` and `align`, where it has one."""
         section, _, rest = self.key.partition(".")
-        key = rest if section in ("trainer", "orchestrator") else self.key
-        return any(fnmatchcase(key, pattern) for pattern in HARMLESS)
+        return rest if section in ("trainer", "orchestrator") else self.key
 
     def __str__(self) -> str:
         if "api_key" in self.key:
@@ -50,7 +63,8 @@ class Change:
 
 def review_changes(config: Config, stored: Path, step: int, *, allowed: bool) -> dict[str, list[Any]]:
     """Tell what differs from the configuration in `stored`; UserError where it would be another run and is not
-    allowed to. `step` is where the run goes on from. Returns old and new values by key, for the record."""
+    allowed to, or cannot go on from its checkpoints. `step` is where the run goes on from. Returns old and new values
+    by key, for the record."""
     old = _read(stored, type(config))
     if old is None:
         return {}
@@ -58,6 +72,12 @@ def review_changes(config: Config, stored: Path, step: int, *, allowed: bool) ->
     changes = find_changes(old, new)
     for change in changes:
         logger.info("resume: %s", change)
+    if impossible := [str(change) for change in changes if change.trains_other_parameters]:
+        raise UserError(
+            f"resume: the checkpoints hold other parameters than these options train: {', '.join(impossible)}; give "
+            "the old values, or start a new run from the model that "
+            f"`export-model --run-dir {shlex.quote(str(stored.parent.parent))}` writes"
+        )
     serious = [change for change in changes if not change.is_harmless and not _keeps_the_schedule(change, old, new)]
     if serious:
         told = ", ".join(str(change) for change in serious) + _rate_jump(old, new, step + 1)
@@ -83,6 +103,10 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
             yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
     elif old != new and not _same_path(old, new):
         yield Change(key, old, new)
+
+
+def _projections(targets: Sequence[str] | Literal["all-linear"]) -> set[str]:
+    return set(TARGETS if targets == "all-linear" else targets)
 
 
 def _below_section(key: str) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.config.changes import review_changes
+from tandem.config.lora import TARGETS
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
 from tandem.utils.errors import UserError
@@ -40,7 +41,6 @@ def test_the_same_run(tmp_path: Path) -> None:
         ({"orchestrator": {"env": {"args": {"n": 1}}}}, "orchestrator.env.args.n = None → 1"),
         ({"orchestrator": {"sampling": {"temperature": 0.5}}}, "orchestrator.sampling.temperature = 1.0 → 0.5"),
         ({"trainer": {"loss": {"type": "gspo"}}}, "trainer.loss.type = 'grpo' → 'gspo'"),
-        ({"trainer": {"lora": {"rank": 4}}}, "trainer.lora = None → {"),
         ({"model": {"name": "other"}}, "model.name = 'some/model' → 'other'"),
         (
             {"trainer": {"optimizer": {"lr": 1e-3}}},
@@ -56,6 +56,35 @@ def test_another_run_is_refused_unless_told(tmp_path: Path, options: dict[str, A
     changes = review(rl(), rl(**options), tmp_path, allowed=True)
     assert len(changes) == 1
     assert f"continues with options that change what is learned: {told}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (None, {"rank": 4}, "lora = None → {"),
+        ({"rank": 4}, None, "→ None"),
+        ({"rank": 4}, {"rank": 8}, "lora.rank = 4 → 8"),
+        ({"targets": ["q_proj"]}, {"targets": ["v_proj"]}, "lora.targets = ['q_proj'] → ['v_proj']"),
+    ],
+)
+@pytest.mark.parametrize("command", ["rl", "sft"])
+def test_another_adapter_cannot_be_resumed(tmp_path: Path, command: str, old: Any, new: Any, told: str) -> None:
+    def config(lora: Any) -> RLConfig | SFTConfig:
+        return rl(trainer={"lora": lora}) if command == "rl" else sft(lora=lora)
+
+    (tmp_path / "config").mkdir()
+    with pytest.raises(UserError) as caught:
+        review(config(old), config(new), tmp_path / "config", allowed=True)
+    assert "the checkpoints hold other parameters than these options train" in str(caught.value)
+    assert told in str(caught.value) and f"`export-model --run-dir {tmp_path}`" in str(caught.value)
+
+
+def test_the_same_adapter_may_be_scaled_otherwise(tmp_path: Path) -> None:
+    old = sft(lora={"targets": ["q_proj", "v_proj"]})
+    new = sft(lora={"targets": ["v_proj", "q_proj"], "alpha": 4, "dropout": 0.1, "rslora": True})
+    assert len(review(old, new, tmp_path, allowed=True)) == 4
+    everything = sft(lora={"targets": list(TARGETS)})
+    assert len(review(sft(lora={}), everything, tmp_path, allowed=True)) == 1
 
 
 def test_harmless_changes_are_told_and_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
