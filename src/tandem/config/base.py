@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -46,11 +46,12 @@ class Config(BaseConfig):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_a_switch_as_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python, and so Pydantic, would take `true` for 1."""
+        """Python, and so Pydantic, would take `true` for 1, in a list or a table too."""
         assert info.field_name is not None
         kinds = _kinds_of(cls.model_fields[info.field_name].annotation)
-        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"{str(value).lower()} is not a number")
+        if kinds & {int, float} and not kinds & {bool, Any}:
+            for switch in _switches_in(value):
+                raise ValueError(f"{str(switch).lower()} is not a number")
         return value
 
     @field_validator("*", mode="before")
@@ -73,6 +74,14 @@ def _kinds_of(annotation: Any) -> set[Any]:
     """The types that a union is made of; of another type, itself."""
     parts = [part for part in get_args(annotation) if isinstance(part, type) or get_origin(part) is not None]
     return {annotation}.union(*map(_kinds_of, parts))
+
+
+def _switches_in(value: Any) -> Iterator[bool]:
+    if isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _switches_in(inner)
 
 
 C = TypeVar("C", bound=Config)

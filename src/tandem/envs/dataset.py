@@ -27,7 +27,7 @@ from tandem.utils.errors import UserError
 
 def number_or_fraction(held_out: float) -> float:
     """The value, if it is a whole number of rows or a fraction below 1. Raises ValueError."""
-    is_positive = isinstance(held_out, int | float) and 0 < held_out < math.inf
+    is_positive = isinstance(held_out, int | float) and held_out is not True and 0 < held_out < math.inf
     if not is_positive or (held_out > 1 and held_out != int(held_out)):
         shown = f"{held_out:g}" if is_positive else repr(held_out)
         raise ValueError(f"held_out = {shown} is neither a whole number of rows nor a fraction below 1")

@@ -99,6 +99,8 @@ class SteeringReward:
         wanted = draw_target(self.config.targets, prompt, self.config.seed) | dict(info.get("target") or {})
         if unknown := [goal for goal in wanted if goal not in goals]:
             raise ValueError(f"the task's target has {unknown[0]!r}, which is not among goals = {goals}")
+        if switches := [goal for goal, value in wanted.items() if isinstance(value, bool)]:
+            raise ValueError(f"the task's target has {switches[0]!r} = {wanted[switches[0]]}, which is not a number")
         if not wanted:
             raise ValueError("there is no target: give targets, or put one into the task's info['target']")
         return [float(wanted.get(goal, stays)) for goal, stays in zip(goals, start, strict=True)]

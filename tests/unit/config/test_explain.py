@@ -66,9 +66,18 @@ def test_a_wrong_type(refusal) -> None:
 
 def test_a_switch_where_a_number_belongs(refusal, tmp_path) -> None:
     wrong = tmp_path / "wrong.toml"
-    wrong.write_text("max_steps = true\n[optimizer]\nlr = false\n")
+    wrong.write_text("max_steps = true\n[optimizer]\nlr = false\nbetas = [0.9, true]\n")
     message = refusal(*MODEL, "@", str(wrong), cls=TrainerConfig)
     assert "max_steps: true is not a number" in message and "optimizer.lr: false is not a number" in message
+    assert "optimizer.betas: true is not a number" in message
+
+
+@pytest.mark.parametrize(("key", "value"), [("targets", True), ("targets", [0, True]), ("goal_weights", True)])
+def test_a_switch_in_a_table_of_numbers(key: str, value: object) -> None:
+    with pytest.raises(ValidationError, match="true is not a number"):
+        SteeringConfig.model_validate(
+            {"type": "steering", "base_url": "http://host", "goals": ["a"], key: {"a": value}}
+        )
 
 
 def test_a_shared_value_of_a_wrong_type(refusal, rl_toml) -> None:

@@ -145,7 +145,7 @@ def test_what_is_no_environment() -> None:
         environment(tasks=sums)(lambda text: 1.0)()
     with pytest.raises(ValueError, match=r"held_out = 2\.5 is neither a whole number of rows"):
         environment(tasks=sums, held_out=2.5)(lambda task, completion: 1.0)()
-    for held_out in (-1, 0, float("nan"), "0.1"):
+    for held_out in (-1, 0, True, float("nan"), "0.1"):
         with pytest.raises(ValueError, match=rf"held_out = {held_out!r} is neither a whole number of rows"):
             environment(tasks=sums, held_out=held_out)(lambda task, completion: 1.0)()  # pyright: ignore[reportArgumentType]
     with pytest.raises(

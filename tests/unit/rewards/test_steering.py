@@ -149,6 +149,8 @@ def test_a_task_without_a_target_or_with_a_wrong_one() -> None:
         score("a", {})
     with pytest.raises(ValueError, match="the task's target has 'taste'"):
         score("a", {"target": {"taste": 1}})
+    with pytest.raises(ValueError, match="the task's target has 'words' = True, which is not a number"):
+        score("a", {"target": {"words": True}})
 
 
 def test_one_goal_as_a_reward() -> None:
