@@ -20,7 +20,7 @@ class Call:
     def __init__(self, function: Callable[..., Any], *, scores: bool = False) -> None:
         self.function = function
         self.scores = scores
-        self.wants = ("prompt",) if scores else tuple(name for name in BY_NAME if name in _parameters(function))
+        self.wants = ("prompt",) if scores else tuple(name for name in BY_NAME if name in _names(function))
 
     @property
     def is_async(self) -> bool:
@@ -62,9 +62,9 @@ def _function(found: Any, path: str, args: Mapping[str, Any], key: str) -> Calla
             f"{key} = {path!r} is {type(found).__name__} {found!r:.80}; give a function of completion and answer, or "
             "something with score(prompt, response)"
         )
-    named = {name: None for name in BY_NAME if name in _parameters(found) and name not in args}
+    named = {name: None for name in BY_NAME if name in _names(found) and name not in args}
     try:
-        inspect.signature(found).bind("", "", **named, **args)
+        _signature(found).bind("", "", **named, **args)
     except TypeError as error:
         raise UserError(
             f"{key} = {path!r} with args = {dict(args)!r} does not take a completion and an answer: {error}"
@@ -79,6 +79,17 @@ def _make(found: type, path: str, args: Mapping[str, Any], key: str) -> Any:
         raise UserError(f"{key} = {path!r} cannot be made with args = {dict(args)!r}: {error}") from error
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Those it can be given by name, besides completion and answer."""
-    return dict(list(inspect.signature(function).parameters.items())[2:])
+def _names(function: Callable[..., Any]) -> list[str]:
+    """Of what it can be given, besides completion and answer. A decorator hands its **kwargs on."""
+    signature = _signature(function)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    signatures = [signature, inspect.signature(function)] if takes_any else [signature]
+    return [name for one in signatures for name in list(one.parameters)[2:]]
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """As it is called: a decorator may add arguments of its own."""
+    try:
+        return inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # of C code, such as functools.cache
+        return inspect.signature(function)

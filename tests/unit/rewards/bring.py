@@ -1,9 +1,11 @@
 """Rewards as users bring them, on good days and bad ones."""
 
 import asyncio
+import functools
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -69,3 +71,34 @@ class AsyncScorer:
 
 made = Scorer(3.0)
 number = 3
+
+
+def with_bonus(function: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(function)
+    def call(completion: str, answer: str, info: dict[str, Any]) -> float:
+        return function(completion, answer, bonus=info["bonus"])
+
+    return call
+
+
+def doubled(function: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> float:
+        return function(*args, scale=2.0, **options)
+
+    return call
+
+
+@with_bonus
+def decorated(completion: str, answer: str, bonus: float) -> float:
+    return bonus
+
+
+@doubled
+def decorated_for_any(completion: str, answer: str, scale: float, prompt: str, most: int = 9) -> float:
+    return scale * min(most, len(prompt))
+
+
+@functools.cache
+def remembered(completion: str, answer: str, prompt: str) -> float:
+    return float(len(prompt))

@@ -80,6 +80,10 @@ def test_each_reward_has_its_weight_and_its_name() -> None:
         (own("Scorer", args={"scale": 0.5}), 1.0),
         (own("AsyncScorer", weight=0.5), 1.0),
         (own("made"), 6.0),
+        (own("decorated"), 0.5),
+        (own("decorated_for_any"), 8.0),
+        (own("decorated_for_any", args={"most": 3}), 6.0),
+        (own("remembered"), 4.0),
     ],
 )
 def test_rewards_that_users_bring(table: dict[str, Any], reward: float) -> None:
