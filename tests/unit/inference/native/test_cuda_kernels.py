@@ -1,7 +1,9 @@
 """The kernels of a GPU, computed on a CPU by Triton's interpreter: the tests of tests/gpu/test_kernels.py on few cases.
+And compiled for GPUs: types that do not agree, or more shared memory than a card has, are no errors to the interpreter.
 
-In a process of its own: whether Triton interprets is decided when it is imported."""
+In processes of their own: whether Triton interprets is decided when it is imported."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[4]
+COMPILE = Path(__file__).with_name("compile_kernels.py")
+HOPPER, ADA = 90, 89  # compute capabilities: H100 and H200; RTX 4090 and L40S
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="pip install triton")
@@ -21,3 +25,13 @@ def test_kernels_under_the_interpreter() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="pip install triton")
+@pytest.mark.parametrize(("capability", "shared_kib"), [(HOPPER, 227), (ADA, 99)])
+def test_kernels_compile_for_a_gpu(capability: int, shared_kib: int) -> None:
+    done = subprocess.run([sys.executable, str(COMPILE), str(capability)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout)
+    assert found["forgotten"] == []
+    assert {name: size for name, size in found["shared_bytes"].items() if size > shared_kib * 1024} == {}

@@ -27,6 +27,7 @@ TILE = 64  # tokens of the context a program reads at once
 MANY_PROGRAMS = 1024  # which read less at once each
 QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
+HEAD_BYTES, WIDE_HEAD_BYTES = 256, 512  # of 128 numbers in half precision; of twice as many, or in float32
 MAX_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
 MAX_PREFIX_PARTS = 8  # which every row of a chunk reads
@@ -270,7 +271,7 @@ class DecodeRows:
             shared_tokens, prefix = shared.tokens, self._attend_to_shared(shared, q, keys, values, prefix_parts)
         parts = _new_parts(q, splits) if splits > 1 else [q.new_empty(0, dtype=torch.float32)] * 3
         shape = _shape_of(q, keys)
-        tile, warps, stages = decode_tile(shape["PADDED"], num_rows * num_kv_heads * splits)
+        tile, warps, stages = decode_tile(shape["PADDED"], q.element_size(), num_rows * num_kv_heads * splits)
         _decode[(num_rows, num_kv_heads, splits)](
             q, keys, values, self.table, self.columns, self.positions, shared_tokens, *prefix, out, *parts,
             *keys.stride()[:3], head_dim**-0.5, splits,
@@ -292,9 +293,10 @@ class DecodeRows:
         num_kv_heads = keys.shape[2]
         parts, shape = _new_parts(q, splits), _shape_of(q, keys)
         rows = max(SMALLEST_DOT, triton.next_power_of_2(ROWS_AT_ONCE * num_heads // num_kv_heads))
+        tile = most_tokens(shape["PADDED"] * q.element_size(), WIDE_HEAD_BYTES)
         _prefix[(len(shared.first), num_kv_heads, splits)](
             q, keys, values, self.table, self.columns, shared.tokens, shared.first, shared.count, *parts,
-            *keys.stride()[:3], head_dim**-0.5, splits, **shape, ROWS=rows, TILE=TILE,
+            *keys.stride()[:3], head_dim**-0.5, splits, **shape, ROWS=rows, TILE=tile,
             num_warps=2 if rows <= 16 and shape["PADDED"] <= 128 else 4, num_stages=3, **early(q.device),
         )  # fmt: skip
         return parts
@@ -336,20 +338,28 @@ class PrefillTiles:
         _, block_size, num_kv_heads, _ = keys.shape
         out = torch.empty_like(q)
         padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
+        head_bytes = padded * q.element_size()
         _prefill[(len(self.rows), num_heads)](
             q, keys, values, self.table, self.rows, self.tokens, self.positions, self.counts, out, self.columns,
             *keys.stride()[:3], head_dim**-0.5,
             HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
-            ROWS=QUERY_TILE, TILE=TILE, WINDOW=window or 0, num_warps=4, num_stages=2, **early(q.device),
+            ROWS=QUERY_TILE, TILE=most_tokens(head_bytes, HEAD_BYTES), WINDOW=window or 0,
+            num_warps=4, num_stages=2 if head_bytes <= WIDE_HEAD_BYTES else 1, **early(q.device),
         )  # fmt: skip
         return out
 
 
-def decode_tile(padded: int, num_programs: int) -> tuple[int, int, int]:
+def decode_tile(padded: int, element_bytes: int, num_programs: int) -> tuple[int, int, int]:
     """Tokens that a program reads at once, warps and stages: what was measured best (docs/log.md)."""
     if padded > 128:
-        return TILE, 4, 3
+        return most_tokens(padded * element_bytes, WIDE_HEAD_BYTES), 4, 3
     return (TILE // 2, 1, 4) if padded == 128 and num_programs >= MANY_PROGRAMS else (TILE, 2, 3)
+
+
+def most_tokens(head_bytes: int, most_bytes: int) -> int:
+    """That are read at once: TILE of heads that have `most_bytes`, of wider ones fewer. Many cards have no more than 99
+    KiB of shared memory for them."""
+    return max(SMALLEST_DOT, min(TILE, TILE * most_bytes // head_bytes))
 
 
 def num_splits(num_programs: int, device: torch.device) -> int:
