@@ -43,12 +43,16 @@ def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
     other processes, not for a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with naming_file(path), temporary.open("wb") as file:
-        file.write(content)
-        if flush:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with naming_file(path), temporary.open("wb") as file:
+            file.write(content)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a full disk is not made fuller
+        raise
     if flush:
         fsync_path(path.parent)
 
@@ -129,7 +133,9 @@ def append_json_line(path: Path, value: Any) -> None:
     try:
         with naming_file(path):
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            size = os.fstat(descriptor).st_size
             if os.write(descriptor, line) != len(line):
+                os.ftruncate(descriptor, size)  # the next line would be damaged by half of this one
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)

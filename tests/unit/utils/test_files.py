@@ -103,13 +103,17 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match="File too large") as whole:
             write_atomic(tmp_path / "file", b"x" * 100)
-        with pytest.raises(OSError, match="No space left") as part:  # some of the line was written
+        append_json_line(path, {"a": 1})
+        with pytest.raises(OSError, match="No space left") as part:  # there is room for some of the line
             append_json_line(path, {"name": "x" * 100})
+        with path.open("ab") as file:
+            file.write(b"\n")
         with pytest.raises(OSError, match="File too large") as none:
             append_json_line(path, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [caught.value.filename for caught in (whole, part, none)] == [str(tmp_path / "file"), str(path), str(path)]
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == '{"a": 1}\n\n'
 
 
 def test_a_directory_is_published_whole(tmp_path: Path) -> None:
