@@ -13,6 +13,7 @@ from functools import update_wrapper
 from typing import Any
 
 from tandem.envs.dataset import hold_out, tasks_of
+from tandem.utils.signatures import signature_of
 
 Rows = Iterable[Any]
 
@@ -60,11 +61,15 @@ def environment(
 
 def plays_episodes(function: Callable[..., Any]) -> bool:
     """Whether it takes a model, rather than a completion."""
-    signature = inspect.signature(function)
+    signature = signature_of(function)
+    if signature is None:
+        return False
     names = tuple(signature.parameters)
     try:
         signature.bind("task", "completion")
     except TypeError:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(f"{name} must take (task, completion) or (task, model), not {names}") from None
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+        names = tuple(inspect.signature(function).parameters)  # a decorator hands its *args on
     return names[1:2] == ("model",)

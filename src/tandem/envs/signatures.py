@@ -6,13 +6,13 @@ from typing import Any
 
 from tandem.envs.failures import place_of
 from tandem.utils.errors import UserError, shorten
+from tandem.utils.signatures import signature_of
 
 
 def require_arguments(function: Callable[..., Any], given: Sequence[str], what: str) -> None:
     """UserError, which begins with `what`, unless `function` can be called with so many arguments in this order."""
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments of its own
-    except (TypeError, ValueError):  # of C code, which has none
+    signature = signature_of(function)
+    if signature is None:
         return
     try:
         signature.bind(*given)

@@ -152,5 +152,8 @@ def _running(holder: Holder) -> str:
 
 
 def _ended(run_dir: RunDir) -> str:
-    is_done = is_finished(run_dir, ("orchestrator", "trainer"), _max_steps(run_dir))
+    try:
+        is_done = is_finished(run_dir, ("orchestrator", "trainer"), _max_steps(run_dir))
+    except OSError as error:
+        return f"it is damaged: {file_damage(error)}"
     return "it is finished" if is_done else how_to_go_on(run_dir, "rl")

@@ -9,6 +9,7 @@ from typing import Any
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError
 from tandem.utils.imports import load_object
+from tandem.utils.signatures import signature_of
 
 # Parameters that are filled in by their name.
 BY_NAME = ("prompt", "messages", "info")
@@ -64,7 +65,8 @@ def _function(found: Any, path: str, args: Mapping[str, Any], key: str) -> Calla
         )
     named = {name: None for name in BY_NAME if name in _names(found) and name not in args}
     try:
-        _signature(found).bind("", "", **named, **args)
+        if (signature := signature_of(found)) is not None:
+            signature.bind("", "", **named, **args)
     except TypeError as error:
         raise UserError(
             f"{key} = {path!r} with args = {dict(args)!r} does not take a completion and an answer: {error}"
@@ -81,15 +83,9 @@ def _make(found: type, path: str, args: Mapping[str, Any], key: str) -> Any:
 
 def _names(function: Callable[..., Any]) -> list[str]:
     """Of what it can be given, besides completion and answer. A decorator hands its **kwargs on."""
-    signature = _signature(function)
+    signature = signature_of(function)
+    if signature is None:
+        return []
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     signatures = [signature, inspect.signature(function)] if takes_any else [signature]
     return [name for one in signatures for name in list(one.parameters)[2:]]
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """As it is called: a decorator may add arguments of its own."""
-    try:
-        return inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # of C code, such as functools.cache
-        return inspect.signature(function)

@@ -1,13 +1,13 @@
 """A registry is a dict from names to things; wherever one of its names is taken, so is an import path."""
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from tandem.utils.errors import UserError
 from tandem.utils.imports import is_import_path, load_object
+from tandem.utils.signatures import signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,11 +40,8 @@ def load_function(path: str, options: Mapping[str, Any], section: str) -> Callab
     """
     function = load_callable(path, f"{section}.type")
     try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments of its own
-    except (TypeError, ValueError):  # of C code, which has none
-        return partial(function, **options)
-    try:
-        signature.bind(None, **options)
+        if (signature := signature_of(function)) is not None:
+            signature.bind(None, **options)
     except TypeError as error:
         raise UserError(
             f"{section}.options = {dict(options)!r} does not suit {section}.type = {path!r}: {error}"

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,23 @@ def test_a_function_that_takes_a_model_plays_episodes() -> None:
     assert asyncio.iscoroutinefunction(made.rollout) and not hasattr(made, "score")
     with pytest.raises(TypeError, match="takes no arguments"):
         talks(size=3)
+
+
+@pytest.mark.parametrize("with_bonus", [True, False])
+def test_a_decorator_may_add_arguments_or_hand_them_on(with_bonus: bool) -> None:
+    async def plays(task: Task, model: Any, bonus: float) -> float:
+        return bonus
+
+    @wraps(plays)
+    async def with_model(task: Task, model: Any) -> float:
+        return await plays(task, model, bonus=1.0)
+
+    @wraps(plays)
+    async def with_any(*args: Any) -> float:
+        return await plays(*args, bonus=1.0)
+
+    made = environment(tasks=sums)(with_model if with_bonus else with_any)(count=8)
+    assert hasattr(made, "rollout") and not hasattr(made, "score")
 
 
 def test_what_is_no_environment() -> None:

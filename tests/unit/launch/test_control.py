@@ -113,6 +113,12 @@ def test_a_file_that_cannot_be_read_is_told_beside_the_state(run_dir: RunDir, na
     assert first.startswith(f"{run_dir.root}: running, `rl` (pid ") and others == [damage, logs]
 
 
+def test_a_run_whose_events_cannot_be_read_can_still_be_stopped(run_dir: RunDir) -> None:
+    run_dir.events.mkdir()
+    told = f"nothing runs in {run_dir.root}; it is damaged: events.jsonl: Is a directory"
+    assert stop_run(run_dir.root) == told
+
+
 def test_a_file_in_the_place_of_the_checkpoints_is_told(run_dir: RunDir) -> None:
     run_dir.checkpoints.write_text("not a folder")
     told = status_lines(run_dir.root)
