@@ -12,7 +12,7 @@ from tandem.envs.registry import make_environment
 from tandem.orchestrator.tasks import TaskOrder
 from tandem.rewards.calls import prompt_of
 from tandem.types.rollout import Message, Task
-from tandem.utils.errors import UserError, shorten
+from tandem.utils.errors import UserError, shown
 
 Row = str | tuple[str, str] | Mapping[str, Any] | Task
 """A prompt; a prompt and its answer; a table with prompt (or messages), answer and info; or a Task."""
@@ -98,7 +98,7 @@ class DataBuffer:
 
 def _tasks(name: str, rows: Iterable[Row]) -> list[Task]:
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
-        raise UserError(f"{name} = {shorten(repr(rows), 80)} is no list of rows; give one, as in [('2 + 2', '4')]")
+        raise UserError(f"{name} = {shown(rows)} is no list of rows; give one, as in [('2 + 2', '4')]")
     return [_task(number, row) for number, row in enumerate(rows)]
 
 
@@ -112,8 +112,7 @@ def _task(number: int, row: Row) -> Task:
         row = {"prompt": prompt, "answer": answer}
     elif not isinstance(row, Mapping):
         raise UserError(
-            f"row {number} is {shorten(repr(row), 80)}; give a prompt, (prompt, answer), a table with prompt or "
-            "messages, or a Task"
+            f"row {number} is {shown(row)}; give a prompt, (prompt, answer), a table with prompt or messages, or a Task"
         )
     unknown = row.keys() - {"prompt", "messages", "answer", "info"}
     if unknown or ("prompt" in row) == ("messages" in row):
@@ -121,22 +120,20 @@ def _task(number: int, row: Row) -> Task:
         raise UserError(f"row {number} has {keys}; give prompt or messages, and answer and info where there are some")
     info = row.get("info") or {}
     if not isinstance(info, Mapping):
-        raise UserError(f"row {number}: info = {shorten(repr(info), 80)} is no table; give one")
+        raise UserError(f"row {number}: info = {shown(info)} is no table; give one")
     return Task(number, _messages(number, row), str(row.get("answer", "")), dict(info))
 
 
 def _messages(number: int, row: Mapping[str, Any]) -> list[Message]:
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
-            raise UserError(
-                f"row {number}: prompt = {shorten(repr(row['prompt']), 80)} is no text; give one, or messages"
-            )
+            raise UserError(f"row {number}: prompt = {shown(row['prompt'])} is no text; give one, or messages")
         return [{"role": "user", "content": row["prompt"]}]
     given = row["messages"]
     messages = list(given) if isinstance(given, Iterable) else []
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise UserError(
-            f"row {number}: messages = {shorten(repr(given), 80)} is no list of messages; give one, as in "
+            f"row {number}: messages = {shown(given)} is no list of messages; give one, as in "
             "[{'role': 'user', 'content': '2 + 2'}]"
         )
     return messages

@@ -11,7 +11,7 @@ from tandem.config.explain import explain_validation_error
 from tandem.config.rl import RLConfig
 from tandem.config.sources import read_config_file
 from tandem.entrypoints.rl import launch
-from tandem.utils.errors import UserError, shorten
+from tandem.utils.errors import UserError, shown
 from tandem.utils.hub import fetch_model, is_to_be_fetched
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
@@ -46,9 +46,7 @@ def parse(config: Given, options: Mapping[str, Any]) -> RLConfig:
             )
         return config
     if not isinstance(config, Mapping | str | Path):
-        raise UserError(
-            f"config = {shorten(repr(config), 80)} is none of a file, a table and an RLConfig; give one of them"
-        )
+        raise UserError(f"config = {shown(config)} is none of a file, a table and an RLConfig; give one of them")
     tree = read_config_file(Path(config)) if isinstance(config, str | Path) else dict(config)
     parsed = _validated(tree, options)
     if not is_to_be_fetched(parsed.model.name):

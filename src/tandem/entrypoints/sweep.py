@@ -81,7 +81,7 @@ def sweep(config: SweepConfig) -> None:
 
 def find_output_dir(file: Path) -> Path:
     from tandem.launch.sweep.document import read_document
-    from tandem.launch.sweep.resolve import check_layout
+    from tandem.launch.sweep.layout import check_layout
 
     return check_layout(read_document(file))
 

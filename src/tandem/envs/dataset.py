@@ -22,7 +22,7 @@ from tandem.data.conversations import read_prompt
 from tandem.data.rows import RowSource, open_source
 from tandem.rewards.functions import exact_match
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 
 
 def number_or_fraction(held_out: float) -> float:
@@ -151,6 +151,6 @@ def tasks_of(rows: Iterable[Any]) -> list[Task]:
             tasks.append(row)
             continue
         if not isinstance(row, Mapping) or "prompt" not in row:
-            raise ValueError(f"row {index} is neither a Task nor a table with 'prompt' and 'answer': {row!r:.80}")
+            raise ValueError(f"row {index} is neither a Task nor a table with 'prompt' and 'answer': {shown(row)}")
         tasks.append(Task(index, read_prompt(row["prompt"]), str(row.get("answer", "")), info=dict(row)))
     return tasks

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tandem.envs.tools import Tool, as_schema
 from tandem.types.rollout import Message
+from tandem.utils.errors import shown
 
 
 class ContextFull(Exception):
@@ -131,9 +132,9 @@ class RemoteModel:
         max_tokens: int | None = None,
     ) -> Reply:
         if max_tokens is not None and (not isinstance(max_tokens, Integral) or max_tokens < 1):
-            raise ValueError(f"max_tokens = {max_tokens!r:.80} of model.chat is no positive int")
+            raise ValueError(f"max_tokens = {shown(max_tokens)} of model.chat is no positive int")
         if isinstance(messages, str):
-            raise ValueError(f"model.chat({messages!r:.80}) is text; give a list of messages with role and content")
+            raise ValueError(f"model.chat({shown(messages)}) is text; give a list of messages with role and content")
         request = {
             "messages": list(messages),
             "tools": [as_schema(tool) for tool in tools] or None,

@@ -16,7 +16,7 @@ from tandem.envs.signatures import require_arguments
 from tandem.envs.system_prompt import SystemPrompted
 from tandem.rewards.registry import REWARDS, RewardFunction
 from tandem.rewards.weighted import WeightedRewards
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 from tandem.utils.registry import find_registered
 
 # Imported when they are used: some need packages that take long to load, or are not installed.
@@ -116,6 +116,6 @@ def _check(environment: Any, config: EnvConfig) -> None:
     for name, arguments in given.items():
         method = getattr(environment, name, None)
         if method is not None and not callable(method):
-            raise UserError(f"env.id = {config.id!r}: {name} is {method!r:.80}, and has to be a method")
+            raise UserError(f"env.id = {config.id!r}: {name} is {shown(method)}, and has to be a method")
         if method is not None:
             require_arguments(method, arguments, f"env.id = {config.id!r}")

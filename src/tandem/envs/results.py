@@ -7,6 +7,7 @@ from typing import Any, SupportsFloat
 
 from tandem.config.environment import TAKEN_NAMES
 from tandem.rewards.checked import BadReward, checked_reward
+from tandem.utils.errors import shown
 
 MAX_WORD = 64
 
@@ -54,7 +55,7 @@ def checked_result(value: Any) -> Result:
     if not isinstance(value, Result):
         return Result(checked_score(value))
     if not isinstance(value.ended, str) or not 0 < len(value.ended) <= MAX_WORD:
-        raise BadReward(f"ended = {value.ended!r:.80} is not a word")
+        raise BadReward(f"ended = {shown(value.ended)} is not a word")
     try:
         turn_rewards = [checked_reward(reward) for reward in value.turn_rewards]
     except (BadReward, TypeError) as error:
@@ -64,10 +65,10 @@ def checked_result(value: Any) -> Result:
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
-        raise BadReward(f"metrics = {metrics!r:.80} is not a table of numbers")
+        raise BadReward(f"metrics = {shown(metrics)} is not a table of numbers")
     for name, number in metrics.items():
         if not isinstance(number, SupportsFloat) or not math.isfinite(float(number)):
-            raise BadReward(f"metrics.{name} = {number!r:.80} is not a finite number")
+            raise BadReward(f"metrics.{name} = {shown(number)} is not a finite number")
     return {str(name): float(number) for name, number in metrics.items()}
 
 

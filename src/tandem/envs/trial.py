@@ -9,7 +9,7 @@ from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.process import EnvironmentProcess, HeldTask, is_played
 from tandem.envs.protocol import Environment
 from tandem.types.rollout import Message, Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 
 # Of one trial. An episode that waits for a certain answer would go on until env.episode_timeout_s.
 MAX_TURNS = 2000
@@ -28,7 +28,7 @@ class TurnCount:
             raise UserCodeError(
                 Failure(
                     f"the episode does not end: it asked the model for more than {MAX_TURNS} turns, which always said "
-                    f"{self.text!r:.80}; give it a largest number of turns"
+                    f"{shown(self.text)}; give it a largest number of turns"
                 )
             )
 

@@ -41,7 +41,7 @@ from tandem.envs.tools import as_schema
 from tandem.envs.wire import Channel, Payload
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError, shorten
+from tandem.utils.errors import UserError, shorten, shown
 from tandem.utils.log import setup_logging
 from tandem.utils.processes import die_with_parent
 
@@ -202,17 +202,17 @@ def tool_schemas(environment: Any, config: EnvConfig) -> list[Payload]:
     """Of the tools that an environment names; UserError where one cannot be told to a model."""
     tools = environment.tools if has(environment, "tools") else ()
     if not isinstance(tools, list | tuple):
-        raise UserError(f"env.id = {config.id!r}: tools is {tools!r:.80}; make it a tuple or a list of functions")
+        raise UserError(f"env.id = {config.id!r}: tools is {shown(tools)}; make it a tuple or a list of functions")
     schemas = []
     for place, tool in enumerate(tools):
         if not callable(tool) and not isinstance(tool, dict):
-            raise UserError(f"env.id = {config.id!r}: tools[{place}] is {tool!r:.80}, neither a function nor a schema")
+            raise UserError(f"env.id = {config.id!r}: tools[{place}] is {shown(tool)}, neither a function nor a schema")
         try:
             schemas.append(as_schema(tool))
         except Exception as error:  # of types that cannot be described, or named: pydantic has many
             reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 400)
             raise UserError(
-                f"env.id = {config.id!r}: tools[{place}], {tool!r:.80}, cannot be described to a model: {reason}"
+                f"env.id = {config.id!r}: tools[{place}], {shown(tool)}, cannot be described to a model: {reason}"
             ) from error
     return schemas
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tandem.types.rollout import Message, Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 from tandem.utils.imports import load_object
 from tandem.utils.signatures import signature_of
 
@@ -60,7 +60,7 @@ def prompt_of(messages: Sequence[Message]) -> str:
 def _function(found: Any, path: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(
-            f"{key} = {path!r} is {type(found).__name__} {found!r:.80}; give a function of completion and answer, or "
+            f"{key} = {path!r} is {type(found).__name__} {shown(found)}; give a function of completion and answer, or "
             "something with score(prompt, response)"
         )
     named = {name: None for name in BY_NAME if name in _names(found) and name not in args}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shown
 from tandem.utils.imports import is_import_path, load_object
 from tandem.utils.signatures import signature_of
 
@@ -29,7 +29,7 @@ def load_callable(path: str, key: str) -> Any:
     """A function or a class that users bring."""
     found = load_object(path, key)
     if not callable(found):
-        raise UserError(f"{key} = {path!r} is {type(found).__name__} {found!r:.80}, and has to be something to call")
+        raise UserError(f"{key} = {path!r} is {type(found).__name__} {shown(found)}, and has to be something to call")
     return found
 
 

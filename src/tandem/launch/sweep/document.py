@@ -38,6 +38,11 @@ class Document:
     sections: Mapping[str, Mapping[str, Entry]]
     lines: Mapping[str, int]  # of the sections
 
+    @property
+    def entries(self) -> dict[tuple[str, str], Entry]:
+        """By section and name, in the order of the file."""
+        return {(section, key): entry for section, keys in self.sections.items() for key, entry in keys.items()}
+
     def where(self, section: str, key: str | None = None) -> str:
         entry = self.sections.get(section, {}).get(key or "")
         line = entry.line if entry else self.lines.get(section)

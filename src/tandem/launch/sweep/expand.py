@@ -3,12 +3,12 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from tandem.launch.sweep.document import Document, Entry
+from tandem.launch.sweep.document import Document
 
 Key = tuple[str, str]  # section, name
 MAX_NAME = 100
@@ -32,7 +32,7 @@ class Variant:
 
 def expand(document: Document) -> list[Variant]:
     """In the order of the file: what stands first changes slowest."""
-    entries = _entries(document)
+    entries = document.entries
     varied = [key for key, entry in entries.items() if len(entry.alternatives) > 1]
     for section, key in varied:
         counts = Counter(str(value) for value in entries[section, key].alternatives)
@@ -48,23 +48,6 @@ def expand(document: Document) -> list[Variant]:
         name = "-".join(labels[key][chosen[key]] for key in varied) or str(values[("execution", "algorithm")])
         variants.append(Variant(_shorten(name), values, {key[1]: values[key] for key in varied}))
     return variants
-
-
-def by_value(document: Document, variants: Sequence[Variant]) -> Iterator[tuple[Key, list[list[Variant]]]]:
-    """For each key with several values, the variants of each value; the n-th of two such lists differ in it alone."""
-    in_a_row = len(variants)  # so many have the same value
-    for key, entry in _entries(document).items():
-        num_values = len(entry.alternatives)
-        in_a_row //= num_values
-        if num_values > 1:
-            lists: list[list[Variant]] = [[] for _ in range(num_values)]
-            for number, variant in enumerate(variants):
-                lists[number // in_a_row % num_values].append(variant)
-            yield key, lists
-
-
-def _entries(document: Document) -> dict[Key, Entry]:
-    return {(section, key): entry for section, keys in document.sections.items() for key, entry in keys.items()}
 
 
 def _labels(key: str, alternatives: tuple[Any, ...]) -> list[str]:

@@ -1,7 +1,5 @@
 """One variant of an experiment, as a command of ours with its configuration, checked before anything is written."""
 
-import difflib
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,18 +26,17 @@ from tandem.launch.slurm.job import check_venv
 from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name
 from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
 from tandem.launch.sweep.document import Document
-from tandem.launch.sweep.expand import Variant, by_value
+from tandem.launch.sweep.expand import Variant
+from tandem.launch.sweep.layout import ARGUMENTS, check_layout, nearest_of
 from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
+from tandem.launch.sweep.same_runs import refuse_same_runs
 from tandem.models.files import check_model_dir, check_positions
-from tandem.utils.errors import UserError, shown
+from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
 
 CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
-ARGUMENTS = ("rl_script_args", "model_config_args", "rl_config_args")
-EXECUTION = ("algorithm", "venv", "output_dir", "distributed_config")
 KEYS = {"data.path": "dataset_name", "env.id": "env", "env.reward": "reward_funcs"}  # that give these options
-SECTIONS = ("execution", "slurm", *ARGUMENTS, "environment", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -70,53 +67,6 @@ class SubExperiment:
         return self.folder / "evaluation"
 
 
-def check_layout(document: Document) -> Path:
-    """Sections and the keys of `execution`; returns the output directory."""
-    for section in document.sections:
-        if section not in SECTIONS:
-            raise document.refuse(section, None, f"unknown section {section!r}; {_nearest(section, SECTIONS)}")
-    execution = document.sections.get("execution", {})
-    for key in execution:
-        if key not in EXECUTION:
-            raise document.refuse("execution", key, f"unknown key {key!r} in execution; {_nearest(key, EXECUTION)}")
-    for key in ("algorithm", "output_dir"):
-        if key not in execution or execution[key].alternatives == (None,):
-            raise document.refuse("execution", None, f"execution.{key} is required and was not given")
-    for key, entry in document.sections.get("evaluation", {}).items():
-        if entry.is_list and len(entry.alternatives) > 1:
-            raise document.refuse("evaluation", key, f"{key} is a list; all runs are evaluated alike: give one value")
-    return _output_dir(document)
-
-
-def _output_dir(document: Document) -> Path:
-    entry = document.sections["execution"]["output_dir"]
-    value = entry.alternatives[0]
-    if entry.is_list:
-        raise document.refuse(
-            "execution", "output_dir", "output_dir is a list; a sweep has one, and each run a folder in it"
-        )
-    if not Path(str(value)).is_absolute():
-        raise document.refuse(
-            "execution",
-            "output_dir",
-            f"output_dir = {str(value)!r} is relative; give {str(Path(str(value)).expanduser().resolve())!r}",
-        )
-    if (reason := _why_not_writable(Path(value))) is not None:
-        told = f"output_dir = {str(value)!r} cannot be written: {reason}; give another one"
-        raise document.refuse("execution", "output_dir", told)
-    return Path(str(value))
-
-
-def _why_not_writable(folder: Path) -> str | None:
-    if not is_one_line(str(folder)):
-        return "there is a line break in it, which would break the job scripts"
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK):
-        return None
-    found = "it" if existing == folder else repr(str(existing))
-    return f"{found} may not be written to" if existing.is_dir() else f"{found} is a file"
-
-
 class Resolver:
     """Turns the variants of one document into sub-experiments."""
 
@@ -129,21 +79,8 @@ class Resolver:
     def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
         self.several = len(variants) > 1
         runs = [self.resolve(variant) for variant in reported(variants, "checked")]
-        self._refuse_same_runs(variants)
+        refuse_same_runs(self.document, variants, self._meaning)
         return runs
-
-    def _refuse_same_runs(self, variants: list[Variant]) -> None:
-        """UserError for two values of a key that mean the same in every run, such as 1 and 1.0."""
-        for (section, key), of_values in by_value(self.document, variants):
-            met: dict[str, list[list[Variant]]] = {}  # by what the first of them means
-            for mine in of_values:
-                similar = met.setdefault(self._meaning(mine[0]), [])
-                for others in similar:
-                    if all(self._meaning(one) == self._meaning(other) for one, other in zip(mine, others, strict=True)):
-                        first, second = (shown(group[0].values[section, key]) for group in (others, mine))
-                        told = f"{key} has {first} and {second}, which would be the same run; give one of them"
-                        raise self.document.refuse(section, key, told)
-                similar.append(mine)
 
     def _meaning(self, variant: Variant) -> str:
         """Equal where runs are the same but for their names. 1 and 1.0 stay apart where an option takes both."""
@@ -178,7 +115,7 @@ class Resolver:
         given = variant.values["execution", "algorithm"]
         name = algorithm_name(given)
         if name not in ALGORITHMS:
-            raise self._refuse("algorithm", f"algorithm = {given!r} is not known; {_nearest(name, ALGORITHMS)}")
+            raise self._refuse("algorithm", f"algorithm = {given!r} is not known; {nearest_of(name, ALGORITHMS)}")
         return name, ALGORITHMS[name]
 
     def _slurm(self, variant: Variant) -> SlurmConfig:
@@ -292,7 +229,7 @@ class Resolver:
         elif placed(key, online) in paths:
             options.set(key, value, key)
         else:
-            raise Refused(key, f"unknown argument {key!r}; {_nearest(key, [*all_names(), *paths])}")
+            raise Refused(key, f"unknown argument {key!r}; {nearest_of(key, [*all_names(), *paths])}")
 
     def _base(self, value: Any, base: Tree) -> Tree:
         for path in value if isinstance(value, list) else [value]:
@@ -310,7 +247,7 @@ class Resolver:
         if str(given).lower() not in known:
             raise Refused(
                 "distributed_config",
-                f"distributed_config = {given!r} is not known; {_nearest(str(given), DISTRIBUTED)}",
+                f"distributed_config = {given!r} is not known; {nearest_of(str(given), DISTRIBUTED)}",
             )
         sharding = DISTRIBUTED[known[str(given).lower()]]
         for name, value in sharding.options.items():
@@ -402,12 +339,3 @@ def _keys_of(details: Mapping[str, Any], options: Options) -> list[str]:
     named = [key for ours, key in options.sources.items() if ours == path or path.startswith(f"{ours}.")]
     about = [key for ours, key in options.sources.items() if f"{ours.rpartition('.')[2]} = " in details["msg"]]
     return named or about
-
-
-def _nearest(name: str, known: Any) -> str:
-    names = sorted(map(str, known))
-    lowered = {other.lower(): other for other in names}
-    nearest = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
-    if nearest:
-        return f"did you mean {lowered[nearest[0]]!r}?"
-    return f"known: {', '.join(names)}" if len(names) < 40 else "docs/sweeps.md lists what there is"

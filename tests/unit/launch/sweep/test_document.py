@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.launch.sweep.document import read_document
-from tandem.launch.sweep.resolve import check_layout
+from tandem.launch.sweep.layout import check_layout
 from tandem.utils.errors import UserError
 
 
