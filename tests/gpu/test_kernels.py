@@ -314,7 +314,7 @@ def sampling_cases(num_rows: int, *, plain: bool) -> SamplingRows:
         top_k=(choose(0) if plain else choose(0, 1, 5, 50, 10**6)).astype(np.int64),
         min_p=choose(0) if plain else choose(0, 0.05, 0.3),
         raw_logprobs=rng.random(num_rows) < 0.3,
-        num_top=np.zeros(num_rows, np.int64),
+        num_top=rng.choice([0, 1, 5, 20], num_rows),
         seed=rng.integers(0, 99, num_rows).astype(np.uint64),
         sample_index=np.arange(num_rows).astype(np.uint64),
         position=np.arange(num_rows),
@@ -325,7 +325,7 @@ def draw_rows(rows: SamplingRows) -> drawing.DrawRows:
     u = uniforms(rows.seed, rows.sample_index, rows.position)
     floats = [torch.from_numpy(values).to(DEVICE) for values in (rows.temperature, rows.top_p, rows.min_p, u)]
     temperature, top_p, min_p, uniform = floats
-    integers = int32(rows.top_k), int32(rows.raw_logprobs)
+    integers = int32(rows.top_k), int32(rows.raw_logprobs), int32(rows.num_top)
     return drawing.DrawRows(int32(range(len(u))), temperature, top_p, min_p, uniform, *integers)
 
 
@@ -346,6 +346,23 @@ def test_draws_are_those_of_the_sampler(plain: bool, dtype: torch.dtype) -> None
     if differing == 0:
         assert np.abs(drawn.logprobs.cpu().numpy() - expected.logprobs).max() < 1e-4
     assert torch.equal(last, drawn.tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [7, 5000, 151_936] if ON_GPU else [7, 5000])
+def test_the_likeliest_tokens_come_with_the_draw(vocab: int, dtype: torch.dtype) -> None:
+    """Of equal logits, of which bfloat16 has many, the lower token id comes first; no token comes twice."""
+    num_rows = 64 if ON_GPU else 4
+    rows = sampling_cases(num_rows, plain=True)
+    logits = (torch.randn(num_rows, vocab, device=DEVICE) * 3).to(dtype)
+    sources = torch.randperm(num_rows, device=DEVICE)
+    drawn = drawing.draw(logits, sources.int(), draw_rows(rows), int32([0] * num_rows))
+    order = logits[sources].float().cpu().sort(dim=-1, descending=True, stable=True).indices
+    expected = sample(logits[sources].cpu(), rows)
+    for row, asked in enumerate(np.minimum(rows.num_top, vocab).tolist()):
+        assert torch.equal(drawn.top_tokens[:asked, row].cpu().long(), order[row, :asked])
+        found = drawn.top_logprobs[:asked, row].cpu().numpy()
+        np.testing.assert_allclose(found, expected.top_logprobs[row, :asked], atol=1e-4)
 
 
 def test_logits_that_are_no_numbers_are_told() -> None:

@@ -2,7 +2,8 @@
 
     survey   of every part of a row: the greatest logit, the sum of exponentials
     draw     the part, then the token at which the cumulative distribution passes a uniform number; with top_k or top_p
-             first the least logit that is kept, found bit by bit
+             first the least logit that is kept, found bit by bit. The likeliest tokens, for rows that ask for them: the
+             greatest of all parts, whose part is then looked through for its next
 
 The plain PyTorch twin is `native/sampler.py`: the same numbers in, the same tokens out.
 """
@@ -19,12 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.inference.native.cuda.early_launch import early, wait_for_previous
+from tandem.types.openai import MAX_LOGPROBS
 
 BLOCK = 4096
 # A search goes over a row many times by itself and waits for memory each time it asks: it asks for more at once.
 SEARCH_BLOCK, SEARCH_WARPS = 8192, 16
 LEAST_KEY = tl.constexpr(-(2**31))  # of `_key`
 LOWEST = tl.constexpr(-1e30)  # below every logit, and a number: the difference of two infinities is none
+NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def _survey(
     top = tl.maximum(tl.max(x, axis=0), LOWEST)
     at = program * parts + part
     tl.store(tops + at, top)
-    tl.store(top_at + at, tl.min(tl.where(x == top, i, 2147483647), axis=0))
+    tl.store(top_at + at, tl.min(tl.where(x == top, i, NO_TOKEN), axis=0))
     raw_sum = tl.sum(tl.exp(x - top), axis=0)
     tl.store(raw_sums + at, raw_sum)
     if divisor == 1:  # as most often: one sum is both
@@ -157,10 +160,30 @@ def _draw_truncated(
     return token
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit
+def _store_likeliest(
+    row, vocab, top, top_at, divisor, lse, count, tokens, logprobs, stride, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """The tokens with the greatest logits; of equal ones the first. `top` and `top_at`: the greatest of each part."""
+    part, lane = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    for rank in range(count):
+        value = tl.max(top, axis=0)
+        token = tl.minimum(tl.min(tl.where(top == value, top_at, NO_TOKEN), axis=0), vocab - 1)
+        tl.store(tokens + rank * stride, token)
+        tl.store(logprobs + rank * stride, value / divisor - lse)
+        i = token // BLOCK * BLOCK + lane
+        x = _load(row, i, vocab)
+        is_left = (x < value) | ((x == value) & (i > token))
+        next_value = tl.max(tl.where(is_left, x, -float("inf")), axis=0)
+        next_at = tl.min(tl.where(is_left & (x == next_value), i, NO_TOKEN), axis=0)
+        is_here = part == token // BLOCK
+        top, top_at = tl.where(is_here, next_value, top), tl.where(is_here, next_at, top_at)
+
+
+@triton.jit(do_not_specialize=["parts", "stride"])
 def _draw(
-    logits, sources, slots, temperatures, top_ps, min_ps, uniforms, top_ks, raw, tops, top_at, sums, raw_sums,
-    last, tokens, logprobs, lses, row_stride, vocab, parts,
+    logits, sources, slots, temperatures, top_ps, min_ps, uniforms, top_ks, raw, num_tops,
+    tops, top_at, sums, raw_sums, last, tokens, logprobs, top_tokens, top_logprobs, row_stride, vocab, parts, stride,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(EARLY)
@@ -173,8 +196,8 @@ def _draw(
     at, inside = program * parts + part, part < parts
     top = tl.load(tops + at, mask=inside, other=LOWEST)
     greatest = tl.max(top, axis=0)
-    first = tl.where(inside & (top == greatest), tl.load(top_at + at, mask=inside, other=0), 2147483647)
-    token = tl.minimum(tl.min(first, axis=0), vocab - 1)
+    first_at = tl.load(top_at + at, mask=inside, other=NO_TOKEN)
+    token = tl.minimum(tl.min(tl.where(top == greatest, first_at, NO_TOKEN), axis=0), vocab - 1)
     masses = tl.load(sums + at, mask=inside, other=0.0) * tl.exp((top - greatest) / divisor)
     total = tl.sum(masses, axis=0)
     if temperature != 0:
@@ -189,7 +212,7 @@ def _draw(
             before = tl.sum(tl.where(part < chosen, masses, 0.0), axis=0)
             i = chosen * BLOCK + tl.arange(0, BLOCK)
             e = tl.exp((_load(row, i, vocab) - greatest) / divisor)
-            token = tl.minimum(_find(e, i, before, target, 2147483647), vocab - 1)
+            token = tl.minimum(_find(e, i, before, target, NO_TOKEN), vocab - 1)
     if tl.load(raw + program) != 0:
         divisor = 1.0
         total = tl.sum(tl.load(raw_sums + at, mask=inside, other=0.0) * tl.exp(top - greatest), axis=0)
@@ -197,7 +220,10 @@ def _draw(
     tl.store(last + tl.load(slots + program), token)
     tl.store(tokens + program, token)
     tl.store(logprobs + program, tl.load(row + token).to(tl.float32) / divisor - lse)
-    tl.store(lses + program, lse)
+    _store_likeliest(
+        row, vocab, top, first_at, divisor, lse, tl.minimum(tl.load(num_tops + program), vocab),
+        top_tokens + program, top_logprobs + program, stride, BLOCK, PARTS,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,13 +237,14 @@ class DrawRows:
     uniform: Tensor
     top_k: Tensor  # int32
     raw: Tensor  # int32: whether its log-probs are those at temperature 1
+    num_top: Tensor  # int32: how many of the likeliest tokens it asks for, at most MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
 class DrawnOnDevice:
     """What was drawn, in one piece, to be copied as one."""
 
-    words: Tensor  # (3, rows or a few more) int32
+    words: Tensor  # (2 + 2 * MAX_LOGPROBS, rows or a few more) int32
     num_rows: int
 
     @property
@@ -231,16 +258,23 @@ class DrawnOnDevice:
         return self.words[1, : self.num_rows].view(torch.float32)
 
     @property
-    def lse(self) -> Tensor:
-        """(rows,) float32: log-sum-exp of the logits that the log-probs are of"""
-        return self.words[2, : self.num_rows].view(torch.float32)
+    def top_tokens(self) -> Tensor:
+        """(MAX_LOGPROBS, rows) int32, the likeliest first; as many as the row asked for, then anything"""
+        return self.words[2 : 2 + MAX_LOGPROBS, : self.num_rows]
+
+    @property
+    def top_logprobs(self) -> Tensor:
+        """(MAX_LOGPROBS, rows) float32"""
+        return self.words[2 + MAX_LOGPROBS :, : self.num_rows].view(torch.float32)
 
 
 def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> DrawnOnDevice:
     """A token for each row, from the logits (·, vocab) at its source; it becomes the last token of its slot."""
     count, vocab = len(rows.slots), logits.shape[1]
     # Triton compiles once more for addresses that are no multiples of 16 bytes.
-    drawn = DrawnOnDevice(torch.empty(3, -(-count // 4) * 4, dtype=torch.int32, device=logits.device), count)
+    stride = -(-count // 4) * 4
+    words = torch.empty(2 + 2 * MAX_LOGPROBS, stride, dtype=torch.int32, device=logits.device)
+    drawn = DrawnOnDevice(words, count)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     parts = triton.cdiv(vocab, block)
     tops, sums, raw_sums = (logits.new_empty(count * parts, dtype=torch.float32) for _ in range(3))
@@ -251,8 +285,8 @@ def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> Drawn
     )  # fmt: skip
     _draw[(count,)](
         logits, sources, rows.slots, rows.temperature, rows.top_p, rows.min_p, rows.uniform, rows.top_k, rows.raw,
-        tops, top_at, sums, raw_sums, last, drawn.tokens, drawn.logprobs, drawn.lse,
-        logits.stride(0), vocab, parts,
+        rows.num_top, tops, top_at, sums, raw_sums, last, drawn.tokens, drawn.logprobs, drawn.top_tokens,
+        drawn.top_logprobs, logits.stride(0), vocab, parts, stride,
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block,
         SEARCH=min(SEARCH_BLOCK, triton.next_power_of_2(vocab)), PARTS=triton.next_power_of_2(parts),
         num_warps=SEARCH_WARPS, **early(logits.device),

@@ -79,6 +79,7 @@ def draw_arrays(state: SlotState, rows: Rows, sampling: SamplingRows) -> list[tu
         (uniform, 0),
         (sampling.top_k, 0),
         (sampling.raw_logprobs, 0),
+        (sampling.num_top, 0),
     ]
 
 

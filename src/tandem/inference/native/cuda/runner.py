@@ -32,7 +32,7 @@ from tandem.inference.native.cuda.inputs import (
     upload,
 )
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
-from tandem.inference.native.sampler import NO_TOP, Drawn, SamplingRows, sampling_rows
+from tandem.inference.native.sampler import NO_TOP, Drawn, sampling_rows
 from tandem.inference.native.shared_prompts import SharedPrompts, find_shared
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
@@ -133,12 +133,8 @@ class CudaRunner:
         drawn, logits = launched.drawn, launched.logits
         if drawn is None or index is not None:
             drawn = self._draw(rows, logits, index)
-        words = self._to_host(drawn.words)
         num_top = min(int(self.state.num_top[rows].max()), logits.shape[-1])
-        tops: list[Tensor] = []
-        if num_top:
-            sampling = sampling_rows(self.state, rows)
-            tops = [self._to_host(part) for part in top_logprobs(drawn, logits, index, sampling, num_top)]
+        on_host = DrawnOnDevice(self._to_host(drawn.words if num_top else drawn.words[:2]), drawn.num_rows)
         done = torch.cuda.Event() if self.device.type == "cuda" else None  # a CPU is one where Triton is interpreted
         if done is not None:
             done.record()
@@ -146,9 +142,10 @@ class CudaRunner:
         def read() -> Drawn:
             if done is not None:
                 done.synchronize()
-            tokens, logprobs = words[:2, : drawn.num_rows].numpy()
-            top = (tops[0].numpy(), tops[1].numpy()) if tops else NO_TOP
-            return Drawn(tokens.astype(np.int64), logprobs.view(np.float32), *top)
+            top = NO_TOP
+            if num_top:
+                top = on_host.top_tokens[:num_top].T.long().numpy(), on_host.top_logprobs[:num_top].T.numpy()
+            return Drawn(on_host.tokens.long().numpy(), on_host.logprobs.numpy(), *top)
 
         return read
 
@@ -161,20 +158,25 @@ class CudaRunner:
         temperature = np.where(sampling.raw_logprobs, np.float32(1), sampling.temperature)
         # Log-probs are those of the model's own logits.
         exact.token_logprobs(logits, drawn.tokens, to_device(temperature, self.device), self.sources, drawn.logprobs)
-        own = logits.gather(1, drawn.tokens.long()[:, None])[:, 0].float()
-        drawn.lse.copy_(own / to_device(_divisors(sampling), self.device) - drawn.logprobs)
+        if sampling.num_top.any():
+            own = self._draw(rows, logits, None, torch.empty_like(self.last))
+            drawn.top_tokens.copy_(own.top_tokens)
+            drawn.top_logprobs.copy_(own.top_logprobs)
         return self.draw(rows, Launched(logits, drawn), None)()
 
-    def _draw(self, rows: Rows, logits: Tensor, index: NDArray[np.int64] | None) -> DrawnOnDevice:
+    def _draw(
+        self, rows: Rows, logits: Tensor, index: NDArray[np.int64] | None, last: Tensor | None = None
+    ) -> DrawnOnDevice:
         arrays = [
             values.astype(np.float32 if values.dtype == np.float32 else np.int32)
             for values, _ in draw_arrays(self.state, rows, sampling_rows(self.state, rows))
         ]
         sources = self.sources if index is None else to_device(index.astype(np.int32), self.device)
-        return self._draw_on_device(logits, sources, DrawRows(*upload(arrays, self.device)))
+        last = self.last if last is None else last
+        return self._draw_on_device(logits, sources, DrawRows(*upload(arrays, self.device)), last)
 
-    def _draw_on_device(self, logits: Tensor, sources: Tensor, rows: DrawRows) -> DrawnOnDevice:
-        drawn = draw(logits, sources, rows, self.last)
+    def _draw_on_device(self, logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> DrawnOnDevice:
+        drawn = draw(logits, sources, rows, last)
         if self.decoder.exact:
             temperature = torch.where(rows.raw != 0, 1.0, rows.temperature)
             exact.token_logprobs(logits, drawn.tokens, temperature, sources, drawn.logprobs)
@@ -224,7 +226,7 @@ class CudaRunner:
             exact.linear(hidden, self.decoder.output_weight, None, logits)
         else:
             torch.mm(hidden, self.decoder.output_weight.T, out=logits)
-        return logits, self._draw_on_device(logits, self.sources, inputs.draw)
+        return logits, self._draw_on_device(logits, self.sources, inputs.draw, self.last)
 
     def _capture(self, key: GraphKey) -> DecodeGraph:
         """Of padding alone, so that nothing that rows have is touched."""
@@ -249,23 +251,6 @@ class CudaRunner:
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
         return host.copy_(tensor, non_blocking=True)
-
-
-def top_logprobs(
-    drawn: DrawnOnDevice, logits: Tensor, index: NDArray[np.int64] | None, rows: SamplingRows, num_top: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs (rows, num_top) of the likeliest."""
-    device = logits.device
-    values, tokens = logits.float().topk(num_top, dim=-1)
-    if index is not None:
-        source = to_device(index, device)
-        values, tokens = values[source], tokens[source]
-    return tokens, values / to_device(_divisors(rows), device)[:, None] - drawn.lse[:, None]
-
-
-def _divisors(rows: SamplingRows) -> NDArray[np.float32]:
-    """Of the logits that log-probs are of."""
-    return np.where(rows.raw_logprobs | (rows.temperature == 0), np.float32(1), rows.temperature)
 
 
 def buckets(num_slots: int) -> list[int]:
