@@ -57,6 +57,23 @@ def _split(
     tl.store(parts + at, total, mask=mask)
 
 
+@triton.jit
+def _two_products(
+    x, weight, row, rows, column, between,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of rows with a tile of the weight's columns, and with those that lie `between` columns behind it."""
+    i, mask = tl.arange(0, DEPTH), (row < rows)[:, None]
+    x_at = x + row.to(tl.int64)[:, None] * INPUTS + i[None, :]
+    weight_at = weight + column.to(tl.int64)[None, :] * INPUTS + i[:, None]
+    a, b = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        tile = tl.load(x_at + start, mask=mask, other=0.0)
+        a = tl.dot(tile, tl.load(weight_at + start), a, input_precision="ieee")
+        b = tl.dot(tile, tl.load(weight_at + between * INPUTS + start), b, input_precision="ieee")
+    return a, b
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _gate_up(
     x, weight, out, rows,
@@ -66,19 +83,12 @@ def _gate_up(
     wait_for_previous(EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, DEPTH)
-    mask = (row < rows)[:, None]
-    x_at = x + row.to(tl.int64)[:, None] * INPUTS + i[None, :]
-    weight_at = weight + column.to(tl.int64)[None, :] * INPUTS + i[:, None]
-    gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, INPUTS, DEPTH):
-        tile = tl.load(x_at + start, mask=mask, other=0.0)
-        gate = tl.dot(tile, tl.load(weight_at + start), gate, input_precision="ieee")
-        up = tl.dot(tile, tl.load(weight_at + SIZE * INPUTS + start), up, input_precision="ieee")
+    gate, up = _two_products(x, weight, row, rows, column, SIZE, INPUTS, ROWS, COLUMNS, DEPTH)
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     silu = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row.to(tl.int64)[:, None] * SIZE + column[None, :], (silu * up).to(dtype), mask=mask)
+    at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    tl.store(out + at, (silu * up).to(dtype), mask=(row < rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -91,15 +101,8 @@ def _qkv(
     """A program computes one head, as two halves, of a tile of rows."""
     wait_for_previous(EARLY)
     head, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    i, c = tl.arange(0, DEPTH), tl.arange(0, HALF)
-    mask = (row < rows)[:, None]
-    x_at = x + row.to(tl.int64)[:, None] * INPUTS + i[None, :]
-    weight_at = weight + (head * 2 * HALF + c).to(tl.int64)[None, :] * INPUTS + i[:, None]
-    a, b = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
-    for start in range(0, INPUTS, DEPTH):
-        tile = tl.load(x_at + start, mask=mask, other=0.0)
-        a = tl.dot(tile, tl.load(weight_at + start), a, input_precision="ieee")
-        b = tl.dot(tile, tl.load(weight_at + HALF * INPUTS + start), b, input_precision="ieee")
+    c, mask = tl.arange(0, HALF), (row < rows)[:, None]
+    a, b = _two_products(x, weight, row, rows, head * 2 * HALF + c, HALF, INPUTS, ROWS, HALF, DEPTH)
     dtype = q_out.dtype.element_ty
     a, b = a.to(dtype), b.to(dtype)
     cell = tl.load(cells + row, mask=row < rows, other=0).to(tl.int64)
