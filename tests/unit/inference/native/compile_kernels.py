@@ -70,7 +70,7 @@ def compile_rows(size: int, dtype: torch.dtype) -> None:
 
 def compile_logits(vocab: int, dtype: torch.dtype) -> None:
     logits, zeros, ones = torch.zeros(4, vocab, dtype=dtype), int32(0, 0, 0, 0), torch.ones(4)
-    draw.draw(logits, zeros, draw.DrawRows(zeros, ones, ones, ones, ones, zeros, zeros), zeros)
+    draw.draw(logits, zeros, draw.DrawRows(zeros, ones, ones, ones, ones, zeros, zeros, zeros), zeros)
     exact.token_logprobs(logits, zeros.long(), ones)
     hidden, weight = torch.zeros(4, 16, dtype=dtype, requires_grad=True), torch.zeros(vocab, 16, dtype=dtype)
     logprob, entropy = logprobs.token_logprobs(hidden, weight, zeros.long(), 0.7, True)
