@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_offline import peer_of
 from gpu_rollouts import KEPT_MODELS
 
 Rows = list[dict[str, Any]]
@@ -47,7 +48,7 @@ SECTIONS = {
     ),
     "rl": Section(
         "gpu_rl.py",
-        ("--deployments", "shared", "colocated", "--staleness", "0", "--steps", "5"),
+        ("--deployments", "shared", "--staleness", "0", "--steps", "5"),
         ("--shape", "tiny", "--staleness", "0", *TINY_RL),
         150,
     ),
@@ -60,7 +61,7 @@ SECTIONS = {
     ),
     "offline": Section(
         "gpu_offline.py",
-        ("--ways", "sft", "sft, LoRA", "align, DPO"),
+        ("--ways", "sft", "align, DPO", "sft, checkpointing of MLPs", "align, DPO, checkpointing of MLPs"),
         (
             *("--shape", "tiny", "--steps", "4", "--length", "64", "--peers"),
             *("--ways", "sft, checkpointing of MLPs", "sft, LoRA", "align, DPO"),
@@ -111,14 +112,11 @@ def training_lines(rows: Rows) -> Iterator[Line]:
 
 
 def offline_lines(rows: Rows) -> Iterator[Line]:
-    for way in dict.fromkeys(row["way"] for row in rows):
-        found = {row["side"]: row for row in rows if row["way"] == way and "error" not in row}
-        mine = found.pop("ours", None)
-        if mine is not None:
-            fastest = max((row["tokens_per_s"] for row in found.values()), default=None)
-            yield Line(way, mine["tokens_per_s"], fastest)
-            smallest = min((row["peak_gib"] for row in found.values()), default=None)
-            yield Line(f"{way}, peak GiB", mine["peak_gib"], smallest, digits=1)
+    for mine in rows:
+        if mine["side"] == "ours" and "error" not in mine:
+            peer = peer_of(mine, rows) or {}
+            yield Line(mine["way"], mine["tokens_per_s"], peer.get("tokens_per_s"))
+            yield Line(f"{mine['way']}, peak GiB", mine["peak_gib"], peer.get("peak_gib"), digits=1)
 
 
 def rl_lines(rows: Rows) -> Iterator[Line]:

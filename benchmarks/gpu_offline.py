@@ -11,7 +11,7 @@ tokens that share a prompt of 128. Medians over the steps after the first three,
 TRL gets the same rows, in batches of as many, in bfloat16 by autocast over float32 weights, as ours has. It computes a
 pair's prompt twice; tokens are counted once on both sides, so that the ratio is that of the time. Both keep all
 activations, as is our default, or compute every layer again (`checkpointing`), as is TRL's. We can compute MLPs alone
-again.
+again, which stands beside TRL with all activations kept.
 """
 
 import argparse
@@ -47,6 +47,8 @@ TRL: dict[str, tuple[str, list[str]]] = {
     "sft, checkpointing": ("sft", ["--gradient-checkpointing"]),
     "align, DPO, checkpointing": ("dpo", ["--gradient-checkpointing"]),
 }
+# Of ways that TRL does not have, the one of TRL that they stand beside.
+BESIDE = {"sft, checkpointing of MLPs": "sft", "align, DPO, checkpointing of MLPs": "align, DPO"}
 
 
 def write_rows(folder: Path, vocab_size: int, length: int) -> dict[str, Path]:
@@ -118,22 +120,26 @@ def measure_all(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, An
         yield {"way": way, "side": "TRL"} | measure_trl(way, tokens[way], model, rows[WAYS[way][0]], args)
 
 
+def peer_of(mine: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of TRL that a row of ours stands beside."""
+    way = BESIDE.get(mine["way"], mine["way"])
+    return next((row for row in rows if row["side"] == "TRL" and row["way"] == way and "error" not in row), None)
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| offline | | tokens a step | tokens/s | ratio | peak memory, GiB | ratio |",
+        "| offline | | tokens a step | tokens/s | of TRL's | peak memory, GiB | of TRL's |",
         "|---|---|---|---|---|---|---|",
     ]
-    mine = {row["way"]: row for row in rows if row["side"] == "ours"}
     for row in rows:
         cells = [row["way"], row["side"]]
         if "error" in row:
             cells += [row["error"], *["–"] * 4]
         else:
-            own, is_own = mine[row["way"]], row["side"] == "ours"
-            cells += [f"{row['tokens']:,}", f"{row['tokens_per_s']:,.0f}"]
-            cells.append("" if is_own else f"{own['tokens_per_s'] / row['tokens_per_s']:.2f}")
-            cells.append(f"{row['peak_gib']:.1f}")
-            cells.append("" if is_own else f"{own['peak_gib'] / row['peak_gib']:.2f}")
+            peer = peer_of(row, rows) if row["side"] == "ours" else None
+            cells.append(f"{row['tokens']:,}")
+            for key, digits in (("tokens_per_s", 0), ("peak_gib", 1)):
+                cells += [f"{row[key]:,.{digits}f}", f"{row[key] / peer[key]:.2f}" if peer else ""]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
