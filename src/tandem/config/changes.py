@@ -47,7 +47,9 @@ class Change:
         """Than the checkpoints hold, so that no run can go on from them."""
         if self._option == "lora.targets":
             return _projections(self.old) != _projections(self.new)
-        return self._option in ("lora", "lora.rank")
+        if self._option == "loss.type":
+            return "reward" in (self.old, self.new)  # a score head in place of the output matrix
+        return self._option in ("lora", "lora.rank", "model.impl")
 
     @property
     def _option(self) -> str:

@@ -15,6 +15,7 @@ from tandem.models.files import check_model_dir, embedding_size, within_position
 from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.devices import refuse_missing_gpu
+from tandem.utils.errors import UserError
 from tandem.utils.garbage import importing
 from tandem.utils.log import setup_logging
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
@@ -98,5 +99,10 @@ def _train(name: str, config: OfflineConfig, data: Dataset[Any], train: Train[An
 
 def _review(name: str, config: OfflineConfig, run_dir: RunDir) -> dict[str, Any]:
     """What a resumed run is told differently. Its checkpoints are not checked yet: that takes long."""
-    newest = steps_with(run_dir.checkpoints, MANIFEST)[-1:]
-    return review_changes(config, run_dir.config / f"{name}.json", sum(newest), allowed=config.allow_changes)
+    newest = sum(steps_with(run_dir.checkpoints, MANIFEST)[-1:])
+    if newest > config.max_steps:
+        raise UserError(
+            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {newest}, but max_steps = "
+            f"{config.max_steps}; raise max_steps to continue"
+        )
+    return review_changes(config, run_dir.config / f"{name}.json", newest, allowed=config.allow_changes)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tandem.config.align import AlignConfig
+from tandem.config.base import Config
 from tandem.config.changes import review_changes
 from tandem.config.lora import TARGETS
 from tandem.config.rl import RLConfig
@@ -22,7 +24,11 @@ def sft(**options: Any) -> SFTConfig:
     return SFTConfig.model_validate({"model": {"name": "m"}, "data": {"path": "rows.jsonl"}} | options)
 
 
-def review(old: RLConfig | SFTConfig, new: RLConfig | SFTConfig, folder: Path, **options: Any) -> dict[str, list[Any]]:
+def align(**options: Any) -> AlignConfig:
+    return AlignConfig.model_validate({"model": {"name": "m"}, "data": {"path": "rows.jsonl"}} | options)
+
+
+def review(old: Config, new: Config, folder: Path, **options: Any) -> dict[str, list[Any]]:
     write_json(folder / "stored.json", old.model_dump(mode="json"))
     return review_changes(new, folder / "stored.json", 50, **({"allowed": False} | options))
 
@@ -77,6 +83,20 @@ def test_another_adapter_cannot_be_resumed(tmp_path: Path, command: str, old: An
         review(config(old), config(new), tmp_path / "config", allowed=True)
     assert "the checkpoints hold other parameters than these options train" in str(caught.value)
     assert told in str(caught.value) and f"`export-model --run-dir {tmp_path}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"loss": {"type": "dpo"}}, {"loss": {"type": "reward"}}),
+        ({"loss": {"type": "reward"}}, {"loss": {"type": "kto"}}),
+        ({}, {"model": {"name": "m", "impl": "hf"}}),
+    ],
+)
+def test_another_head_or_implementation_cannot_be_resumed(tmp_path: Path, old: Any, new: Any) -> None:
+    with pytest.raises(UserError, match="the checkpoints hold other parameters than these options train"):
+        review(align(**old), align(**new), tmp_path, allowed=True)
+    assert review(align(), align(loss={"type": "ipo"}), tmp_path, allowed=True)
 
 
 def test_the_same_adapter_may_be_scaled_otherwise(tmp_path: Path) -> None:

@@ -88,3 +88,17 @@ def test_a_dry_run_of_align_tries_a_loss_of_ones_own(
         assert caught.value.code == 2 and capsys.readouterr().err.startswith(told)
     assert (tmp_path / "run").exists() == (message is None)
     del sys.modules["align_loss_of_a_test"]
+
+
+@pytest.mark.parametrize("command", ["sft", "align"])
+def test_a_resumed_run_that_would_be_too_short_keeps_its_configuration(
+    command, arguments, tmp_path, monkeypatch, capsys
+) -> None:
+    for path in ("config/" + command, "checkpoints/step_000003/manifest"):
+        (tmp_path / "run" / path).parent.mkdir(parents=True)
+        write_json(tmp_path / "run" / f"{path}.json", {"max_steps": 3})
+    monkeypatch.setattr("sys.argv", [command, *arguments, "--resume", "--max-steps", "2"])
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"tandem.entrypoints.{command}").main()
+    assert caught.value.code == 2 and "is at step 3, but max_steps = 2" in capsys.readouterr().err
+    assert read_json(tmp_path / "run" / "config" / f"{command}.json") == {"max_steps": 3}
