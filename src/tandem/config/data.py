@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from tandem.config.base import Config
 
 FIELD_NAMES = ("messages", "prompt", "completion", "text", "tools", "chosen", "rejected", "label", "margin")
+OPTIONAL_FIELDS = ("tools", "margin")  # a row may do without
 
 
 class SourceConfig(Config):

@@ -6,11 +6,11 @@ Rows that cannot be used are dealt with here, by `data.on_bad_row`, and counted.
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, Generic, TypeVar
 
-from tandem.config.data import DataConfig, SourceConfig
+from tandem.config.data import OPTIONAL_FIELDS, DataConfig, SourceConfig
 from tandem.data.conversations import Fields, Fit
 from tandem.data.rows import Row, RowSource, open_source, refuse_missing
 from tandem.data.sources import Indices, InMemory, Mixed, SampleSource, Streamed
@@ -74,12 +74,14 @@ class Reader(Generic[T]):
     seq_len: int
     counts: RowCounts
     vocab_size: int | None = None  # of the model; None: not known, and not checked
+    columns: set[str] = field(default_factory=set[str])  # of the rows so far
 
     def read(self, source: RowSource) -> Iterator[T]:
         for row in source.read():
             cuts = self.config.on_bad_row == "truncate"
             longest = self.config.max_prompt_len
             fit = Fitting(self.seq_len, cuts=cuts, max_prompt_len=longest, vocab_size=self.vocab_size)
+            self.columns.update(row.value if isinstance(row.value, dict) else ())
             try:
                 sample = self.encode(_fields(row, self.config.fields), fit)
             except ValueError as error:
@@ -160,10 +162,10 @@ def _fields(row: Row, names: Mapping[str, str]) -> Fields:
         raise ValueError(f"a row must be a table, not {type(row.value).__name__}")
     given: dict[str, Any] = {name: value for name, value in row.value.items() if value is not None}
     for ours, theirs in names.items():
-        if theirs not in given:
+        if theirs not in given and ours not in OPTIONAL_FIELDS:
             raise ValueError(f"field {theirs!r} is missing; it has {sorted(given)}")
-        given[ours] = given[theirs]
-    return given
+    others = {name: value for name, value in given.items() if name not in names}
+    return others | {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
 
 
 def check_sources(config: DataConfig) -> None:
@@ -186,6 +188,11 @@ def _open_eval(source: SourceConfig, config: DataConfig) -> RowSource:
 
 def _in_memory(reader: Reader[T], sources: list[RowSource], held_out: Sequence[T], seed: int) -> Dataset[T]:
     parts = [reader.read_all(source) for source in sources]
+    for ours, theirs in reader.config.fields.items():
+        if theirs not in reader.columns:
+            # Not an error: of a column that is null in every row, parquet tells nothing.
+            found = sorted(reader.columns)
+            logger.warning("data.fields.%s = %r: no row has that field; they have %s", ours, theirs, found)
     if reader.config.eval_size is not None:
         parts, held_out = hold_out(parts, reader.config.eval_size, seed)
     for source, part in zip(sources, parts, strict=True):

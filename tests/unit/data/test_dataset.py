@@ -151,6 +151,23 @@ def test_fields_by_other_names(load: Load, write, texts) -> None:
         load(path=path, fields={"text": "boddy"})
 
 
+def test_fields_may_change_places(load: Load, write) -> None:
+    path = write({"prompt": "ab", "completion": "cd"})
+    sample = load(seq_len=64, path=path, fields={"prompt": "completion", "completion": "prompt"}).train.batch(0, 1)[0]
+    mirrored = load(seq_len=64, path=write({"prompt": "cd", "completion": "ab"})).train.batch(0, 1)[0]
+    assert sample == mirrored
+
+
+def test_a_field_that_a_row_may_do_without_may_be_null(load: Load, write, caplog) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    path = write({"messages": messages, "functions": None}, {"messages": messages, "functions": tools})
+    assert load(seq_len=512, path=path, fields={"tools": "functions"}).num_train == 2
+    assert not caplog.text
+    load(seq_len=512, path=path, fields={"tools": "function"})
+    assert "data.fields.tools = 'function': no row has that field; they have ['functions', 'messages']" in caplog.text
+
+
 def test_rows_of_a_file_to_evaluate_on(load: Load, write, texts) -> None:
     data = load(path=write("a"), eval_path=write("b", "c", name="eval.jsonl"))
     assert (texts(data.train.batch(0, 2)), texts(data.held_out)) == (["a", "a"], ["b", "c"])
