@@ -4,14 +4,13 @@ Only the answers are learned. A prompt and its answers are text, or messages; wi
 `rejected` are whole conversations, and what they have in common is the prompt.
 """
 
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_tools
 from tandem.data.masks import Conversation
 from tandem.data.messages import read_messages
 from tandem.data.tokenizer import Tokenizer
-from tandem.types.rollout import TrainingSequence
+from tandem.types.rollout import Message, TrainingSequence
 from tandem.utils.errors import shown
 
 
@@ -63,13 +62,23 @@ def _split(prompt: Any, answer: Any, name: str) -> tuple[Any, Any]:
         return prompt, answer
     messages = read_messages(answer, name, or_text=True)
     if isinstance(prompt, str):
-        question = {"role": "user", "content": prompt}
-        opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
-        num_repeated = len(opening) if question in opening else 0
+        context = [{"role": "user", "content": prompt}]
+        num_repeated = next((number for number, message in enumerate(messages, 1) if _asks(message, prompt)), 0)
     else:
         context = read_messages(prompt, "prompt", or_text=True)
         num_repeated = len(context) if messages[: len(context)] == context else 0
-    return (messages[:num_repeated], messages[num_repeated:]) if num_repeated else (prompt, messages)
+    if num_repeated:
+        return messages[:num_repeated], messages[num_repeated:]
+    if context[-1]["role"] == "user" and (role := messages[0]["role"]) in ("system", "user"):
+        raise ValueError(
+            f"{name!r} begins with a message of role {role!r} and does not repeat 'prompt'; give the answer alone, or "
+            "a conversation that begins with the prompt"
+        )
+    return prompt, messages
+
+
+def _asks(message: Message, question: str) -> bool:
+    return message["role"] == "user" and message["content"].strip() == question.strip()
 
 
 def _encode_conversations(row: Fields, tokenizer: Tokenizer) -> list[TrainingSequence]:

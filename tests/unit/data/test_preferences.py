@@ -48,6 +48,9 @@ GOOD, BAD = [turn("assistant", "good")], [turn("assistant", "bad")]
         # The prompt once more at the beginning of the answers.
         ({"prompt": "ab", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, "<user\nab>"),
         ({"prompt": "ab", "chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}, "<system\ns><user\nab>"),
+        ({"prompt": " ab\n", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, "<user\nab>"),
+        ({"prompt": "c", "chosen": DIALOG + GOOD, "rejected": DIALOG + BAD}, "<user\na><assistant\nb><user\nc>"),
+        ({"prompt": SYSTEM[:1], "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, "<system\ns><user\nab>"),
         ({"prompt": SYSTEM, "chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}, "<system\ns><user\nab>"),
         # No prompt: what the conversations have in common.
         ({"chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}, "<system\ns><user\nab>"),
@@ -87,7 +90,9 @@ def test_labeled_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> N
         ({"chosen": GOOD, "rejected": 7}, "without 'prompt', 'rejected' must be a list of messages; it is 7"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
         ({"prompt": "a", "chosen": [turn("assistant", "")], "rejected": "c"}, "message 1, of role 'assistant', is"),
-        ({"prompt": "a", "chosen": QUESTION, "rejected": "c"}, "no message to learn"),
+        ({"prompt": SYSTEM[:1], "chosen": QUESTION, "rejected": "c"}, "no message to learn"),
+        ({"prompt": "x", "chosen": QUESTION + GOOD, "rejected": "c"}, "'chosen' begins with a message of role 'user'"),
+        ({"prompt": QUESTION, "chosen": SYSTEM + GOOD, "rejected": "c"}, "'system' and does not repeat 'prompt'"),
         ({"chosen": QUESTION + GOOD, "rejected": QUESTION + GOOD}, "do not differ in an answer"),
         ({"chosen": QUESTION + GOOD, "rejected": QUESTION}, "do not differ in an answer"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "^'prompt' must be text, or a list of messages; it is 3$"),
