@@ -16,14 +16,12 @@ RENAMED: Mapping[str, str] = {
     "learning_rate": "optimizer.lr",
     "weight_decay": "optimizer.weight_decay",
     "adam_epsilon": "optimizer.eps",
-    "max_grad_norm": "optimizer.max_grad_norm",
     "seed": "seed",
     "max_length": "seq_len",
     "max_seq_length": "seq_len",
     "log_level": "log_level",
     "run_name": "metrics.run_name",
     "project": "metrics.project",
-    "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
     "ddp_timeout": "parallel.timeout_s",
     "torch_compile": "parallel.compile",
@@ -254,7 +252,7 @@ BY_RULE = (
     *("bf16", "torch_dtype", "dtype", "gradient_checkpointing", "eval_strategy", "evaluation_strategy", "eval_steps"),
     *("save_strategy", "report_to", "use_cpu", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "precompute_ref_log_probs", "max_prompt_length"),
-    *("config", "dataset_name", "use_peft", "use_vllm"),
+    *("config", "dataset_name", "use_peft", "use_vllm", "max_grad_norm", "save_steps"),
 )
 
 

@@ -1,6 +1,7 @@
 """TrainingArguments that are more than another name for one of our options: values are turned into ours, or computed
 from several of them. Each rule reads what was given by name and sets options; what it refuses, it refuses by name."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 # What the rules compute with: a mistake in these would not reach the options that are checked later.
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_prompt_length")
 NO_LIMIT = -1  # max_steps of transformers where epochs count: as if it was left out
-NUMBERS = ("num_train_epochs", "eval_steps", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2")
+NUMBERS = ("num_train_epochs", "eval_steps", "save_steps", "warmup_ratio", "warmup_steps")
+NUMBERS += ("adam_beta1", "adam_beta2", "max_grad_norm")
 SWITCHES = ("bf16", "use_cpu", "use_peft", "use_vllm", "precompute_ref_log_probs", "gradient_checkpointing")
 
 
@@ -150,6 +152,9 @@ def _optimizer(given: Mapping[str, Any], options: Options) -> None:
     if "adam_beta1" in given or "adam_beta2" in given:
         betas = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
         options.set("optimizer.betas", betas, "adam_beta1" if "adam_beta1" in given else "adam_beta2")
+    if "max_grad_norm" in given:
+        # In transformers, 0 is no clipping.
+        options.set("optimizer.max_grad_norm", given["max_grad_norm"] or math.inf, "max_grad_norm")
     # transformers decays the learning rate linearly unless it is told otherwise.
     kind = given.get("lr_scheduler_type", "linear")
     if kind == "cosine_with_min_lr":
@@ -174,12 +179,15 @@ def _warmup(given: Mapping[str, Any], options: Options) -> None:
         if name in given:
             options.set("scheduler.warmup_steps", int(value), name)
         return
+    options.set("scheduler.warmup_steps", _share_of_steps(value, name, "warmup_steps", options), name)
+
+
+def _share_of_steps(value: float, name: str, counted: str, options: Options) -> int:
+    """Rounded up, as in transformers."""
     steps = options.get("max_steps")
     if steps is None:
-        raise Refused(
-            name, f"{name} = {value} is a share of max_steps, which is not given; give warmup_steps as a number"
-        )
-    options.set("scheduler.warmup_steps", round(value * steps), name)
+        raise Refused(name, f"{name} = {value} is a share of max_steps, which is not given; give {counted} as a number")
+    return math.ceil(value * steps)
 
 
 def _evaluation(given: Mapping[str, Any], options: Options) -> None:
@@ -210,10 +218,13 @@ def _eval_steps(value: float, options: Options) -> float:
 def _checkpoints(given: Mapping[str, Any], options: Options) -> None:
     strategy = given.get("save_strategy", "steps")
     if strategy in ("no", False):
-        options.values.pop("checkpoint.every", None)
         options.set("checkpoint.every", None, "save_strategy")
     elif strategy != "steps":
         raise Refused("save_strategy", f"save_strategy = {strategy!r} is not here; give steps and save_steps, or no")
+    elif "save_steps" in given:
+        every = given["save_steps"]
+        steps = _share_of_steps(every, "save_steps", "save_steps", options) if 0 < every < 1 else every
+        options.set("checkpoint.every", steps, "save_steps")
 
 
 def _adapter(given: Mapping[str, Any], options: Options) -> None:

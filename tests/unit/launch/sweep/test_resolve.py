@@ -1,6 +1,7 @@
 """Experiment files become commands of ours: the product of lists, known names, computed values, refusals with lines."""
 
 import ast
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,14 @@ def test_options_of_ours_are_taken_by_their_own_names(write: Write) -> None:
     assert (config.batch_size, config.loss.reference, config.data.shuffle) == (6, "model", False)
 
 
+def test_shares_of_training_are_rounded_up_and_no_clipping_is_zero_as_in_transformers(write: Write) -> None:
+    config = config_of(write("max_steps: 40", "warmup_ratio: 0.03", "save_steps: 0.26", "max_grad_norm: 0"))
+    assert (config.scheduler.warmup_steps, config.checkpoint.every) == (2, 11)
+    assert config.optimizer.max_grad_norm == math.inf
+    config = config_of(write("save_steps: 7", "max_grad_norm: 0.5"))
+    assert (config.checkpoint.every, config.optimizer.max_grad_norm) == (7, 0.5)
+
+
 def test_what_a_table_says_is_not_computed_again(write: Write) -> None:
     config = config_of(
         write("scheduler: {type: cosine, warmup_steps: 2}", "warmup_steps: 2", "loss.beta: 0.3", "beta: 0.3")
@@ -196,6 +205,8 @@ def test_no_limit_of_steps_is_as_if_none_was_given(write: Write, tmp_path: Path)
         (("max_length: 99999",), {}, "line 11: seq_len = 99999 is above max_position_embeddings"),
         (("num_generations: 4",), {}, "line 11: num_generations has no meaning for offline algorithms"),
         (("warmup_ratio: 0.1",), {}, "line 11: warmup_ratio = 0.1 is a share of max_steps, which is not given"),
+        (("save_steps: 0.5",), {}, "line 11: save_steps = 0.5 is a share of max_steps, which is not given"),
+        (("max_grad_norm: off",), {}, "line 11: max_grad_norm = False is not a number"),
         (("eval_strategy: epoch",), {}, "line 11: eval_strategy = 'epoch' is not here"),
         (("max_length: 8", "max_seq_length: 9"), {}, "max_seq_length and max_length both set seq_len, to 9 and 8"),
         (("beta: [0.1, 0.2]", "loss.beta: 0.3"), {}, "line 12: loss.beta and beta both set loss.beta, to 0.3 and 0.1"),
