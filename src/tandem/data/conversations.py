@@ -61,7 +61,9 @@ def encode_conversation(
 def encode_text(text: Any, tokenizer: Tokenizer) -> TrainingSequence:
     """Plain language modelling: every token is learned, and that the text ends."""
     token_ids = _encode_plain(text, "text", tokenizer)
-    return _with_something_to_learn(TrainingSequence(token_ids, [0] + [1] * (len(token_ids) - 1)))
+    if len(token_ids) == 1:
+        raise ValueError(f"'text' is one token, {shown(text)}, and the first is never learned; give a longer one")
+    return TrainingSequence(token_ids, [0] + [1] * (len(token_ids) - 1))
 
 
 def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Tokenizer) -> TrainingSequence:

@@ -25,6 +25,9 @@ def read_messages(messages: Any, name: str, *, or_text: bool = False) -> list[Me
 def read_message(message: dict[str, Any], where: str) -> Message:
     """One of them; `where` begins what is said of a mistake."""
     given = {key: value for key, value in message.items() if value is not None}
+    if "from" in given and "role" not in given:
+        told = "rename them, and 'human' to 'user', 'gpt' to 'assistant'"
+        raise ValueError(f"{where} has ShareGPT's 'from' and 'value' in place of 'role' and 'content'; {told}")
     if not isinstance(given.get("role"), str):
         raise ValueError(f"{where} needs 'role' as text; it has {given.get('role')!r}")
     calls = given.get("tool_calls")

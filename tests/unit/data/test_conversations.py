@@ -164,6 +164,7 @@ def test_a_completion_without_a_token_of_its_own_is_refused(base_tokenizer: Toke
         ({"prompt": 5, "completion": "x"}, "^'prompt' must be text, or a list of messages; it is 5$"),
         ({"prompt": "x", "completion": [5]}, "^message 0 of 'completion' must be a table with 'role' .*; it is 5$"),
         ({"messages": [{"content": "x"}]}, "message 0 of 'messages' needs 'role' as text; it has None"),
+        ({"messages": [{"from": "human", "value": "x"}]}, "message 0 of 'messages' has ShareGPT's 'from' and 'value'"),
         ({"messages": [{"role": "assistant"}]}, "message 0 of 'messages' needs 'content' as text, or 'tool_calls'"),
         ({"messages": [turn("assistant", 5)]}, "message 0 of 'messages': 'content' must be text, .*; it is 5"),
         ({"messages": [turn("user", [{"type": "image"}])]}, "'content' must be text, or a list of parts of type"),
@@ -178,6 +179,7 @@ def test_a_completion_without_a_token_of_its_own_is_refused(base_tokenizer: Toke
         ({"messages": [turn("assistant", "a\ud800")]}, "not valid Unicode"),
         ({"messages": [turn("assistant", "a\ufdd0")]}, "not valid Unicode"),
         ({"text": ""}, "'text' must be text that is not empty"),
+        ({"text": "<|im_end|>"}, "'text' is one token, .*, and the first is never learned"),
         ({"text": ["a"]}, "'text' must be text that is not empty; it is \\['a'\\]"),
     ],
 )  # fmt: skip
