@@ -221,17 +221,12 @@ class Worker:
         assert call.player is not None, "only episodes ask"
         call.started = None
         try:
-            answer = await call.player.chat(asked["messages"], asked["tools"], asked["max_tokens"])
-        except ContextFull as error:
-            answer = {"context_full": str(error)}
-        except ChatRefused as error:
-            answer = {"refused": str(error)}
+            self._send({"answer": asked["ask"]} | await _turn_of(call.player, asked))
         except Exception as error:  # the server's fault, not the environment's: the episode ends with it
             if not call.answer.done():
                 call.answer.set_exception(error)
             self._send({"cancel": asked["call"]})
             return
-        self._send({"answer": asked["ask"]} | answer)
         if len(call.asked) == 1:
             call.started = time.monotonic()
 
@@ -376,6 +371,15 @@ def _held_tasks(split: str, ready: Payload, name: str) -> list[HeldTask]:
 def _request(task: Task) -> Payload:
     assert isinstance(task, HeldTask), "a task of another environment"
     return {"task": [task.split, task.position]}
+
+
+async def _turn_of(player: Player, asked: Payload) -> Payload:
+    try:
+        return await player.chat(asked["messages"], asked["tools"], asked["max_tokens"])
+    except ContextFull as error:
+        return {"context_full": str(error)}
+    except ChatRefused as error:
+        return {"refused": str(error)}
 
 
 def _how_it_ended(code: int) -> str:

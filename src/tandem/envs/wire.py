@@ -1,6 +1,11 @@
-"""Messages between the orchestrator and the process of an environment: JSON behind eight bytes of length."""
+"""Messages between the orchestrator and the process of an environment: JSON behind eight bytes of length.
+
+Models and users write numbers beyond 64 bits and halves of surrogate pairs. orjson has neither, so Python's json writes
+such a message; the space in front of it tells the reader, since orjson would round the numbers.
+"""
 
 import asyncio
+import json
 import socket
 import struct
 from typing import Any
@@ -13,13 +18,20 @@ Payload = dict[str, Any]
 
 
 def frame(message: Payload) -> bytes:
-    content = orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY)
+    try:
+        content = orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        content = b" " + json.dumps(message).encode()
     return LENGTH.pack(len(content)) + content
+
+
+def parse(content: bytes) -> Payload:
+    return json.loads(content) if content.startswith(b" ") else orjson.loads(content)
 
 
 async def receive(reader: asyncio.StreamReader) -> Payload:
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return orjson.loads(await reader.readexactly(length))
+    return parse(await reader.readexactly(length))
 
 
 class Channel:
@@ -39,4 +51,4 @@ class Channel:
             return None
         (length,) = LENGTH.unpack(header)
         content = self._file.read(length)
-        return orjson.loads(content) if len(content) == length else None
+        return parse(content) if len(content) == length else None

@@ -101,6 +101,7 @@ class Conversation:
         """The sequence that these messages continue, or a new one."""
         try:
             messages = read_messages(messages, "messages")
+            _refuse_half_characters(messages)
             for thread in reversed(self._threads):
                 if thread.dialogue.extend(messages, tools):
                     return thread
@@ -171,6 +172,17 @@ def open_episodes(environment: Environment, tokenizer: Tokenizer, seq_len: int) 
     if not isinstance(environment, EnvironmentProcess | Mixture):
         return None
     return Episodes(environment, tokenizer, seq_len)
+
+
+def _refuse_half_characters(messages: list[Message]) -> None:
+    for index, message in enumerate(messages):
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"message {index} of 'messages' is not valid Unicode: {error}; such text can be made valid with "
+                ".encode(errors='replace').decode()"
+            ) from error
 
 
 def _tool_call(call: FoundCall, call_id: str) -> dict[str, Any] | None:

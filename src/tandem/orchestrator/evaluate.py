@@ -19,6 +19,7 @@ from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, naming_file
+from tandem.utils.http import json_bytes
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"  # below output_dir, of the newest evaluation
 
@@ -116,7 +117,7 @@ def append_samples(path: Path, target: str, outcomes: Sequence[Outcome]) -> None
     with naming_file(path), path.open("ab") as file:
         for outcome in outcomes:
             for sample in outcome.samples:
-                file.write(orjson.dumps({"target": target} | sample) + b"\n")
+                file.write(json_bytes({"target": target} | sample) + b"\n")
 
 
 def keep_earlier(folder: Path) -> Path | None:

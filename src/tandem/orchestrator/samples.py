@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from tandem.orchestrator.batches import Advantage
 from tandem.types.rollout import Group, Rollout
+from tandem.utils.http import json_bytes
 
 
 def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]] | None) -> None:
@@ -28,7 +27,7 @@ def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[Sequ
             line |= _of_conversations(rollout)
             if advantages is not None:
                 line["advantage"] = advantages[number][index]
-            lines.append(orjson.dumps(line))
+            lines.append(json_bytes(line))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(b"\n".join(lines) + b"\n")

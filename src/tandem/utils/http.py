@@ -162,7 +162,7 @@ class _Plain:
 
 
 def json_bytes(body: Any) -> bytes:
-    """Half of a surrogate pair, which orjson refuses, is written as an escape."""
+    """With what orjson refuses: half of a surrogate pair, as an escape, and numbers beyond 64 bits."""
     try:
         return orjson.dumps(body)
     except TypeError:

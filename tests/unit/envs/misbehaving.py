@@ -73,6 +73,8 @@ REWARDS: dict[str, Any] = {
 def misbehave(behaviour: str) -> float:
     if behaviour == "raises":
         raise KeyError("no such key")
+    if behaviour == "raises half a character":
+        raise ValueError("no number in \ud83d")
     if behaviour == "raises a novel":
         raise ValueError("x" * 200_000)
     if behaviour == "recurses":

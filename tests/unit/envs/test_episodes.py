@@ -78,6 +78,35 @@ def test_an_episode_is_a_conversation_with_the_model() -> None:
     ]
 
 
+class Caller(Speaker):
+    """A model that calls a tool with these arguments, and then says what it was told."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    async def chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, max_tokens: int | None
+    ) -> dict[str, Any]:
+        reply = await super().chat(messages, tools, max_tokens)
+        if len(self.asked) == 2:
+            function = {"name": "add", "arguments": self.arguments}
+            reply["message"]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+        return reply
+
+
+def test_arguments_of_tools_come_over_whatever_their_size() -> None:
+    large, half = Caller({"a": 10**30}), Caller({"a": 1, "\ud83d": 1})
+    assert [isinstance(result, Result) for result in play(config("tools", "tools"), large, half)] == [True, True]
+    assert large.asked[-1][-1]["content"] == str(10**30 + 1)
+    assert half.asked[-1][-1]["content"].startswith("Error: ")
+
+
+def test_a_turn_that_cannot_be_written_ends_its_episode() -> None:
+    (outcome,) = play(config("tools"), Caller({"a": object()}))
+    assert isinstance(outcome, TypeError)
+
+
 def test_an_episode_that_changes_the_messages_of_its_task_changes_them_for_itself_alone() -> None:
     async def run() -> list[Speaker]:
         speakers = [Speaker(delay_s=0.05) for _ in range(3)]

@@ -52,7 +52,7 @@ def failures(env: EnvConfig) -> list[Failure | float]:
 @pytest.mark.parametrize("cls", ["Misbehaving", "Sync"])
 def test_what_is_raised_or_is_no_reward_costs_its_call_and_says_where(cls: str) -> None:
     behaviours = ["good", "raises", "recurses", "exits", "interrupts", "cancels", "nan", "infinite", "none", "text"]
-    good, *bad = failures(config(*behaviours, "1e308", "raises a novel", cls=cls))
+    good, *bad = failures(config(*behaviours, "1e308", "raises a novel", "raises half a character", cls=cls))
     assert good == 1.0
     assert all(isinstance(failure, Failure) for failure in bad)
     reasons = [failure.reason for failure in bad if isinstance(failure, Failure)]
@@ -67,6 +67,7 @@ def test_what_is_raised_or_is_no_reward_costs_its_call_and_says_where(cls: str) 
         "the reward is 1e+308",
     ]
     assert reasons[10].startswith("ValueError: xxx") and len(reasons[10]) < 500
+    assert reasons[11] == "ValueError: no number in \ud83d"
     for failure in bad:
         assert isinstance(failure, Failure) and failure.where.startswith("misbehaving.py:")
         assert len(failure.traceback) < 10_000

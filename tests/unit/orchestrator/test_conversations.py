@@ -147,6 +147,8 @@ def test_a_conversation_that_is_too_long_or_refused(tokenizer: Tokenizer, tiny_m
     assert 0 < policy.requests[0].max_tokens < 40, "no more than fits"
     with pytest.raises(ChatRefused, match="needs 'role' as text"):
         asyncio.run(conversation.chat([{"content": "x"}], None, None))
+    with pytest.raises(ChatRefused, match=r"message 0 of 'messages' is not valid Unicode: .* surrogates not allowed"):
+        asyncio.run(conversation.chat([{"role": "user", "content": "\ud83d"}], None, None))
     conversation, _ = open_conversation(Tokenizer(tiny_model), "a")
     with pytest.raises(ChatRefused, match=r"tools cannot be used with this model: .* has no tools"):
         asyncio.run(conversation.chat([QUESTION], TOOLS, None))

@@ -1,5 +1,6 @@
 """Rollouts as people read them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.orchestrator.samples import write_samples
@@ -32,3 +33,12 @@ def test_one_line_a_rollout(make_group, tmp_path: Path) -> None:
 def test_evaluations_have_no_advantages(make_group, tmp_path: Path) -> None:
     write_samples(tmp_path / "eval.jsonl", [make_group(0)], advantages=None)
     assert all("advantage" not in line for line in read_json_lines(tmp_path / "eval.jsonl"))
+
+
+def test_what_models_write_in_calls_can_be_written_down(make_group, tmp_path: Path) -> None:
+    group = make_group(0, rewards=(1.0,))
+    arguments = {"large": 10**30, "half": "\ud83d"}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    group = replace(group, rollouts=[replace(group.rollouts[0], messages=[turn])])
+    write_samples(tmp_path / "calls.jsonl", [group], advantages=None)
+    assert read_json_lines(tmp_path / "calls.jsonl")[0]["turns"] == [turn]
