@@ -5,23 +5,18 @@ Made in the process that runs that code (envs/worker.py), recorded by the orches
 
 import inspect
 import re
-import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tandem.utils.errors import shorten
+from tandem.utils.places import PACKAGE, innermost, one_line, shown_place
 
-MAX_REASON = 400
 MAX_TRACEBACK = 8000
 MAX_FRAMES = 20
-
-PACKAGE = str(Path(__file__).parents[1])
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {PACKAGE})
 
 
 @dataclass(frozen=True)
@@ -61,27 +56,29 @@ def failure_of(error: BaseException) -> Failure:
     """An exception as it is recorded. The frames above the user's code, which are ours, are left out."""
     if isinstance(error, UserCodeError):
         return error.failure
+    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup, whose own text says nothing; the first tells it
+        error = error.exceptions[0]
     lines = traceback.TracebackException(type(error), error, _own_part(error.__traceback__), limit=-MAX_FRAMES)
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in lines.stack]
-    return Failure(_one_line(error), _place(frames), shorten("".join(lines.format()), MAX_TRACEBACK))
+    return Failure(one_line(error), innermost(frames), shorten("".join(lines.format()), MAX_TRACEBACK))
 
 
 def hung_at(reason: str, frames: traceback.StackSummary) -> Failure:
     """Code that was over its time, and where it was then."""
     places = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
-    return Failure(reason, _place(places), shorten("".join(frames.format()), MAX_TRACEBACK), hung=True)
+    return Failure(reason, innermost(places), shorten("".join(frames.format()), MAX_TRACEBACK), hung=True)
 
 
 def place_in(stacks: str) -> str:
     """The place in stacks as faulthandler writes them, innermost frame first."""
     found = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks)
-    return _place([(filename, int(line), name) for filename, line, name in reversed(found)])
+    return innermost([(filename, int(line), name) for filename, line, name in reversed(found)])
 
 
 def place_of(function: Callable[..., Any]) -> str:
     """Where a function is defined, as far as that can be known."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return "" if code is None else _shown_place(code.co_filename, code.co_firstlineno, code.co_name)
+    return "" if code is None else shown_place(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def top_reasons(failures: Iterable[Failure], limit: int = 3) -> str:
@@ -94,29 +91,9 @@ def top_reasons(failures: Iterable[Failure], limit: int = 3) -> str:
     return "; ".join(f"{count} × {examples[kind]}" for kind, count in counts.most_common(limit))
 
 
-def _one_line(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # a user's __str__ may raise, too
-        text = "(its text cannot be made)"
-    name = type(error).__name__
-    return shorten(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON)
-
-
 def _own_part(frames: TracebackType | None) -> TracebackType | None:
     """The traceback from the first frame outside this package on; all of it where there is none."""
     found = frames
     while found is not None and found.tb_frame.f_code.co_filename.startswith(PACKAGE):
         found = found.tb_next
     return found or frames
-
-
-def _place(frames: list[tuple[str, int, str]]) -> str:
-    """The innermost frame in code that is in no library; else the innermost one."""
-    own = [frame for frame in frames if not frame[0].startswith((*LIBRARIES, "<"))]
-    chosen = (own or frames)[-1:]
-    return _shown_place(*chosen[0]) if chosen else ""
-
-
-def _shown_place(filename: str, line: int, function: str) -> str:
-    return f"{Path(filename).name}:{line} in {function}"

@@ -12,10 +12,8 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -25,10 +23,8 @@ from tandem.config.rewards import AnyReward
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import checked_reward
 from tandem.rewards.registry import make_call
-from tandem.utils.errors import shorten
+from tandem.utils.places import one_line, with_place
 from tandem.utils.processes import die_with_parent
-
-MAX_REASON = 400
 
 
 def compute(find: Callable[[int], Call], number: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -38,10 +34,8 @@ def compute(find: Callable[[int], Call], number: int, arguments: dict[str, Any])
             value = asyncio.run(_awaited(value))
         return {"value": checked_reward(value)}
     except BaseException as error:  # SystemExit, too, costs this call alone
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"error": f"{shorten(text, MAX_REASON)} ({where})"}
+        text = with_place(one_line(error), error)
+        return {"error": text.encode(errors="backslashreplace").decode()}  # half a surrogate pair is no JSON
 
 
 async def _awaited(value: Any) -> Any:

@@ -38,6 +38,12 @@ def test_what_has_no_text_or_too_much_of_it() -> None:
     assert len(novel.reason) < 500 and len(novel.traceback) < 9000
 
 
+def test_errors_in_tasks_of_a_group_are_told_by_the_first() -> None:
+    failure = failure_of(fail(BaseExceptionGroup("unhandled", [fail(ValueError("no number")), fail(KeyError("x"))])))
+    assert failure.reason == "ValueError: no number"
+    assert failure.where.startswith("test_failures.py:") and "raise error" in failure.frames
+
+
 def test_a_failure_from_another_process_stays_as_it_is() -> None:
     failure = Failure("KeyError: 1", "my_env.py:3 in score", "Traceback …")
     assert failure_of(fail(UserCodeError(failure))) is failure

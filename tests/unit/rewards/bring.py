@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import os
 import re
 import time
@@ -43,6 +44,10 @@ def misbehaves(completion: str, answer: str) -> Any:
             raise SystemExit(3)
         case "raises":
             raise KeyError("no such key")
+        case "raises elsewhere":
+            json.loads("{")
+        case "raises half a character":
+            raise ValueError("\ud83d")
         case "prints":
             print("to standard output")
         case "nan":

@@ -94,10 +94,12 @@ def test_rewards_that_users_bring(table: dict[str, Any], reward: float) -> None:
     ("completion", "message"),
     [
         ("raises", r"misbehaves: KeyError: 'no such key' \(bring\.py:\d+ in misbehaves\)"),
+        ("raises elsewhere", r"misbehaves: JSONDecodeError: .* \(bring\.py:\d+ in misbehaves\)"),
+        ("raises half a character", r"misbehaves: ValueError: \\ud83d \(bring\.py:\d+ in misbehaves\)"),
         ("exits", "misbehaves: SystemExit: 3"),
         ("dies", "misbehaves ended its process with exit code 7"),
         ("nan", "misbehaves: BadReward: the reward is nan"),
-        ("none", "misbehaves: BadReward: the reward is None, not a number"),
+        ("none", "misbehaves: BadReward: the reward is None, not a number$"),
         ("text", "misbehaves: BadReward: the reward is '0.7', not a number"),
     ],
 )

@@ -53,6 +53,12 @@ def test_a_file_that_ends_the_process_when_it_is_imported(folder: Path) -> None:
         load_object("./program_of_a_user.py:main", "loss.type")
 
 
+def test_a_file_that_fails_when_it_is_imported_is_told_with_its_line(folder: Path) -> None:
+    (folder / "failing_of_a_user.py").write_text("import json\n\nOPTIONS = json.loads('{')\n")
+    with pytest.raises(UserError, match=r"JSONDecodeError: .* \(failing_of_a_user\.py:3 in <module>\)$"):
+        load_object("./failing_of_a_user.py:main", "loss.type")
+
+
 def test_what_is_an_import_path() -> None:
     assert is_import_path("pkg.module:name") and is_import_path("./file.py")
     assert not is_import_path("grpo")

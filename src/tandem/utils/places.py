@@ -1,0 +1,46 @@
+"""Where in their own files users' code failed, and what it said: in one line each. Pure."""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+from tandem.utils.errors import shorten
+
+MAX_REASON = 400
+
+PACKAGE = str(Path(__file__).parents[1])
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {PACKAGE})
+
+Frame = tuple[str, int, str]
+"""File, line and function."""
+
+
+def one_line(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # a user's __str__ may raise, too
+        text = "(its text cannot be made)"
+    name = type(error).__name__
+    return shorten(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON)
+
+
+def with_place(reason: str, error: BaseException) -> str:
+    """The reason, and where in their own files it was raised, if it was there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = own_frames([(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
+    return f"{reason} ({innermost(own)})" if own else reason
+
+
+def own_frames(frames: list[Frame]) -> list[Frame]:
+    """Those in code that is in no library."""
+    return [frame for frame in frames if not frame[0].startswith((*LIBRARIES, "<"))]
+
+
+def innermost(frames: list[Frame]) -> str:
+    """The innermost frame in code that is in no library; else the innermost one."""
+    chosen = (own_frames(frames) or frames)[-1:]
+    return shown_place(*chosen[0]) if chosen else ""
+
+
+def shown_place(filename: str, line: int, function: str) -> str:
+    return f"{Path(filename).name}:{line} in {function}"
