@@ -152,5 +152,7 @@ def tasks_of(rows: Iterable[Any]) -> list[Task]:
             continue
         if not isinstance(row, Mapping) or "prompt" not in row:
             raise ValueError(f"row {index} is neither a Task nor a table with 'prompt' and 'answer': {shown(row)}")
+        if row.get("answer", "") is None:
+            raise ValueError(f"row {index}: 'answer' is None; give it a value, or leave it out")
         tasks.append(Task(index, read_prompt(row["prompt"]), str(row.get("answer", "")), info=dict(row)))
     return tasks

@@ -169,5 +169,7 @@ def test_what_is_no_environment() -> None:
         ValueError, match="there is one row to make tasks of, and at least one is held out; add another"
     ):
         environment(tasks=[{"prompt": "a"}])(lambda task, completion: 1.0)()
+    with pytest.raises(ValueError, match="row 0: 'answer' is None; give it a value, or leave it out"):
+        environment(tasks=[{"prompt": "a", "answer": None}])(lambda task, completion: 1.0)()
     with pytest.raises(ValueError, match="row 0 is neither a Task nor a table with 'prompt'"):
         environment(tasks=["x"])(lambda task, completion: 1.0)()
