@@ -157,7 +157,9 @@ def test_a_function_without_the_decorator(tmp_path: Path) -> None:
     path.write_text("def plain(task, completion): return 1\ndef makes(size): raise ValueError('too small')\n")
     with pytest.raises(UserError, match=r"is a function of \(task, completion\), .* decorate it with @environment"):
         make_environment(EnvConfig(id=f"{path}:plain"))
-    with pytest.raises(UserError, match=r"does not fit env\.id = .*: too small"):
+    with pytest.raises(
+        UserError, match=r"does not fit env\.id = .*: too small \(undecorated_of_a_test\.py:2 in makes\)$"
+    ):
         make_environment(EnvConfig(id=f"{path}:makes", args={"size": 1}))
     sys.modules.pop("undecorated_of_a_test", None)
 
