@@ -85,8 +85,11 @@ class Worker:
 
         threading.Thread(target=read, daemon=True).start()
         await gone.wait()
-        with suppress(BaseException):  # nobody is there to be told
+        try:
             await asyncio.wait_for(_call_hook(self.environment, "close"), CLOSE_S)
+        except BaseException as error:  # only the log is there to be told
+            with suppress(OSError):
+                print(f"env.id = {self.config.id!r}: close failed: {failure_of(error)}", file=sys.stderr)
 
     def _take(self, calls: Calls, payload: Payload) -> None:
         if "answer" in payload:

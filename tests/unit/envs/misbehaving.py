@@ -45,6 +45,11 @@ class InTasks(Misbehaving):
         return await super().score(task, completion)
 
 
+class ClosesBadly(Misbehaving):
+    def close(self) -> None:
+        raise LookupError("nothing to close")
+
+
 class Sync(Misbehaving):
     def score(self, task: Task, completion: str) -> Any:
         if task.answer in REWARDS:

@@ -167,6 +167,11 @@ def test_nothing_that_hangs_keeps_the_end_waiting() -> None:
     assert time.monotonic() - started < 100
 
 
+def test_a_close_that_fails_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    assert failures(config("good", cls="ClosesBadly")) == [1.0]
+    assert "close failed: LookupError: nothing to close (misbehaving.py:" in capfd.readouterr().err
+
+
 def test_tasks_come_over_without_what_only_the_scorer_needs() -> None:
     async def body(environment: EnvironmentProcess) -> None:
         (task,) = environment.train_tasks
