@@ -121,6 +121,8 @@ def _task(number: int, row: Row) -> Task:
     info = row.get("info") or {}
     if not isinstance(info, Mapping):
         raise UserError(f"row {number}: info = {shown(info)} is no table; give one")
+    if row.get("answer", "") is None:
+        raise UserError(f"row {number}: answer = None is no answer; give one, or leave it out")
     return Task(number, _messages(number, row), str(row.get("answer", "")), dict(info))
 
 

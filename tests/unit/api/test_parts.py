@@ -86,6 +86,7 @@ def test_rows_that_are_none_are_refused(rows: list[Any]) -> None:
         ([{}], "row 0 has no keys"),
         ([{"prompt": 5}], "row 0: prompt = 5 is no text"),
         ([(None, "b")], "row 0: prompt = None is no text"),
+        ([("a", None)], "row 0: answer = None is no answer; give one, or leave it out"),
         ([{"messages": "a"}], "row 0: messages = 'a' is no list of messages"),
         ([{"messages": []}], "row 0: messages = [] is no list of messages"),
         ([("a", "b"), {"prompt": "a", "info": 5}], "row 1: info = 5 is no table"),
