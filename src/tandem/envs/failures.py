@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tandem.utils.errors import shorten
-from tandem.utils.places import PACKAGE, innermost, one_line, shown_place
+from tandem.utils.places import PACKAGE, innermost, one_line, printable, shown_place
 
 MAX_TRACEBACK = 8000
 MAX_FRAMES = 20
@@ -60,7 +60,7 @@ def failure_of(error: BaseException) -> Failure:
         error = error.exceptions[0]
     lines = traceback.TracebackException(type(error), error, _own_part(error.__traceback__), limit=-MAX_FRAMES)
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in lines.stack]
-    return Failure(one_line(error), innermost(frames), shorten("".join(lines.format()), MAX_TRACEBACK))
+    return Failure(one_line(error), innermost(frames), printable(shorten("".join(lines.format()), MAX_TRACEBACK)))
 
 
 def hung_at(reason: str, frames: traceback.StackSummary) -> Failure:

@@ -34,8 +34,7 @@ def compute(find: Callable[[int], Call], number: int, arguments: dict[str, Any])
             value = asyncio.run(_awaited(value))
         return {"value": checked_reward(value)}
     except BaseException as error:  # SystemExit, too, costs this call alone
-        text = with_place(one_line(error), error)
-        return {"error": text.encode(errors="backslashreplace").decode()}  # half a surrogate pair is no JSON
+        return {"error": with_place(one_line(error), error)}
 
 
 async def _awaited(value: Any) -> Any:

@@ -21,7 +21,12 @@ def one_line(error: BaseException) -> str:
     except Exception:  # a user's __str__ may raise, too
         text = "(its text cannot be made)"
     name = type(error).__name__
-    return shorten(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON)
+    return printable(shorten(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON))
+
+
+def printable(text: str) -> str:
+    """Half of a surrogate pair, which no file or terminal takes, as an escape."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def with_place(reason: str, error: BaseException) -> str:

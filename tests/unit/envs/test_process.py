@@ -67,7 +67,7 @@ def test_what_is_raised_or_is_no_reward_costs_its_call_and_says_where(cls: str) 
         "the reward is 1e+308",
     ]
     assert reasons[10].startswith("ValueError: xxx") and len(reasons[10]) < 500
-    assert reasons[11] == "ValueError: no number in \ud83d"
+    assert reasons[11] == "ValueError: no number in \\ud83d"
     for failure in bad:
         assert isinstance(failure, Failure) and failure.where.startswith("misbehaving.py:")
         assert len(failure.traceback) < 10_000
