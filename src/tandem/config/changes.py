@@ -1,5 +1,6 @@
 """What a resumed run is told differently from what it was started with, and whether that makes it another run."""
 
+import json
 import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ HARMLESS = (
     *("keep_weights", "keep_rollouts", "*timeout_s", "*retries", "max_failed_share", "env.tries", "env.check"),
 )
 UNTOLD = ("resume", "allow_changes", "clean", "dry_run", "threads")  # of a command or a machine, not of a run
+# Of a model's config.json: with other values its weights have other shapes.
+SHAPE_KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 MAX_CHARS = 80
 
 
@@ -49,6 +52,9 @@ class Change:
             return _projections(self.old) != _projections(self.new)
         if self._option == "loss.type":
             return "reward" in (self.old, self.new)  # a score head in place of the output matrix
+        if self._option == "model.name":
+            shapes = _model_shape(self.old), _model_shape(self.new)
+            return None not in shapes and shapes[0] != shapes[1]
         return self._option in ("lora", "lora.rank", "model.impl")
 
     @property
@@ -109,6 +115,18 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
 
 def _projections(targets: Sequence[str] | Literal["all-linear"]) -> set[str]:
     return set(TARGETS if targets == "all-linear" else targets)
+
+
+def _model_shape(name: str) -> list[Any] | None:
+    """What decides the shapes of a model's weights; None where that cannot be read."""
+    try:
+        config: Any = json.loads((Path(name) / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        return [*(config[key] for key in SHAPE_KEYS), heads, kv_heads, head_dim]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def _below_section(key: str) -> str | None:

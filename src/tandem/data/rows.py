@@ -17,6 +17,7 @@ from tandem.config.data import SourceConfig
 from tandem.utils.errors import UserError
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
+FILES_OF_OTHERS = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # so no name on the hub either
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")  # a Dataset, a DatasetDict
 KINDS = "a .jsonl, .json or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub"
@@ -62,7 +63,7 @@ def open_source(source: SourceConfig, key: str, *, streaming: bool) -> RowSource
 def refuse_missing(name: str, key: str) -> Path:
     """Where rows would lie. UserError where nothing is there, and it is no name on the hub either."""
     path = Path(name).expanduser()
-    is_hub_name = HUB_NAME.fullmatch(name) is not None and path.suffix not in FILE_TYPES
+    is_hub_name = HUB_NAME.fullmatch(name) is not None and path.suffix not in (*FILE_TYPES, *FILES_OF_OTHERS)
     if not path.exists() and not is_hub_name:
         raise UserError(f"{key} = {name!r} does not exist; give {KINDS}")
     return path

@@ -84,7 +84,8 @@ class Streamed(Generic[T]):
                 is_empty = False
                 yield sample
             if is_empty:
-                raise UserError(f"data: no row is left to learn from: {self._num_held_out} are held out for evaluation")
+                held_out = f"; {self._num_held_out} are held out for evaluation" if self._num_held_out else ""
+                raise UserError(f"data: no row that can be used is left to learn from{held_out}")
             epoch += 1
 
 

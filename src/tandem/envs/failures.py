@@ -13,7 +13,16 @@ from types import TracebackType
 from typing import Any
 
 from tandem.utils.errors import shorten
-from tandem.utils.places import PACKAGE, innermost, one_line, printable, shown_place
+from tandem.utils.places import (
+    MAX_REASON,
+    PACKAGE,
+    FailedElsewhere,
+    innermost,
+    one_line,
+    own_place,
+    printable,
+    shown_place,
+)
 
 MAX_TRACEBACK = 8000
 MAX_FRAMES = 20
@@ -60,7 +69,11 @@ def failure_of(error: BaseException) -> Failure:
         error = error.exceptions[0]
     lines = traceback.TracebackException(type(error), error, _own_part(error.__traceback__), limit=-MAX_FRAMES)
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in lines.stack]
-    return Failure(one_line(error), innermost(frames), printable(shorten("".join(lines.format()), MAX_TRACEBACK)))
+    reason, where = one_line(error), innermost(frames)
+    if isinstance(error, FailedElsewhere):
+        reason = shorten(f"{type(error).__name__}: {error.reason}", MAX_REASON)
+        where = error.where or own_place(error)
+    return Failure(reason, where, printable(shorten("".join(lines.format()), MAX_TRACEBACK)))
 
 
 def hung_at(reason: str, frames: traceback.StackSummary) -> Failure:

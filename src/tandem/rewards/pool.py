@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from tandem.config.rewards import RewardConfig
+from tandem.utils.places import FailedElsewhere
 from tandem.utils.processes import kill_tree
 
 STARTUP_S = 120.0
@@ -27,7 +28,7 @@ LINE_BYTES = 1 << 20
 EXIT_CHECKS, EXIT_CHECK_S = 20, 0.01
 
 
-class RewardFailed(RuntimeError):
+class RewardFailed(FailedElsewhere):
     """A reward function raised, took too long, or ended its process."""
 
 
@@ -57,7 +58,7 @@ class RewardPool:
                 raise
             self._idle.append(worker)
         if "error" in answer:
-            raise RewardFailed(f"{config.label}: {answer['error']}")
+            raise RewardFailed(f"{config.label}: {answer['error']}", answer["where"])
         return answer["value"]
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from tandem.config.rewards import AnyReward
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import checked_reward
 from tandem.rewards.registry import make_call
-from tandem.utils.places import one_line, with_place
+from tandem.utils.places import one_line, own_place
 from tandem.utils.processes import die_with_parent
 
 
@@ -34,7 +34,7 @@ def compute(find: Callable[[int], Call], number: int, arguments: dict[str, Any])
             value = asyncio.run(_awaited(value))
         return {"value": checked_reward(value)}
     except BaseException as error:  # SystemExit, too, costs this call alone
-        return {"error": with_place(one_line(error), error)}
+        return {"error": one_line(error), "where": own_place(error)}
 
 
 async def _awaited(value: Any) -> Any:

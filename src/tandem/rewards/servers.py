@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from tandem.utils.errors import shorten
 from tandem.utils.http import BUSY, OK, HttpClient, Reply, Unreachable
+from tandem.utils.places import FailedElsewhere
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,7 +32,7 @@ EJECT_AFTER = 3
 FIRST_REST_S, LONGEST_REST_S = 2.0, 60.0
 
 
-class RewardServerError(RuntimeError):
+class RewardServerError(FailedElsewhere):
     """The servers refused a request, could not be reached, or gave an answer that is none."""
 
 

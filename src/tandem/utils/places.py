@@ -15,6 +15,14 @@ Frame = tuple[str, int, str]
 """File, line and function."""
 
 
+class FailedElsewhere(RuntimeError):
+    """Users' code or a server failed in another process: frames of this one do not tell where."""
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        super().__init__(f"{reason} ({where})" if where else reason)
+        self.reason, self.where = reason, where
+
+
 def one_line(error: BaseException) -> str:
     try:
         text = str(error)
@@ -31,9 +39,14 @@ def printable(text: str) -> str:
 
 def with_place(reason: str, error: BaseException) -> str:
     """The reason, and where in their own files it was raised, if it was there."""
+    where = own_place(error)
+    return f"{reason} ({where})" if where else reason
+
+
+def own_place(error: BaseException) -> str:
+    """Where in their own files it was raised; empty if it was elsewhere."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = own_frames([(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
-    return f"{reason} ({innermost(own)})" if own else reason
+    return innermost(own_frames([(frame.filename, frame.lineno or 0, frame.name) for frame in frames]))
 
 
 def own_frames(frames: list[Frame]) -> list[Frame]:

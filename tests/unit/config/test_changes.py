@@ -1,5 +1,6 @@
 """What a resumed run may be told differently."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,23 @@ def test_another_head_or_implementation_cannot_be_resumed(tmp_path: Path, old: A
     with pytest.raises(UserError, match="the checkpoints hold other parameters than these options train"):
         review(align(**old), align(**new), tmp_path, allowed=True)
     assert review(align(), align(loss={"type": "ipo"}), tmp_path, allowed=True)
+
+
+def test_a_model_of_another_shape_cannot_be_resumed(tmp_path: Path) -> None:
+    shape = {"model_type": "llama", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 16}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    shapes = {"old": shape, "same": shape | {"head_dim": 4, "num_key_value_heads": 2}, "wider": shape | {"head_dim": 8}}
+    for name, found in shapes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(found))
+
+    def resume(new: str) -> dict[str, Any]:
+        old = sft(model={"name": tmp_path / "old"})
+        return review(old, sft(model={"name": tmp_path / new}), tmp_path, allowed=True)
+
+    assert list(resume("same")) == list(resume("unknown")) == ["model.name"]
+    with pytest.raises(UserError, match=r"the checkpoints hold other parameters .*: model\.name = "):
+        resume("wider")
 
 
 def test_the_same_adapter_may_be_scaled_otherwise(tmp_path: Path) -> None:

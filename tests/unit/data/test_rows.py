@@ -150,7 +150,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, pr
         read(tmp_path / name)
 
 
-@pytest.mark.parametrize("path", ["none.jsonl", "a/b.parquet", "./none", "/no/such/place", "a/b/c"])
+@pytest.mark.parametrize("path", ["none.jsonl", "a/b.parquet", "none.csv", "./none", "/no/such/place", "a/b/c"])
 def test_a_path_that_leads_nowhere(path: str) -> None:
     with pytest.raises(UserError, match=f"data.path = '{path}' does not exist; give a .jsonl"):
         read(path)

@@ -81,7 +81,7 @@ def test_shuffling_a_stream_moves_rows_far() -> None:
 
 
 def test_a_stream_without_rows_is_refused() -> None:
-    with pytest.raises(UserError, match="no row is left to learn from: 4 are held out"):
+    with pytest.raises(UserError, match="no row that can be used is left to learn from; 4 are held out"):
         streamed(4, None, num_held_out=4).require_a_row()
     source = streamed(4, None)
     source.require_a_row()

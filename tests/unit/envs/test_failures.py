@@ -3,6 +3,7 @@
 import pytest
 
 from tandem.envs.failures import PACKAGE, Failure, UserCodeError, failure_of, place_in, place_of, top_reasons
+from tandem.rewards.pool import RewardFailed
 
 
 def fail(error: BaseException) -> BaseException:
@@ -47,6 +48,13 @@ def test_errors_in_tasks_of_a_group_are_told_by_the_first() -> None:
 def test_a_failure_from_another_process_stays_as_it_is() -> None:
     failure = Failure("KeyError: 1", "my_env.py:3 in score", "Traceback …")
     assert failure_of(fail(UserCodeError(failure))) is failure
+
+
+def test_what_failed_in_another_process_is_told_with_its_place_there() -> None:
+    failure = failure_of(fail(RewardFailed("exact: KeyError: 1", "rewards.py:3 in exact")))
+    assert str(failure) == "RewardFailed: exact: KeyError: 1 (rewards.py:3 in exact)"
+    assert failure.kind == "RewardFailed (rewards.py:3 in exact)"
+    assert failure_of(fail(RewardFailed("too slow"))).where.startswith("test_failures.py:")
 
 
 def test_reasons_are_counted_by_type_and_place_not_by_text() -> None:
