@@ -50,6 +50,8 @@ LARGEST = {
     "sliding_window": 1 << 40,
     "max_window_layers": 1 << 40,
 }
+# What those can do whose model our decoder does not compute.
+ELSEWHERE = "Train others with model.impl = 'hf' and serve them with engine = 'vllm'"
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
@@ -108,7 +110,7 @@ class ModelSpec:
         if architecture not in FAMILIES:
             raise UserError(
                 f"model architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
-                "Train others with model.impl = 'hf' and serve them with engine = 'vllm'"
+                f"{ELSEWHERE}"
             )
         family = FAMILIES[architecture]
         missing = [key for key in REQUIRED if config.get(key) is None]
@@ -118,8 +120,8 @@ class ModelSpec:
         given = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
         config = DEFAULTS[family] | given
         _check_values(config)
-        if config.get("hidden_act", "silu") != "silu":
-            raise UserError(f"hidden_act = {config['hidden_act']!r} is not supported; supported: silu")
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
+            raise UserError(f"hidden_act = {config['hidden_act']!r} is not supported; supported: silu. {ELSEWHERE}")
         num_heads = config["num_attention_heads"]
         num_kv_heads = config.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
@@ -191,12 +193,12 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = float(_positive(parameters if parameters.get("rope_theta") else config, "rope_theta", 10000.0))
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise UserError(f"partial_rotary_factor = {partial} is not supported; supported: 1.0")
+        raise UserError(f"partial_rotary_factor = {partial} is not supported; supported: 1.0. {ELSEWHERE}")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise UserError(f"rope_type = {kind!r} is not supported; supported: default, llama3")
+        raise UserError(f"rope_type = {kind!r} is not supported; supported: default, llama3. {ELSEWHERE}")
     return theta, RopeScaling(
         factor=_positive(parameters, "factor"),
         low_freq_factor=_positive(parameters, "low_freq_factor"),
@@ -210,14 +212,14 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 def _sliding_windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     num_layers = config["num_hidden_layers"]
     window = config.get("sliding_window")
-    if family == "mistral":
-        return (window,) * num_layers
-    if not config.get("use_sliding_window") or window is None:
+    # Llama has none, whatever its config.json says, and Mistral has no switch.
+    has_windows = family == "mistral" or (family != "llama" and config.get("use_sliding_window"))
+    if not has_windows or window is None:
         return (None,) * num_layers
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
         raise UserError(f"layer_types = {kinds!r} must be a list with an entry for each of {num_layers} layers")
     if kinds is None:
-        full = config["max_window_layers"]
+        full = 0 if family == "mistral" else config["max_window_layers"]
         return tuple(window if layer >= full else None for layer in range(num_layers))
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

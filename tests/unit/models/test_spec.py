@@ -39,6 +39,10 @@ def test_a_silent_config_means_what_transformers_assumes(architecture: str, opti
     assert spec.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def test_swish_is_another_name_of_silu() -> None:
+    assert ModelSpec.from_config(config(hidden_act="swish")) == ModelSpec.from_config(config(hidden_act="silu"))
+
+
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
 def test_bias_options_of_other_families_are_ignored(architecture: str) -> None:
     plain = ModelSpec.from_config(config(architecture))
@@ -75,6 +79,15 @@ def test_windows_follow_layer_types_and_max_window_layers() -> None:
     by_count = ModelSpec.from_config(config("Qwen3ForCausalLM", max_window_layers=2, **options))
     assert by_type.sliding_windows == (9, None, 9)
     assert by_count.sliding_windows == (None, None, 9)
+    # transformers takes a Mistral with layer types for a Ministral, which is the same but for them.
+    mistral = ModelSpec.from_config(config("MistralForCausalLM", layer_types=kinds, **options))
+    assert mistral.sliding_windows == (9, None, 9)
+
+
+@pytest.mark.parametrize("stray", [{}, {"max_window_layers": 1}, {"layer_types": ["sliding_attention"] * 3}])
+def test_llama_has_no_windows_whatever_its_config_says(stray: dict[str, Any]) -> None:
+    options = {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 3}
+    assert ModelSpec.from_config(config(**options, **stray)).sliding_windows == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +95,10 @@ def test_windows_follow_layer_types_and_max_window_layers() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaFor"),
         ({"architectures": None}, r"'\?' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: silu"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: silu. Train others with"),
         ({"hidden_size": None}, "the model config lacks hidden_size"),
         ({"num_key_value_heads": 5}, "5 does not divide 32"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported; supported: default"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' .*: default, llama3. Train others with"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' must be a list of names"),
         ({"architectures": [7]}, r"architectures = \[7\] must be a list of names"),
