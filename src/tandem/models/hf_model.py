@@ -111,32 +111,51 @@ class HFDecoder(nn.Module):
 
     def attach_lora(self, config: LoRAConfig, seed: int) -> None:
         """Freeze the model and have PEFT put adapters on the projections that `config` names."""
-        refuse_unknown_targets(config, sorted(self._linear_names()))
+        linear_names = sorted(self._linear_names())
+        refuse_unknown_targets(config, linear_names)
         peft = _require("peft")
         options = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             use_rslora=config.rslora,
-            target_modules=config.targets,
+            # PEFT's own all-linear means the stacked experts of some models, too.
+            target_modules=linear_names if config.targets == "all-linear" else config.targets,
             fan_in_fan_out=self.is_transposed,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            adapted = peft.get_peft_model(self.model, options)
+            try:
+                adapted = peft.get_peft_model(self.model, options)
+            except ValueError as error:
+                raise UserError(f"lora.targets = {config.targets!r}: PEFT refuses it: {error}") from error
+        self._refuse_adapted_experts(config)
         self.adapter_targets = sorted({name.rpartition(".")[2] for name in adapted.targeted_module_names})
 
     def adapter_config(self, config: LoRAConfig, base_model: Path) -> dict[str, Any]:
         description = adapter_config(config, base_model, self.adapter_targets)
         return description | {"fan_in_fan_out": self.is_transposed}
 
+    def _refuse_adapted_experts(self, config: LoRAConfig) -> None:
+        """PEFT takes the names of projections for the experts' where those are stacked in one parameter, and then
+        leaves out the projections: neither our files nor the engines know such adapters."""
+        adapted = list(self._adapted())
+        others = {name.rpartition(".")[2] for name, module in adapted if not hasattr(module, "parameter_name")}
+        if any(hasattr(module, "parameter_name") for _, module in adapted):
+            raise UserError(
+                f"lora.targets = {config.targets!r} means the stacked experts of {type(self.model).__name__}, which "
+                f"cannot have an adapter here; give others, for example {sorted(others) or ['q_proj', 'v_proj']}"
+            )
+
     def _linear_names(self) -> set[str]:
         """The last parts of the names of what PEFT can adapt; the output matrix is left out, as by all-linear."""
-        kinds = ("Linear", "Conv1D")
         head = self.model.get_output_embeddings()
-        modules = self.model.named_modules()
-        return {name.rpartition(".")[2] for name, m in modules if type(m).__name__ in kinds and m is not head}
+        return {
+            name.rpartition(".")[2]
+            for name, module in self.model.named_modules()
+            if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and module is not head
+        }
 
     def _adapted(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.model.named_modules():

@@ -43,7 +43,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 9, "head_dim": 8}),
 }
+MIXED = {**KINDS["qwen3_moe"][1], "mlp_only_layers": [0]}
 MakeModel = Callable[..., Path]
 
 
@@ -161,7 +163,10 @@ def randomize(decoder: HFDecoder) -> None:
             nn.init.normal_(parameter, std=0.2, generator=generator)
 
 
-@pytest.mark.parametrize(("kind", "targets"), [("phi3", ["qkv_proj", "down_proj"]), ("gpt2", "all-linear")])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("phi3", ["qkv_proj", "down_proj"]), ("gpt2", "all-linear"), ("mixtral", "all-linear"), ("qwen3_moe", ["q_proj"])],
+)
 def test_adapters_go_through_peft(kind: str, targets: Any, make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(kind)
     config = LoRAConfig(rank=3, alpha=5.0, targets=targets)
@@ -208,6 +213,23 @@ def test_unknown_targets_are_refused_with_the_valid_ones(make_model: MakeModel) 
     decoder = load_hf_model(make_model("gpt_neox"), torch.float32, CPU)
     with pytest.raises(UserError, match=r"names 'q_proj', .*valid: dense, dense_4h_to_h, .*query_key_value"):
         decoder.attach_lora(LoRAConfig(targets=["q_proj"]), seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_adapters_of_stacked_experts_are_refused(make_model: MakeModel) -> None:
+    """A dense layer among the others has projections of the names that PEFT takes for the experts'."""
+    decoder = load_hf_model(make_model("dense_first", "qwen3_moe", **MIXED), torch.float32, CPU)
+    with pytest.raises(UserError, match=r"the stacked experts of Qwen3MoeFor.*for example \['k_proj', 'o_proj', 'q_"):
+        decoder.attach_lora(LoRAConfig(), seed=0)
+    decoder = load_hf_model(make_model("dense_first"), torch.float32, CPU)
+    with pytest.raises(UserError, match=r"lora\.targets = \['up_proj'\]: PEFT refuses it: Cannot convert"):
+        decoder.attach_lora(LoRAConfig(targets=["up_proj"]), seed=0)
+
+
+def test_projections_of_a_class_of_their_own_are_found(make_model: MakeModel) -> None:
+    decoder = load_hf_model(make_model("falcon", "falcon"), torch.float32, CPU)
+    decoder.attach_lora(LoRAConfig(targets=["query_key_value"]), seed=0)
+    assert decoder.adapter_targets == ["query_key_value"]
 
 
 def test_capped_logits_are_refused_by_name(make_model: MakeModel) -> None:
