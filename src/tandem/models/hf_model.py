@@ -6,6 +6,7 @@ go back to where the tokens lie.
 """
 
 import importlib
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ ADAPTER = "default"  # PEFT's name of the only adapter there is
 # What is random in a forward pass of training: rollouts come from a model without it.
 RANDOM = ("dropout", "pdrop", "jitter_noise")
 PROBE_TOKENS = 8
+MAX_REASON = 250  # characters of what transformers says
 
 
 @dataclass(frozen=True)
@@ -166,23 +168,27 @@ class HFDecoder(nn.Module):
 def load_hf_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> HFDecoder:
     """The model of a directory by transformers. Raises UserError where log-probs or files would come out wrong."""
     transformers = _require("transformers")
+    try:
+        model = _load_without_dropout(transformers, model_dir, dtype)
+    except Exception as error:  # transformers has many kinds for a config.json, or weights, that do not fit
+        reason = textwrap.shorten(str(error), MAX_REASON, placeholder=" …")  # a list of every architecture may follow
+        raise UserError(f"model.name = {str(model_dir)!r}: transformers cannot load it: {reason}") from error
+    decoder = HFDecoder(model.to(device))
+    decoder.logit_scale = find_logit_scale(decoder, model_dir)
+    refuse_other_names(decoder, model_dir)
+    return decoder
+
+
+def _load_without_dropout(transformers: Any, model_dir: Path, dtype: torch.dtype) -> Any:
     config = transformers.AutoConfig.from_pretrained(model_dir)
     for key, value in config.to_dict().items():
         if any(word in key for word in RANDOM) and isinstance(value, float):
             setattr(config, key, 0.0)
     # PyTorch's attention has no cap for its scores, and transformers would leave it out.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_dir, config=config, dtype=dtype, attn_implementation=attention
-        )
-    except ValueError as error:
-        reason = str(error).split("\n")[0]  # a list of every architecture may follow
-        raise UserError(f"model.name = {str(model_dir)!r}: transformers cannot load it: {reason}") from error
-    decoder = HFDecoder(model.to(device))
-    decoder.logit_scale = find_logit_scale(decoder, model_dir)
-    refuse_other_names(decoder, model_dir)
-    return decoder
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, config=config, dtype=dtype, attn_implementation=attention
+    )
 
 
 def find_logit_scale(decoder: HFDecoder, model_dir: Path) -> float:

@@ -1,5 +1,6 @@
 """Architectures our decoder does not know, through transformers: the same log-probs and gradients, packed or not."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tandem.models.hf import load_decoder
 from tandem.models.hf_model import HFDecoder, lay_out, load_hf_model
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.errors import UserError
+from tandem.utils.files import read_json, write_json
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -43,7 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 9, "head_dim": 8}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}),
 }
 MIXED = {**KINDS["qwen3_moe"][1], "mlp_only_layers": [0]}
 MakeModel = Callable[..., Path]
@@ -266,6 +268,24 @@ def test_what_is_no_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"transformers cannot load it: .*T5Config") as raised:
         load_hf_model(tmp_path, torch.float32, CPU)
     assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "zorro"}, "model type `zorro`"),
+        ({"num_hidden_layers": "two"}, "'num_hidden_layers': TypeError: .* expected int, got str"),
+        ({"intermediate_size": 56}, "mismatched_sizes"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_in_one_line(
+    change: dict[str, Any], reason: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(make_model("olmo2"), tmp_path / "changed")
+    write_json(folder / "config.json", read_json(folder / "config.json") | change)
+    with pytest.raises(UserError, match=rf"model\.name = .*: transformers cannot load it: .*{reason}") as raised:
+        load_hf_model(folder, torch.float32, CPU)
+    assert len(str(raised.value)) < 500 and "\n" not in str(raised.value)
 
 
 def test_a_model_without_attention_heads(tmp_path: Path) -> None:
