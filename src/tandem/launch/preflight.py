@@ -17,7 +17,7 @@ from tandem.inference.vllm.serve import check_vllm
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
-from tandem.models.files import check_model_dir, check_positions
+from tandem.models.files import check_frozen_model, check_model_dir, check_positions, embedding_size
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.rehearsal import try_environments
@@ -47,11 +47,13 @@ def check(config: RLConfig) -> int:
         if changes and not config.dry_run:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model_dir(config.model.name, config.model.impl)
+    tokenizer = Tokenizer(config.model.name)
+    _check_frozen_models(config, tokenizer)
     here = on_this_node(config)
     find_gpu_plan(here)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
-    run_beside(_check_environment(config.orchestrator, Tokenizer(config.model.name)))
+    run_beside(_check_environment(config.orchestrator, tokenizer))
     if here is config:  # servers that the job has just started need not be there yet
         _check_server(config)
     _check_deployment(config)
@@ -60,6 +62,19 @@ def check(config: RLConfig) -> int:
     if loss.is_own:
         load_function(loss.type, loss.options, "trainer.loss")
     return start
+
+
+def _check_frozen_models(config: RLConfig, tokenizer: Tokenizer) -> None:
+    """Those that were given; else it is the model itself."""
+    loss = config.trainer.loss
+    # Models are often padded with embeddings that no token has, and some lack those of tokens they never saw.
+    num_tokens = min(tokenizer.vocab_size, embedding_size(config.model.name) or tokenizer.vocab_size)
+    for option, path, coef in (
+        ("trainer.loss.kl.model", loss.kl.model, loss.kl.coef),
+        ("trainer.loss.teacher.model", loss.teacher.model, loss.teacher.coef),
+    ):
+        if path is not None and coef > 0:
+            check_frozen_model(path, option, config.model.impl, num_tokens)
 
 
 def is_finished(config: RLConfig) -> bool:

@@ -40,6 +40,25 @@ def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
         raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
 
 
+def check_frozen_model(model_dir: Path, option: str, impl: Impl, num_tokens: int) -> None:
+    """Raise UserError unless the directory holds a model that says how likely any of the policy's `num_tokens` tokens
+    is. It needs no tokenizer: it reads what the policy wrote."""
+    if not (model_dir / "config.json").exists():
+        raise UserError(f"{option} = {str(model_dir)!r} holds no model: there is no config.json in it")
+    try:
+        if impl == "native":
+            ModelSpec.load(model_dir)
+        weight_files(model_dir)
+    except UserError as error:
+        raise UserError(f"{option} = {str(model_dir)!r}: {error}") from error
+    size = embedding_size(model_dir)
+    if size is not None and size < num_tokens:
+        raise UserError(
+            f"{option} = {str(model_dir)!r} has vocab_size = {size}, less than the {num_tokens} tokens of the model "
+            "that is trained; give a model with the same vocabulary"
+        )
+
+
 def position_limit(config: dict[str, Any]) -> int | None:
     """How many positions a model has by its config.json; None where that does not tell."""
     limit = config.get(_limit_key(config))

@@ -37,6 +37,25 @@ def test_a_good_configuration_starts_at_zero(good) -> None:
     assert preflight.check(good()) == 0
 
 
+@pytest.mark.parametrize("name", ["kl", "teacher"])
+def test_reference_and_teacher_models(name: str, good, tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "other")
+    (folder / "tokenizer.json").unlink()
+    options = {"trainer": {"loss": {name: {"coef": 0.1, "model": folder}}}}
+    described = read_json(folder / "config.json")
+    assert preflight.check(good(**options)) == 0
+    for change, message in (
+        ({"vocab_size": 5}, r"has vocab_size = 5, less than the \d+ tokens of the model that is trained; give"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported"),
+    ):
+        write_json(folder / "config.json", described | change)
+        with pytest.raises(UserError, match=rf"^trainer\.loss\.{name}\.model = '.*other'.* {message}"):
+            preflight.check(good(**options))
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match=rf"^trainer\.loss\.{name}\.model = '.*other' holds no model"):
+        preflight.check(good(**options))
+
+
 def test_another_run(good, tmp_path: Path) -> None:
     (tmp_path / "run" / "weights" / "step_000000").mkdir(parents=True)
     with pytest.raises(UserError, match="holds another run"):
