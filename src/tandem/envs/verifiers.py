@@ -8,9 +8,13 @@ or `env.id = "owner/name"`. The package calls the model through OpenAI's client.
 go to the model of the episode and never leave the process.
 """
 
+import functools
 import importlib
+import inspect
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,10 @@ from tandem.envs.results import Result
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError
 from tandem.utils.imports import make_importable
+from tandem.utils.places import one_line, with_place
 
 MODEL = "policy"
+Raised = ContextVar[list[Exception]]
 
 
 class VerifiersArgs(Config):
@@ -43,6 +49,9 @@ class VerifiersEnvironment:
     def __init__(self, **args: object) -> None:
         self.args = self.Args.model_validate(args)
         self._environment = load(self.args)
+        self._raised: Raised = ContextVar("raised")  # what reward functions raised, of the rollout that is scored
+        for rubric in {id(rubric): rubric for rubric in rubrics_of(self._environment)}.values():
+            rubric.funcs = [noting(function, self._raised) for function in rubric.funcs]
         train, held_out = self._rows()
         tasks = [self._task(index, row) for index, row in enumerate([*train, *held_out])]
         self.train_tasks, self.eval_tasks = tasks[: len(train)], tasks[len(train) :]
@@ -53,7 +62,11 @@ class VerifiersEnvironment:
         error = state.get("error")
         if error is not None and type(error).__name__ != "EmptyModelResponseError":
             raise RuntimeError(f"{type(error).__name__}: {error.__cause__ or error}")
+        raised: list[Exception] = []
+        self._raised.set(raised)
         await self._environment.rubric.score_rollout(state)
+        if raised and state["completion"]:  # where the model said nothing, the rubric's 0 stands
+            raise raised[0]
         metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         return Result(float(state["reward"]), metrics, str(state.get("stop_condition") or "done"))
 
@@ -84,7 +97,40 @@ def load(args: VerifiersArgs) -> Any:
     try:
         return verifiers.load_environment(args.id, **args.args)
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"env.args.id = {args.id!r} cannot be loaded: {error}") from error
+        raise UserError(f"env.args.id = {args.id!r} cannot be loaded: {reason_of(error, args)}") from error
+
+
+def reason_of(error: Exception, args: VerifiersArgs) -> str:
+    """The package wraps what a module raises, and says of every import that failed that the module is missing."""
+    cause, module = error.__cause__, args.id.replace("-", "_").split("/")[-1]
+    if cause is None or (isinstance(cause, ImportError) and cause.name == module):
+        return str(error)
+    return with_place(one_line(cause), cause)
+
+
+def rubrics_of(part: Any) -> Iterator[Any]:
+    """Every rubric that scores rollouts of an environment, which may be a group, as a rubric may be."""
+    if hasattr(part, "funcs"):
+        yield part
+    members = [getattr(part, "rubric", None), *getattr(part, "envs", ()), *getattr(part, "rubrics", ())]
+    for member in members:
+        if member is not None:
+            yield from rubrics_of(member)
+
+
+def noting(function: Callable[..., Any], raised: Raised) -> Callable[..., Any]:
+    """A reward function whose errors are noted: a rubric logs them and counts them as 0, and they are failures here."""
+
+    @functools.wraps(function)
+    async def call(**arguments: Any) -> float:
+        try:
+            value = function(**arguments)
+            return float(await value if inspect.isawaitable(value) else value)
+        except Exception as error:
+            raised.get().append(error)
+            raise
+
+    return call
 
 
 def hub_environment(env_id: str, **args: Any) -> VerifiersEnvironment:

@@ -10,6 +10,7 @@ import pytest
 from tests.unit.envs.scripted import Scripted, call, say
 
 from tandem.config.environment import EnvConfig
+from tandem.envs.failures import failure_of
 from tandem.envs.model import ContextFull, Reply
 from tandem.envs.process import open_environment
 from tandem.envs.registry import make_environment
@@ -72,6 +73,12 @@ def right(completion, answer, **kwargs):
 def short(completion, **kwargs):
     return float(len(completion[-1]["content"]) < 3)
 
+def careless(completion, answer):
+    return {"b": 1.0}[completion[-1]["content"]]
+
+def silent(completion):
+    return None
+
 def double(x: int) -> int:
     \"\"\"Double a number.\"\"\"
     return 2 * x
@@ -80,6 +87,11 @@ def load_environment(kind="single", num_rows=8):
     rows, rubric = ROWS.select(range(num_rows)), vf.Rubric(funcs=[right, short], weights=[1.0, 0.5])
     if kind == "single":
         return vf.SingleTurnEnv(dataset=rows, eval_dataset=ROWS.select([0, 1]), rubric=rubric, system_prompt="Obey.")
+    if kind in ("careless", "silent"):
+        part = vf.SingleTurnEnv(dataset=rows, rubric=vf.RubricGroup([rubric, vf.Rubric(funcs=[globals()[kind]])]))
+        return vf.EnvGroup(envs=[part], env_names=["part"])
+    if kind == "broken":
+        return 1 / 0
     return vf.ToolEnv(dataset=rows, rubric=rubric, tools=[double], max_turns=3)
 """
 
@@ -115,6 +127,16 @@ class TestVerifiers:
         assert [message["role"] for message in model.asked[1]] == ["user", "assistant", "tool"]
         assert model.asked[1][2]["content"] == "8" and model.tools[0]["function"]["name"] == "double"
 
+    def test_a_reward_function_that_fails_is_no_reward_of_zero(self) -> None:
+        made = make("verifiers", id="words-of-a-test", args={"kind": "careless"})
+        assert self.play(made, say("b"))[0].metrics["careless"] == 1.0
+        with pytest.raises(KeyError, match="something else") as raised:
+            self.play(made, say("something else"))
+        assert failure_of(raised.value).where.endswith("in careless")
+        assert self.play(made, say(""))[0].rewards == 0.0
+        with pytest.raises(TypeError, match="NoneType"):
+            self.play(make("verifiers", id="words-of-a-test", args={"kind": "silent"}), say("b"))
+
     def test_a_reply_without_words_is_worth_nothing_and_no_error(self) -> None:
         assert self.play(make("verifiers", id="words-of-a-test"), say(""))[0].rewards == 0.0
 
@@ -134,6 +156,14 @@ class TestVerifiers:
     def test_an_environment_that_is_not_installed(self) -> None:
         with pytest.raises(UserError, match=r"env\.args\.id = 'no-such-words' cannot be loaded: Could not import"):
             make("verifiers", id="no-such-words")
+
+    def test_a_module_that_fails_is_told_with_its_line(self, tmp_path: Path) -> None:
+        place = r"ZeroDivisionError: division by zero \(words_of_a_test\.py:\d+ in load_environment\)"
+        with pytest.raises(UserError, match=place):
+            make("verifiers", id="words-of-a-test", args={"kind": "broken"})
+        (tmp_path / "imports_of_a_test.py").write_text("import not_installed_for_a_test\n")
+        with pytest.raises(UserError, match=r"No module named 'not_installed_for_a_test' \(imports_of_a_test\.py:1"):
+            make("verifiers", id="imports-of-a-test")
 
     def test_in_a_process_of_its_own(self) -> None:
         """As in a run: requests of OpenAI's client cross to the orchestrator and back."""
