@@ -191,8 +191,8 @@ class Dispatcher:
         place = self.tasks.place(order)
         if place not in self.tasks.set_aside:
             self.tasks.set_aside.add(place)
-            task = self.tasks[order].index
-            logger.warning("training task %s is set aside: %s", task, reason)
-            self.run_log.event("task_set_aside", task=task, order=order, reason=reason)
+            task = self.tasks[order]
+            logger.warning("training task %s is set aside: %s", task.label, reason)
+            self.run_log.event("task_set_aside", **task.identity, order=order, reason=reason)
         if self.tasks.is_exhausted:
             raise self.ledger.too_many(f"all {len(self.tasks)} training tasks failed and are set aside")

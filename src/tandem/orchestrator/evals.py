@@ -59,11 +59,12 @@ class Evaluator:
         )
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
         failures = [_failure(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
+        whose = f" of {self.name}" if self.name else ""
         if not groups:
-            raise TooManyFailures(f"all {len(failures)} held-out tasks failed: {top_reasons(failures)}")
+            raise TooManyFailures(f"all {len(failures)} held-out tasks{whose} failed: {top_reasons(failures)}")
         if failures:
             reasons = top_reasons(failures)
-            logger.warning("%d held-out tasks failed: %s", len(failures), reasons)
+            logger.warning("%d held-out tasks%s failed: %s", len(failures), whose, reasons)
             self.run_log.event("eval_failures", version=version, count=len(failures), reasons=reasons)
         scores = summarize([group.rewards for group in groups], self.solved_reward)
         write_samples(run_dir.eval_samples(version, self.name), groups, advantages=None)
@@ -75,8 +76,8 @@ class Evaluator:
         }
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         self.run_log.metrics(version, {prefix + key: value for key, value in metrics.items()})
-        whose = f" on {self.name}" if self.name else ""
-        logger.info("held-out reward of version %d%s: %s", version, whose, describe(scores, len(groups)))
+        where = f" on {self.name}" if self.name else ""
+        logger.info("held-out reward of version %d%s: %s", version, where, describe(scores, len(groups)))
         return scores["reward"]
 
     async def _group(self, order: int, task: Task, prompt: Sequence[int]) -> Group:

@@ -74,7 +74,7 @@ class FailureLedger:
             line = {
                 "time": time.time(),
                 "purpose": purpose,
-                "task": attempt.task.index,
+                **attempt.task.identity,
                 "order": attempt.order,
                 "attempt": attempt.number + 1,
                 "num_rollouts": counts[one.failure.kind],
@@ -84,7 +84,7 @@ class FailureLedger:
                 "traceback": one.failure.traceback,
             }
             append_json_line(self.run_dir.failures, line)
-            logger.warning("%s task %s: %d × %s", purpose, attempt.task.index, line["num_rollouts"], one.failure)
+            logger.warning("%s task %s: %d × %s", purpose, attempt.task.label, line["num_rollouts"], one.failure)
 
     def count(self, failures: Sequence[Failure], group_size: int) -> None:
         """An attempt at a group has ended, with so many failures."""

@@ -15,7 +15,7 @@ def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[Sequ
     for number, group in enumerate(groups):
         for index, rollout in enumerate(group.rollouts):
             line = {
-                "task": group.task.index,
+                **group.task.identity,
                 "messages": group.task.messages,
                 "answer": group.task.answer,
                 "completion": rollout.text,

@@ -117,12 +117,12 @@ def encode_tasks(
         try:
             prompt = _encode_task(task, tokenizer)
         except UserError as error:
-            raise UserError(f"{name} task {task.index}: {error}") from error
+            raise UserError(f"{name} task {task.label}: {error}") from error
         max_tokens = plans[task.environment].sampling.max_tokens
         needed = len(prompt) + max_tokens
         if needed > config.seq_len:
             raise UserError(
-                f"seq_len = {config.seq_len} is too short: the prompt of {name} task {task.index} has "
+                f"seq_len = {config.seq_len} is too short: the prompt of {name} task {task.label} has "
                 f"{len(prompt)} tokens, plus sampling.max_tokens = {max_tokens}; "
                 f"the smallest seq_len that fits is {needed}"
             )

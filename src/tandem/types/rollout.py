@@ -24,6 +24,16 @@ class Task:
     info: dict[str, Any] = field(default_factory=dict)
     environment: str = ""  # its name where several are mixed; told by the configuration
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """By which files tell it from others. Where environments are mixed, each counts its own tasks."""
+        return ({"env": self.environment} if self.environment else {}) | {"task": self.index}
+
+    @property
+    def label(self) -> str:
+        """The same, in a message."""
+        return f"{self.index} of {self.environment}" if self.environment else str(self.index)
+
 
 @dataclass(frozen=True)
 class SamplingOptions:

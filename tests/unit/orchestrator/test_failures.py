@@ -46,6 +46,17 @@ def test_a_kind_of_failure_is_one_line_with_the_users_traceback(ledger: FailureL
     assert ledger.num_failed == 3  # of training
 
 
+def test_a_task_of_a_mixture_is_named_with_its_environment(
+    ledger: FailureLedger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = [RolloutFailure("text", FAILURE)]
+    task = Task(7, [], "", environment="sums")
+    ledger.training_attempt(Attempt(task, order=40, number=1, group_size=4, failed=failed))
+    line = read_json_lines(tmp_path / "failures.jsonl")[0]
+    assert (line["env"], line["task"]) == ("sums", 7)
+    assert "train task 7 of sums: 1 × KeyError: 1" in caplog.text
+
+
 def test_a_share_up_to_the_limit_is_borne(ledger: FailureLedger) -> None:
     """One of four rollouts fails in each of a hundred attempts: 25 %, and no more."""
     for _ in range(100):

@@ -30,6 +30,14 @@ def test_one_line_a_rollout(make_group, tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_tasks_of_a_mixture_are_told_apart_by_their_environment(make_group, tmp_path: Path) -> None:
+    group = make_group(4, rewards=(1.0,))
+    mixed = [replace(group, task=replace(group.task, environment=name)) for name in ("sums", "words")]
+    write_samples(tmp_path / "mixed.jsonl", mixed, advantages=None)
+    lines = read_json_lines(tmp_path / "mixed.jsonl")
+    assert [(line["env"], line["task"]) for line in lines] == [("sums", 4), ("words", 4)]
+
+
 def test_evaluations_have_no_advantages(make_group, tmp_path: Path) -> None:
     write_samples(tmp_path / "eval.jsonl", [make_group(0)], advantages=None)
     assert all("advantage" not in line for line in read_json_lines(tmp_path / "eval.jsonl"))
