@@ -5,6 +5,7 @@ such a message; the space in front of it tells the reader, since orjson would ro
 """
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -42,13 +43,18 @@ class Channel:
         self._file = connection.makefile("rb")
 
     def send(self, message: Payload) -> None:
-        self._connection.sendall(frame(message))
+        """Nothing is sent where the other side is gone: `receive` tells that."""
+        with contextlib.suppress(ConnectionError):
+            self._connection.sendall(frame(message))
 
     def receive(self) -> Payload | None:
-        """The next message; None when the other side is gone."""
-        header = self._file.read(LENGTH.size)
-        if len(header) < LENGTH.size:
+        """The next message; None when the other side is gone, whether it had read all that was sent or not."""
+        try:
+            header = self._file.read(LENGTH.size)
+            if len(header) < LENGTH.size:
+                return None
+            (length,) = LENGTH.unpack(header)
+            content = self._file.read(length)
+        except ConnectionError:
             return None
-        (length,) = LENGTH.unpack(header)
-        content = self._file.read(length)
         return parse(content) if len(content) == length else None
