@@ -1,9 +1,11 @@
 """Programs that the model writes, run in the sandbox (utils/sandbox.py) against the tests of the task."""
 
+import ast
 import asyncio
 import json
 import os
 import secrets
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +73,7 @@ def parse_cases(answer: str) -> list[Case] | None:
     except ValueError:
         if not answer.strip():
             raise NoAnswer("the answer of the task is empty: there are no tests to run") from None
+        _refuse_broken(answer)
         return None
     try:
         cases = [Case(str(case["input"]), str(case["output"])) for case in parsed]
@@ -79,6 +82,15 @@ def parse_cases(answer: str) -> list[Case] | None:
     if not cases:
         raise NoAnswer("the answer of the task is an empty list: there are no tests to run")
     return cases
+
+
+def _refuse_broken(tests: str) -> None:
+    """Tests that are no Python would fail whatever the program does."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(tests)
+    except (SyntaxError, ValueError) as error:
+        raise NoAnswer(f"the tests {tests[:80]!r} are no Python: {error}") from error
 
 
 def same_output(printed: str, expected: str) -> bool:

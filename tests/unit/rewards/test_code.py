@@ -54,7 +54,15 @@ def test_output_is_compared_but_for_white_space_at_ends() -> None:
     assert not same_output("", "a")
 
 
-@pytest.mark.parametrize(("answer", "message"), [("[]", "an empty list"), ("[1]", "not a list of"), ("", "is empty")])
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("[]", "an empty list"),
+        ("[1]", "not a list of"),
+        ("", "is empty"),
+        ("assert f(", "no Python: '\\(' was never closed"),
+    ],
+)
 def test_tests_that_are_none(answer: str, message: str) -> None:
     with pytest.raises(NoAnswer, match=message):
         score("x = 1", answer)
