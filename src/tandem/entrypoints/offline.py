@@ -12,10 +12,9 @@ from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 from tandem.models.files import check_model_dir, embedding_size, within_positions
-from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run
+from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run, refuse_fewer_steps
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.devices import refuse_missing_gpu
-from tandem.utils.errors import UserError
 from tandem.utils.garbage import importing
 from tandem.utils.log import setup_logging
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
@@ -100,9 +99,5 @@ def _train(name: str, config: OfflineConfig, data: Dataset[Any], train: Train[An
 def _review(name: str, config: OfflineConfig, run_dir: RunDir) -> dict[str, Any]:
     """What a resumed run is told differently. Its checkpoints are not checked yet: that takes long."""
     newest = sum(steps_with(run_dir.checkpoints, MANIFEST)[-1:])
-    if newest > config.max_steps:
-        raise UserError(
-            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {newest}, but max_steps = "
-            f"{config.max_steps}; raise max_steps to continue"
-        )
+    refuse_fewer_steps(run_dir, newest, config.max_steps)
     return review_changes(config, run_dir.config / f"{name}.json", newest, allowed=config.allow_changes)

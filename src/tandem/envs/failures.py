@@ -22,6 +22,7 @@ from tandem.utils.places import (
     own_place,
     printable,
     shown_place,
+    with_place,
 )
 
 MAX_TRACEBACK = 8000
@@ -36,7 +37,7 @@ class Failure:
     hung: bool = False  # it did not end within its time
 
     def __str__(self) -> str:
-        return f"{self.reason} ({self.where})" if self.where else self.reason
+        return with_place(self.reason, self.where)
 
     @property
     def frames(self) -> str:

@@ -23,7 +23,7 @@ from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.tasks import encode_prompts
 from tandem.transport import checkpoints
-from tandem.transport.checkpoints import require_checkpoint
+from tandem.transport.checkpoints import refuse_fewer_steps, require_checkpoint
 from tandem.types.identity import new_run_name
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
@@ -111,11 +111,7 @@ def _starting_step(config: RLConfig, run_dir: RunDir) -> int:
     if not config.resume:
         return 0
     step = require_checkpoint(run_dir)
-    if step > config.max_steps:
-        raise UserError(
-            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step}, but max_steps = "
-            f"{config.max_steps}; raise max_steps to continue"
-        )
+    refuse_fewer_steps(run_dir, step, config.max_steps)
     return step
 
 

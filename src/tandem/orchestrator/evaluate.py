@@ -19,7 +19,7 @@ from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, naming_file
-from tandem.utils.http import json_bytes
+from tandem.utils.files import json_bytes
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"  # below output_dir, of the newest evaluation
 

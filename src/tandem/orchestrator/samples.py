@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.orchestrator.batches import Advantage
 from tandem.types.rollout import Group, Rollout
-from tandem.utils.http import json_bytes
+from tandem.utils.files import json_bytes
 
 
 def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]] | None) -> None:

@@ -59,6 +59,15 @@ def require_checkpoint(run_dir: RunDir) -> int:
     return step
 
 
+def refuse_fewer_steps(run_dir: RunDir, step: int, max_steps: int) -> None:
+    """UserError where a run that goes on from `step` would be over before."""
+    if step > max_steps:
+        raise UserError(
+            f"resume: the run in output_dir = {str(run_dir.root)!r} is at step {step}, but max_steps = {max_steps}; "
+            "raise max_steps to continue"
+        )
+
+
 def choose_checkpoint(run_dir: RunDir, step: int | None) -> int:
     """The complete checkpoint of `step`, or the newest; UserError if there is none."""
     complete = steps_with(run_dir.checkpoints, MANIFEST)

@@ -4,7 +4,6 @@ aiohttp is imported with the first request that needs it: most processes have no
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from tandem.utils.connections import Answer, Connections
+from tandem.utils.files import json_bytes
 
 if TYPE_CHECKING:
     import aiohttp
@@ -159,14 +159,6 @@ class _Plain:
         parts = urlsplit(url)
         is_plain = parts.scheme == "http" and url.isascii() and url.isprintable() and not set(url) & set(" @?#")
         return cls(parts.hostname, parts.port or 80, parts.path) if is_plain and parts.hostname else None
-
-
-def json_bytes(body: Any) -> bytes:
-    """With what orjson refuses: half of a surrogate pair, as an escape, and numbers beyond 64 bits."""
-    try:
-        return orjson.dumps(body)
-    except TypeError:
-        return json.dumps(body).encode()
 
 
 def reason_of(body: bytes) -> str:

@@ -19,7 +19,7 @@ class FailedElsewhere(RuntimeError):
     """Users' code or a server failed in another process: frames of this one do not tell where."""
 
     def __init__(self, reason: str, where: str = "") -> None:
-        super().__init__(f"{reason} ({where})" if where else reason)
+        super().__init__(with_place(reason, where))
         self.reason, self.where = reason, where
 
 
@@ -37,9 +37,8 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def with_place(reason: str, error: BaseException) -> str:
-    """The reason, and where in their own files it was raised, if it was there."""
-    where = own_place(error)
+def with_place(reason: str, where: str) -> str:
+    """Where it is not known, the reason alone."""
     return f"{reason} ({where})" if where else reason
 
 

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from tandem.utils.http import RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable, json_bytes
+from tandem.utils.files import json_bytes
+from tandem.utils.http import RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
 
 
 @asynccontextmanager
