@@ -20,6 +20,7 @@ The floor is what a step must read from memory (the weights, keys and values; a 
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -40,6 +41,7 @@ BYTES_PER_SECOND = 4.26e12
 START_TIMEOUT_S = 240
 WARM_UP_TOKENS = 64
 ROUNDS = 3
+MAX_SEQUENCES = 256
 JSON = {"Content-Type": "application/json"}
 KEPT_MODELS = "TANDEM_BENCHMARK_MODELS"  # a folder where models are kept that several scripts use
 SIDES = ("tandem", "http", "vllm")  # by default
@@ -100,22 +102,35 @@ class Workload:
     prompts: int
     samples: int  # of each prompt
     prompt_tokens: int
-    new_tokens: int
+    new_tokens: int  # of each sample; where they are uneven, at most
+    is_uneven: bool = False
 
     @property
     def name(self) -> str:
         group = f"{self.prompts} × {self.samples}" if self.samples > 1 else f"{self.prompts}"
-        return f"{self.shape}, {group} × ({self.prompt_tokens} + {self.new_tokens})"
+        new_tokens = f"{min(self.lengths)} – {max(self.lengths)}" if self.is_uneven else self.new_tokens
+        return f"{self.shape}, {group} × ({self.prompt_tokens} + {new_tokens})"
+
+    @property
+    def lengths(self) -> list[int]:
+        """New tokens of each prompt's samples. Uneven ones are distributed as answers of a policy often are: half of
+        them within a ninth of what the longest may have, a few that go on and on."""
+        if not self.is_uneven:
+            return [self.new_tokens] * self.prompts
+        rng = random.Random(0)
+        drawn = (int(rng.lognormvariate(math.log(self.new_tokens / 9), 0.9)) for _ in range(self.prompts))
+        return [min(max(length, 1), self.new_tokens) for length in drawn]
 
     @property
     def num_tokens(self) -> int:
-        return self.prompts * self.samples * self.new_tokens
+        return self.samples * sum(self.lengths)
 
     @property
     def floor_s(self) -> float:
-        shape = SHAPES[self.shape]
-        context = self.prompts * (self.prompt_tokens + self.samples * self.new_tokens / 2)
-        return self.new_tokens * (shape.step_bytes + context * shape.token_bytes) / BYTES_PER_SECOND
+        shape, lengths = SHAPES[self.shape], self.lengths
+        steps = max(max(lengths), self.num_tokens / MAX_SEQUENCES)
+        read = sum(length * (self.prompt_tokens + self.samples * length / 2) for length in lengths)
+        return (steps * shape.step_bytes + read * shape.token_bytes) / BYTES_PER_SECOND
 
 
 SHAPES = {
@@ -128,13 +143,15 @@ WORKLOADS = [
     Workload("Qwen3-0.6B", 256, 1, 128, 512),
     Workload("Qwen3-0.6B", 32, 8, 128, 512),
     Workload("Qwen3-0.6B", 64, 1, 512, 1024),
+    Workload("Qwen3-0.6B", 512, 1, 128, 1800, is_uneven=True),
     Workload("SmolLM2-135M", 256, 1, 128, 512),
     Workload("Qwen3-4B", 128, 1, 128, 256),
     Workload("tiny", 4, 2, 16, 8),
+    Workload("tiny", 4, 1, 16, 72, is_uneven=True),
 ]
 
-Generate = Callable[[list[list[int]], int, int], int]
-"""Prompts, samples of each and tokens of each sample in, number of generated tokens out."""
+Generate = Callable[[list[list[int]], int, list[int]], int]
+"""Prompts, how many samples of each, how many tokens of each prompt's samples in, number of generated tokens out."""
 
 
 def make_model(shape: Shape, folder: Path) -> Path:
@@ -200,11 +217,10 @@ def load_tandem(model: Path, adapter: str | None = None) -> Generate:
     if adapter is not None:
         engine.load_adapter(adapter, make_adapter(model))
 
-    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
-        sampling = Sampling(new_tokens, ignore_eos=True)
+    def generate(prompts: list[list[int]], samples: int, new_tokens: list[int]) -> int:
         futures: list[Future[GenerationResult]] = [Future() for _ in prompts]
-        for prompt, future in zip(prompts, futures, strict=True):
-            request = GenerationRequest(prompt, sampling, samples, adapter=adapter)
+        for prompt, length, future in zip(prompts, new_tokens, futures, strict=True):
+            request = GenerationRequest(prompt, Sampling(length, ignore_eos=True), samples, adapter=adapter)
             engine.submit(request, future.set_result)  # type: ignore[arg-type]
         return sum(len(sample.token_ids) for future in futures for sample in future.result().samples)
 
@@ -219,7 +235,7 @@ def settings_of(model: Path) -> dict[str, Any]:
     return {
         "model": {"name": model, "dtype": "bfloat16"},
         "seq_len": 2048,
-        "max_sequences": 256,
+        "max_sequences": MAX_SEQUENCES,
         "prefix_caching": False,
         "gpu_memory_utilization": 0.8,
     }
@@ -261,10 +277,11 @@ def load_http(model: Path) -> Generate:
             choices = orjson.loads(await answer.read())["choices"]
         return sum(len(choice["token_ids"]) for choice in choices)
 
-    async def ask(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
-        return sum(await asyncio.gather(*(one(prompt, samples, new_tokens) for prompt in prompts)))
+    async def ask(prompts: list[list[int]], samples: int, new_tokens: list[int]) -> int:
+        requests = zip(prompts, new_tokens, strict=True)
+        return sum(await asyncio.gather(*(one(prompt, samples, length) for prompt, length in requests)))
 
-    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+    def generate(prompts: list[list[int]], samples: int, new_tokens: list[int]) -> int:
         if not prompts:
             loop.run_until_complete(session.close())
             server.send_signal(signal.SIGTERM)
@@ -283,17 +300,20 @@ def load_vllm(model: Path) -> Generate:
         model=str(model),
         dtype="bfloat16",
         max_model_len=2048,
-        max_num_seqs=256,
+        max_num_seqs=MAX_SEQUENCES,
         gpu_memory_utilization=0.8,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         disable_log_stats=True,
     )
 
-    def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
-        params = SamplingParams(
-            n=samples, max_tokens=new_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
-        )
+    def generate(prompts: list[list[int]], samples: int, new_tokens: list[int]) -> int:
+        params = [
+            SamplingParams(
+                n=samples, max_tokens=length, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
+            )
+            for length in new_tokens
+        ]
         answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return sum(len(output.token_ids) for answer in answers for output in answer.outputs)
 
@@ -313,16 +333,17 @@ def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[rng.randrange(3, SHAPES[shape].vocab_size) for _ in range(length)] for _ in range(count)]
 
-    generate(prompts(4, 16), 1, 4)
+    generate(prompts(4, 16), 1, [4] * 4)
     start_s = time.time() - began
     for workload in [workload for workload in WORKLOADS if workload.shape == shape]:
-        warm_up = min(WARM_UP_TOKENS, workload.new_tokens)
+        lengths = workload.lengths
+        warm_up = [min(WARM_UP_TOKENS, length) for length in lengths]
         generate(prompts(workload.prompts, workload.prompt_tokens), workload.samples, warm_up)
         rounds: list[float] = []
         for _ in range(ROUNDS):
             asked = prompts(workload.prompts, workload.prompt_tokens)
             began = time.time()
-            count = generate(asked, workload.samples, workload.new_tokens)
+            count = generate(asked, workload.samples, lengths)
             rounds.append(time.time() - began)
             assert count == workload.num_tokens, f"{count} tokens came back, {workload.num_tokens} were asked for"
         yield {
@@ -330,7 +351,7 @@ def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
             "rounds_s": rounds, "start_s": start_s, "floor_tokens_per_s": workload.num_tokens / workload.floor_s,
         }  # fmt: skip
     if side == "http":
-        generate([], 1, 1)
+        generate([], 1, [])
 
 
 def run(sides: list[str] | None, shapes: list[str]) -> Iterator[dict[str, Any]]:

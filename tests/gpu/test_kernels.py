@@ -4,6 +4,7 @@ odd sizes. With TRITON_INTERPRET=1 and without a GPU the same tests run on a CPU
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -11,6 +12,7 @@ from tandem.inference.engine import GeneratedSample, GenerationRequest, Generati
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.core import EngineCore, EngineParts
+from tandem.inference.native.pieces import cut_contexts
 from tandem.inference.native.runner import Runner
 from tandem.inference.native.sampler import SamplingRows, sample, uniforms
 from tandem.inference.native.scheduler import Scheduler
@@ -56,6 +58,7 @@ class Paged:
 
     def __init__(self, lengths: list[int], shape: tuple[int, int, int, int, int | None], dtype: torch.dtype) -> None:
         self.heads, self.kv_heads, self.head_dim, self.block_size, self.window = shape
+        self.lengths = lengths
         self.columns = -(-max(lengths) // self.block_size) + 1
         num_blocks = len(lengths) * self.columns
         self.cache = KVCache(
@@ -65,6 +68,13 @@ class Paged:
             part.copy_(torch.randn(part.shape, device=DEVICE))
         self.table = torch.randperm(num_blocks, device=DEVICE).view(len(lengths), self.columns)
         self.keys, self.values = self.cache.keys[1], self.cache.values[1]
+
+    def decode_rows(self, begin: NDArray[np.int64], to_spare: int, shared: SharedRows | None = None) -> DecodeRows:
+        """The last token of each row, contexts cut into so many pieces more than there are rows at most."""
+        ends, columns = np.array(self.lengths), int32([self.columns])
+        pieces = int32(cut_contexts(begin, ends, len(ends) + to_spare))
+        arrived = torch.zeros(len(ends) * self.kv_heads, dtype=torch.int32, device=DEVICE)
+        return DecodeRows(self.table.int().flatten(), columns, int32(ends - 1), pieces, arrived, shared)
 
     def attend(self, row: int, position: int, q: Tensor) -> Tensor:
         """One query (heads, head_dim), in float32."""
@@ -80,34 +90,37 @@ class Paged:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("splits", "many_programs"), [(1, 1), (4, 1024)])
+@pytest.mark.parametrize(("to_spare", "many_programs"), [(0, 1), (3, 1024), (40, 1024)])
 def test_decode_attention(
     shape: tuple[int, int, int, int, int | None],
     dtype: torch.dtype,
-    splits: int,
+    to_spare: int,
     many_programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the tiles of many programs, and of few."""
+    """With the tiles of many programs, and of few; contexts that are whole, cut, and cut into more than are put
+    together at once. Twice, as in two layers."""
     monkeypatch.setattr(cuda_attention, "MANY_PROGRAMS", many_programs)
-    lengths = [1, 2, 63, 64, 65, 130] + ([700, 1031] if ON_GPU else [])
+    lengths = [1, 2, 63, 64, 65, 330] + ([700, 4031] if ON_GPU else [])
     paged = Paged(lengths, shape, dtype)
     q = torch.randn(len(lengths), paged.heads, paged.head_dim, device=DEVICE).to(dtype)
-    rows = DecodeRows(paged.table.int().flatten(), int32([paged.columns]), int32(lengths) - 1)
-    out = rows.attend(q, paged.keys, paged.values, paged.window, splits)
-    for row, length in enumerate(lengths):
-        assert relative_error(out[row], paged.attend(row, length - 1, q[row])) < TOLERANCE[dtype]
+    rows = paged.decode_rows(np.zeros(len(lengths), np.int64), to_spare)
+    for _ in range(2):
+        out = rows.attend(q, paged.keys, paged.values, paged.window)
+        assert not rows.arrived.any()
+        for row, length in enumerate(lengths):
+            assert relative_error(out[row], paged.attend(row, length - 1, q[row])) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES if ON_GPU else [SHAPES[1]], ids=str)
-@pytest.mark.parametrize("splits", [1, 4] if ON_GPU else [4])
+@pytest.mark.parametrize("to_spare", [0, 9] if ON_GPU else [9])
 def test_decode_attention_over_shared_prompts(
-    shape: tuple[int, int, int, int, int | None], dtype: torch.dtype, splits: int
+    shape: tuple[int, int, int, int, int | None], dtype: torch.dtype, to_spare: int
 ) -> None:
     """Rows that share much, a little, and nothing; more than are read at once. Padding follows."""
     shared_tokens = [80] * 3 + [0] + [240 if ON_GPU else 80] * (ROWS_AT_ONCE + 1)
-    lengths = [tokens + 1 + 7 * row for row, tokens in enumerate(shared_tokens)]
+    lengths = [tokens + 1 + 20 * row for row, tokens in enumerate(shared_tokens)]
     paged = Paged(lengths, shape, dtype)
     for begin, end in ((0, 3), (4, len(lengths))):
         blocks = shared_tokens[begin] // paged.block_size
@@ -118,8 +131,8 @@ def test_decode_attention_over_shared_prompts(
         int32(found.num_blocks * paged.block_size), int32([*found.first, 0, 0]), int32([*found.count, 0, 0])
     )
     q = torch.randn(len(lengths), paged.heads, paged.head_dim, device=DEVICE).to(dtype)
-    rows = DecodeRows(paged.table.int().flatten(), int32([paged.columns]), int32(lengths) - 1, shared)
-    out = rows.attend(q, paged.keys, paged.values, paged.window, splits)
+    rows = paged.decode_rows(found.num_blocks * paged.block_size, to_spare, shared)
+    out = rows.attend(q, paged.keys, paged.values, paged.window)
     for row, length in enumerate(lengths):
         assert relative_error(out[row], paged.attend(row, length - 1, q[row])) < TOLERANCE[dtype], row
 

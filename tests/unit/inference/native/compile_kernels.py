@@ -35,8 +35,8 @@ def compile_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> No
     cache = KVCache(1, 8, 16, kv_heads, dim, dtype, torch.device("cpu"), heads_first=True)
     keys, values = cache.keys[0], cache.values[0]
     q, zeros = torch.zeros(64, heads, dim, dtype=dtype), int32(*[0] * 64)
-    for shared, splits in ((None, 1), (attention.SharedRows(zeros, zeros[:32], zeros[:32]), 4)):
-        attention.DecodeRows(zeros, int32(1), zeros, shared).attend(q, keys, values, None, splits)
+    for shared in (None, attention.SharedRows(zeros, zeros[:32], zeros[:32])):
+        attention.DecodeRows(zeros, int32(1), zeros, zeros.expand(5, 64), zeros, shared).attend(q, keys, values, None)
     for window in (None, 100) if dtype == BFLOAT16 else (None,):
         attention.PrefillTiles(zeros, 1, *4 * [zeros[:1]]).attend(q, keys, values, window)
     exact.attend(q, keys, values, Tiles(zeros, *4 * [zeros[:1]]), None)

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache by Triton kernels that read its blocks where they lie.
 
-    decode    one program for a row, a KV head and a part of the context; the query heads of a KV head share every load
+    decode    one program for a piece of a row's context and a KV head; the query heads of a KV head share every load.
+              Whoever ends last of the pieces of a row puts them together
     prefix    the same for several rows that begin with the same blocks, over these; decode goes on from there
-    merge     puts the parts of a context together, where it was split
     prefill   one program for a tile of a prompt's tokens and a query head
 
 The plain PyTorch twin is `native/attention.py`, which is what a CPU runs.
@@ -13,6 +13,7 @@ The plain PyTorch twin is `native/attention.py`, which is what a CPU runs.
 # It knows no Triton: of kernels and their launches it understands nothing.
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -28,7 +29,9 @@ MANY_PROGRAMS = 1024  # which read less at once each
 QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
 HEAD_BYTES, WIDE_HEAD_BYTES = 256, 512  # of 128 numbers in half precision; of twice as many, or in float32
-MAX_SPLITS = 32
+MAX_PIECES = 32  # of a row that is by itself
+PIECES, MANY_PIECES = 3, 7  # and KV heads, a processor, besides one piece of each row; many: of MANY_PROGRAMS
+MERGED_BY_ONE, MERGED_BY_MORE = 16, 64  # pieces, times query heads of a KV head, that one warp or more put together at once
 PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
 MAX_PREFIX_PARTS = 8  # which every row of a chunk reads
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -96,19 +99,23 @@ def _prefix(
     tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["num_pieces"])
 def _decode(
-    q, keys, values, table, columns, positions, shared, prefix_max, prefix_sum, prefix_out,
-    out, part_max, part_sum, part_out, block_stride, token_stride, head_stride, scale, splits,
+    q, keys, values, table, columns, positions, pieces, num_pieces, prefix_max, prefix_sum, prefix_out,
+    out, part_max, part_sum, part_out, arrived, block_stride, token_stride, head_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, IS_SPLIT: tl.constexpr, PREFIX_PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, PREFIX_PARTS: tl.constexpr,
+    MERGED: tl.constexpr, MERGED_HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(EARLY)
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, piece = tl.program_id(0), tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    length = tl.load(positions + row) + 1
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    row, begin = tl.load(pieces + piece), tl.load(pieces + num_pieces + piece)
+    end, index = tl.load(pieces + 2 * num_pieces + piece), tl.load(pieces + 3 * num_pieces + piece)
+    count = tl.load(pieces + 4 * num_pieces + piece)
+    if WINDOW > 0:  # which may begin before what others share
+        first = tl.maximum(tl.load(positions + row) + 1 - WINDOW, 0)
+        begin = tl.where(index == 0, first, tl.maximum(first, begin))
     d, g = tl.arange(0, PADDED), tl.arange(0, ROWS)
     is_head, is_dim = g < GROUP, d < HEAD_DIM
     mask = is_head[:, None] & is_dim[None, :]
@@ -117,8 +124,7 @@ def _decode(
     top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, PADDED], tl.float32)
     if PREFIX_PARTS > 0:
-        first = tl.load(shared + row)
-        is_begun = g < tl.where((split == 0) & (first > 0), GROUP, 0)
+        is_begun = g < tl.where((index == 0) & (begin > 0), GROUP, 0)
         for part in tl.static_range(PREFIX_PARTS):
             at = heads * PREFIX_PARTS + part
             part_top = tl.load(prefix_max + at, mask=is_begun, other=LOWEST)
@@ -130,37 +136,56 @@ def _decode(
             result = result * shrink[:, None] + more * weight[:, None]
             total = total * shrink + tl.load(prefix_sum + at, mask=is_begun, other=0.0) * weight
             top = new_top
-    share = tl.cdiv(tl.cdiv(length - first, TILE), splits) * TILE
-    begin = first + split * share
-    end = tl.minimum(begin + share, length)
     blocks = table + row.to(tl.int64) * tl.load(columns)
     top, total, result = _attend_to(
         queries, keys, values, blocks, begin, end, head, top, total, result,
         block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE,
     )  # fmt: skip
-    if IS_SPLIT:
-        at = heads * splits + split
+    if count == 1:
+        whole = (result / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], whole, mask=mask)
+    elif count > 1:
+        at = (piece.to(tl.int64) * KV_HEADS + head) * GROUP + g
         tl.store(part_max + at, top, mask=is_head)
         tl.store(part_sum + at, total, mask=is_head)
         tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
-    else:
-        result = (result / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
+        tl.debug_barrier()  # what all threads have stored is seen by whoever sees the counter
+        counter = arrived + row * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+            tl.store(counter, 0)
+            _merge(
+                part_max, part_sum, part_out, out, (piece - index).to(tl.int64) * KV_HEADS + head, count,
+                row.to(tl.int64) * KV_HEADS + head, GROUP, KV_HEADS, HEAD_DIM, PADDED, MERGED, MERGED_HEADS,
+            )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    part_max, part_sum, part_out, out,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    part_max, part_sum, part_out, out, first, count, to,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
+    MERGED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(EARLY)
-    head = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    top, total = tl.load(part_max + head * SPLITS + s), tl.load(part_sum + head * SPLITS + s)
-    weight = tl.where(total > 0, tl.exp(top - tl.max(top, axis=0)), 0.0)
-    parts = tl.load(part_out + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :], mask=d[None, :] < HEAD_DIM)
-    result = tl.sum(parts * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    tl.store(out + head * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    """Put the pieces of a row together, MERGED of them at once. They were written by other programs, so they are not
+    looked for in this processor's own cache."""
+    g, d = tl.arange(0, HEADS), tl.arange(0, PADDED)
+    is_number = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    top, total = tl.full([HEADS], LOWEST, tl.float32), tl.zeros([HEADS], tl.float32)
+    result = tl.zeros([HEADS, PADDED], tl.float32)
+    for start in range(0, count, MERGED):
+        part = start + tl.arange(0, MERGED)
+        at = (first + part.to(tl.int64)[:, None] * KV_HEADS) * GROUP + g[None, :]
+        inside = (part < count)[:, None] & (g < GROUP)[None, :]
+        tops = tl.load(part_max + at, mask=inside, other=LOWEST, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        shrink, weight = tl.exp(top - new_top), tl.exp(tops - new_top[None, :])
+        sums = tl.load(part_sum + at, mask=inside, other=0.0, cache_modifier=".cg")
+        numbers = at[:, :, None] * HEAD_DIM + d[None, None, :]
+        is_there = inside[:, :, None] & (d < HEAD_DIM)[None, None, :]
+        parts = tl.load(part_out + numbers, mask=is_there, other=0.0, cache_modifier=".cg")
+        result = result * shrink[:, None] + tl.sum(parts * weight[:, :, None], axis=0)
+        total, top = total * shrink + tl.sum(sums * weight, axis=0), new_top
+    result = (result / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (to * GROUP + g)[:, None] * HEAD_DIM + d[None, :], result, mask=is_number)
 
 
 @triton.jit
@@ -249,6 +274,8 @@ class DecodeRows:
     table: Tensor  # (rows * columns,) int32: the blocks of each row
     columns: Tensor  # (1,) int32: on the device, since a CUDA graph must not know it
     positions: Tensor  # (rows,) int32
+    pieces: Tensor  # (5, pieces) int32: how contexts are cut (native/pieces.py)
+    arrived: Tensor  # (rows * KV heads or more,) int32: zeros, and zeros again after every layer
     shared: SharedRows | None = None
 
     @property
@@ -257,32 +284,28 @@ class DecodeRows:
         rows = torch.arange(len(self.positions), dtype=torch.int32, device=self.positions.device)
         return Tiles(self.table, rows * self.columns, rows, self.positions + 1, torch.ones_like(rows))
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None, splits: int | None = None) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
         """q (rows, heads, head_dim) over `keys` and `values` (blocks, block size, KV heads, head_dim) -> like q."""
         num_rows, num_heads, head_dim = q.shape
-        num_kv_heads = keys.shape[2]
-        splits = splits or num_splits(num_rows * num_kv_heads, q.device)
+        num_kv_heads, num_pieces = keys.shape[2], self.pieces.shape[1]
         out = torch.empty_like(q)
         shared = None if window else self.shared
         prefix_parts = 0
-        shared_tokens, prefix = self.positions, [q.new_empty(0, dtype=torch.float32)] * 3
+        prefix = [q.new_empty(0, dtype=torch.float32)] * 3
         if shared is not None:
-            prefix_parts = min(MAX_PREFIX_PARTS, num_splits(max(1, num_rows // ROWS_AT_ONCE) * num_kv_heads, q.device))
-            shared_tokens, prefix = shared.tokens, self._attend_to_shared(shared, q, keys, values, prefix_parts)
-        parts = _new_parts(q, splits) if splits > 1 else [q.new_empty(0, dtype=torch.float32)] * 3
-        shape = _shape_of(q, keys)
-        tile, warps, stages = decode_tile(shape["PADDED"], q.element_size(), num_rows * num_kv_heads * splits)
-        _decode[(num_rows, num_kv_heads, splits)](
-            q, keys, values, self.table, self.columns, self.positions, shared_tokens, *prefix, out, *parts,
-            *keys.stride()[:3], head_dim**-0.5, splits,
-            **shape, ROWS=max(SMALLEST_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=tile,
-            WINDOW=window or 0, IS_SPLIT=splits > 1, PREFIX_PARTS=prefix_parts,
+            prefix_parts = num_prefix_parts(max(1, num_rows // ROWS_AT_ONCE) * num_kv_heads, q.device)
+            prefix = self._attend_to_shared(shared, q, keys, values, prefix_parts)
+        parts = [q.new_empty(num_pieces, num_heads, size, dtype=torch.float32) for size in (1, 1, head_dim)]
+        shape, heads = _shape_of(q, keys), triton.next_power_of_2(num_heads // num_kv_heads)
+        tile, warps, stages = decode_tile(shape["PADDED"], q.element_size(), num_rows * num_kv_heads)
+        merged = MERGED_BY_ONE if warps == 1 else MERGED_BY_MORE
+        _decode[(num_kv_heads, num_pieces)](
+            q, keys, values, self.table, self.columns, self.positions, self.pieces, num_pieces, *prefix,
+            out, *parts, self.arrived, *keys.stride()[:3], head_dim**-0.5,
+            **shape, ROWS=max(SMALLEST_DOT, heads), TILE=tile, WINDOW=window or 0, PREFIX_PARTS=prefix_parts,
+            MERGED=max(1, merged // heads), MERGED_HEADS=heads,
             num_warps=warps, num_stages=stages, **early(q.device),
         )  # fmt: skip
-        if splits > 1:
-            _merge[(num_rows * num_heads,)](
-                *parts, out, HEAD_DIM=head_dim, PADDED=shape["PADDED"], SPLITS=splits, num_warps=2, **early(q.device)
-            )
         return out
 
     def _attend_to_shared(
@@ -362,9 +385,19 @@ def most_tokens(head_bytes: int, most_bytes: int) -> int:
     return max(SMALLEST_DOT, min(TILE, TILE * most_bytes // head_bytes))
 
 
-def num_splits(num_programs: int, device: torch.device) -> int:
-    """Into how many parts each context is split so that the GPU is filled; a power of two."""
-    if device.type != "cuda":
-        return 1
-    wanted = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(MAX_SPLITS, triton.next_power_of_2(max(1, wanted // num_programs)))
+def num_pieces(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
+    """Into how many pieces the contexts of so many rows are cut at most (native/pieces.py)."""
+    pieces = MANY_PIECES if num_rows * num_kv_heads >= MANY_PROGRAMS else PIECES
+    wanted = pieces * processors(device) // num_kv_heads
+    return num_rows + min(wanted, (MAX_PIECES - 1) * num_rows)
+
+
+def num_prefix_parts(num_programs: int, device: torch.device) -> int:
+    """Into how many parts each shared prompt is split so that the GPU is filled; a power of two."""
+    wanted = PROGRAMS_PER_PROCESSOR * processors(device)
+    return min(MAX_PREFIX_PARTS, triton.next_power_of_2(max(1, wanted // num_programs)))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

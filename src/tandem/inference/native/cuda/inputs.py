@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles, SharedRows
 from tandem.inference.native.cuda.draw import DrawRows
+from tandem.inference.native.pieces import cut_contexts
 from tandem.inference.native.sampler import SamplingRows, uniforms
 from tandem.inference.native.shared_prompts import SharedPrompts
 from tandem.inference.native.state import Rows, SlotState
@@ -36,10 +37,12 @@ def decode_arrays(
     rows: Rows,
     sampling: SamplingRows,
     num_rows: int,
+    num_pieces: int,
     spare_block: int,
     shared: SharedPrompts | None = None,
 ) -> list[Array]:
-    """For `DecodeInputs`, with padding up to `num_rows`; the table, whose size varies, comes last."""
+    """For `DecodeInputs`, with padding up to `num_rows`, contexts cut into `num_pieces` at most; the table, whose size
+    varies, comes last."""
     positions = state.computed[rows]
     columns = int(positions.max(initial=0)) // state.block_size + 1
     token_ids = np.where(state.in_flight[rows] > 0, -1, state.tokens[rows, positions])
@@ -54,14 +57,17 @@ def decode_arrays(
         return whole
 
     chunks: list[Array] = []
+    begin = np.zeros(num_rows, np.int64)
     if shared is not None:
-        chunks = [padded(values, size=num_rows // 2) for values in (shared.first, shared.count)]
-        chunks.append(padded(shared.num_blocks * state.block_size))
+        begin = padded(shared.num_blocks * state.block_size)
+        chunks = [*(padded(values, size=num_rows // 2) for values in (shared.first, shared.count)), begin]
+    whole_positions = padded(positions)
     return [
         np.array([columns], np.int32),
         padded(token_ids),
         padded(cells, spare_block * state.block_size),
-        padded(positions),
+        whole_positions,
+        cut_contexts(begin, whole_positions + 1, num_pieces),
         *(padded(values, fill) for values, fill in draw_arrays(state, rows, sampling)),
         *chunks,
         table,
@@ -83,12 +89,13 @@ def draw_arrays(state: SlotState, rows: Rows, sampling: SamplingRows) -> list[tu
     ]
 
 
-def decode_inputs(parts: Sequence[Tensor]) -> DecodeInputs:
+def decode_inputs(parts: Sequence[Tensor], arrived: Tensor) -> DecodeInputs:
     """Of what `decode_arrays` made, on the device."""
-    columns, token_ids, cells, positions, *others, table = parts
+    columns, token_ids, cells, positions, pieces, *others, table = parts
     draw, chunks = others[:NUM_DRAW_ARRAYS], others[NUM_DRAW_ARRAYS:]
     shared = SharedRows(first=chunks[0], count=chunks[1], tokens=chunks[2]) if chunks else None
-    return DecodeInputs(token_ids, cells, DrawRows(*draw), DecodeRows(table, columns, positions, shared))
+    attention = DecodeRows(table, columns, positions, pieces.view(5, -1), arrived, shared)
+    return DecodeInputs(token_ids, cells, DrawRows(*draw), attention)
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ DEPTHS = (128, 64)  # inputs that a program reads at once
 MOST_PARTS = 4
 WARPS, STAGES = 4, 5
 HEAD_DIMS, HEAD_STAGES = (64, 128), 4
-MOST_HEAD_INPUTS, MOST_WIDE_HEAD_INPUTS = (
-    1024,
-    576,
-)  # longer sums are faster by cuBLAS; wide: of more than TILE_ROWS rows
+# Longer sums are faster by cuBLAS; narrow: where many rows leave processors idle.
+MOST_HEAD_INPUTS, MOST_NARROW_HEAD_INPUTS = 1024, 576
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -186,8 +184,8 @@ def serves_gate_up(x: Tensor, weight: Tensor) -> bool:
 
 def serves_qkv(x: Tensor, weight: Tensor, head_dim: int) -> bool:
     programs = weight.shape[0] // head_dim * triton.cdiv(len(x), _head_rows(len(x)))
-    most_inputs = MOST_HEAD_INPUTS if len(x) <= TILE_ROWS else MOST_WIDE_HEAD_INPUTS
-    is_one_wave = programs <= _processors(x.device)
+    is_one_wave, is_full = programs <= _processors(x.device), programs * 4 >= _processors(x.device) * 3
+    most_inputs = MOST_HEAD_INPUTS if len(x) <= TILE_ROWS or is_full else MOST_NARROW_HEAD_INPUTS
     is_short = x.shape[1] <= most_inputs and _depth(x.shape[1]) > 0
     return is_one_wave and is_short and head_dim in HEAD_DIMS and _is_served(x, weight)
 

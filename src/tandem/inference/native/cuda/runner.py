@@ -11,7 +11,7 @@ Where all go through one adapter, yet another does so; rows of different adapter
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.inference.native.attention import KVCache, to_device
-from tandem.inference.native.cuda.attention import QUERY_TILE
+from tandem.inference.native.cuda.attention import QUERY_TILE, num_pieces
 from tandem.inference.native.cuda.draw import DrawnOnDevice, DrawRows, draw
 from tandem.inference.native.cuda.forward import ExactDecoder, FusedDecoder
 from tandem.inference.native.cuda.inputs import (
@@ -89,6 +89,7 @@ class CudaRunner:
         # By slot, and one more for padding rows.
         self.last = torch.zeros(state.num_slots + 1, dtype=torch.int32, device=device)
         self.sources = torch.arange(buckets(state.num_slots)[-1], dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(len(self.sources) * spec.num_kv_heads, dtype=torch.int32, device=device)
         self.use_graphs, self.share_prompts = use_graphs, share_prompts
         self.block_bytes = 2 * cache.keys[0, 0].numel() * cache.keys.element_size()  # in a layer
         num_logits = len(self.sources) if use_graphs else 0
@@ -187,9 +188,9 @@ class CudaRunner:
         use_graph = self.use_graphs and adapter is not None
         size = next(size for size in buckets(self.state.num_slots) if size >= len(rows)) if use_graph else len(rows)
         shared = self._shared(rows) if not use_graph or self._may_share(size) else None
-        arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), size, self.spare_block, shared)
+        arrays = self._decode_arrays(rows, size, shared)
         if not use_graph:
-            logits, drawn = self._decode(decode_inputs(upload(arrays, self.device)), None)
+            logits, drawn = self._decode(decode_inputs(upload(arrays, self.device), self.arrived), None)
             return Launched(logits, drawn)
         graph = self._graph(GraphKey(size, shared is not None, self.adapters.places[adapter] if adapter else 0))
         upload(arrays, self.device, graph.words)
@@ -228,14 +229,18 @@ class CudaRunner:
             torch.mm(hidden, self.decoder.output_weight.T, out=logits)
         return logits, self._draw_on_device(logits, self.sources, inputs.draw, self.last)
 
+    def _decode_arrays(self, rows: Rows, num_rows: int, shared: SharedPrompts | None) -> list[NDArray[Any]]:
+        most = num_pieces(num_rows, self.decoder.spec.num_kv_heads, self.device)
+        sampling = sampling_rows(self.state, rows)
+        return decode_arrays(self.state, rows, sampling, num_rows, most, self.spare_block, shared)
+
     def _capture(self, key: GraphKey) -> DecodeGraph:
         """Of padding alone, so that nothing that rows have is touched."""
         num_rows, shared = key.num_rows, NOTHING_SHARED if key.is_shared else None
-        rows = np.zeros(0, np.int64)
-        arrays = decode_arrays(self.state, rows, sampling_rows(self.state, rows), num_rows, self.spare_block, shared)
+        arrays = self._decode_arrays(np.zeros(0, np.int64), num_rows, shared)
         num_words = offsets([array.size for array in arrays])[-1] + num_rows * self.state.block_table.shape[1]
         words = torch.zeros(num_words, dtype=torch.int32, device=self.device)
-        inputs = decode_inputs(upload(arrays, self.device, words))
+        inputs = decode_inputs(upload(arrays, self.device, words), self.arrived)
         logits = self.logits[:num_rows]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
