@@ -44,7 +44,7 @@ class Section:
 # By value: the last are left out if the first take long.
 SECTIONS = {
     "rollouts": Section(
-        "gpu_rollouts.py", ("--shapes", "Qwen3-0.6B"), ("--shapes", "tiny", "--sides", "tandem", "lora", "http"), 230
+        "gpu_rollouts.py", ("--shapes", "Qwen3-0.6B"), ("--shapes", "tiny", "--sides", "tandem", "lora", "http"), 270
     ),
     "rl": Section(
         "gpu_rl.py",

@@ -149,7 +149,15 @@ def mixed_requests() -> list[GenerationRequest]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 200}, {"deterministic": True}], ids=str
+    "options",
+    [
+        {},
+        {"cuda_graphs": False},
+        {"kv_cache_tokens": 200},
+        {"tokens_per_step": 70},  # prompts in parts, by the smallest graph or by none
+        {"deterministic": True},
+    ],
+    ids=str,
 )
 def test_the_engine_samples_what_it_samples_on_the_cpu(tiny_model: Path, options: dict[str, Any]) -> None:
     requests = mixed_requests()

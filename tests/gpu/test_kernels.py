@@ -1,6 +1,9 @@
 """Every Triton kernel of the native engine against its plain PyTorch twin, computed in float32, on random inputs and
 odd sizes. With TRITON_INTERPRET=1 and without a GPU the same tests run on a CPU, on fewer cases."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +34,7 @@ from tandem.inference.native.cuda import draw as drawing
 from tandem.inference.native.cuda import forward, layers, products
 from tandem.inference.native.cuda import runner as cuda_runner
 from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles, SharedRows
+from tandem.inference.native.cuda.inputs import prefill_inputs, upload
 from tandem.inference.native.cuda.runner import CudaRunner
 
 ON_GPU = torch.cuda.is_available()
@@ -40,8 +44,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # heads, KV heads, head dim, block size, window
 SHAPES = [(16, 8, 128, 16, None), (9, 3, 64, 4, 37), (4, 4, 80, 16, None), (12, 2, 24, 5, 3), (32, 8, 128, 16, 500)]
 SHAPES = SHAPES if ON_GPU else SHAPES[1:4]
-# Padding divides nothing by nothing; the interpreter, which is NumPy, warns.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value")]
+# Padding divides nothing by nothing, and computes with whatever lies in memory; the interpreter, which is NumPy, warns.
+IGNORED = [f"ignore:{what}" for what in ("invalid value", "overflow", "divide by zero")]
+pytestmark = [pytest.mark.gpu, *map(pytest.mark.filterwarnings, IGNORED)]
 
 
 def int32(values: object) -> Tensor:
@@ -150,7 +155,7 @@ def test_prefill_attention(shape: tuple[int, int, int, int, int | None], dtype: 
             tiles.append((row, num_tokens + offset, start + offset, min(QUERY_TILE, count - offset)))
         num_tokens += count
     q = torch.randn(num_tokens, paged.heads, paged.head_dim, device=DEVICE).to(dtype)
-    plan = PrefillTiles(paged.table.int().flatten(), paged.columns, *int32(tiles).T.contiguous())
+    plan = PrefillTiles(paged.table.int().flatten(), int32([paged.columns]), *int32(tiles).T.contiguous())
     out = plan.attend(q, paged.keys, paged.values, paged.window)
     token = 0
     for row, (start, count) in enumerate(chunks):
@@ -398,7 +403,34 @@ CONFIG = {
 }
 
 
-def make_core(spec: ModelSpec, device: torch.device, *, with_kernels: bool, exactly: bool = False) -> EngineCore:
+class Computed:
+    """In place of a CUDA graph, where there is no GPU: computes once more."""
+
+    def __init__(self, compute: Callable[[], drawing.DrawnOnDevice | None]) -> None:
+        self.compute, self.drawn = compute, compute()
+
+    def replay(self) -> None:
+        drawn = self.compute()
+        if self.drawn is not None and drawn is not None:
+            self.drawn.words.copy_(drawn.words)
+
+
+class ReplayingRunner(CudaRunner):
+    def _record(self, compute: Callable[[], drawing.DrawnOnDevice | None]) -> Any:
+        if ON_GPU:
+            return super()._record(compute)
+        graph = Computed(compute)
+        return graph, graph.drawn
+
+
+def make_core(
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    with_kernels: bool,
+    exactly: bool = False,
+    graphs: bool = False,
+) -> EngineCore:
     decoder = new_decoder(spec, seed=0).requires_grad_(False).to(device)
     assert not exactly or decoder.compute_exactly(device)
     with torch.no_grad():
@@ -409,9 +441,35 @@ def make_core(spec: ModelSpec, device: torch.device, *, with_kernels: bool, exac
     cache = KVCache(*shape, torch.float32, device, heads_first=with_kernels)
     scheduler = Scheduler(state, BlockManager(64, 4), 20, isolate=False)
     adapters = AdapterBank(decoder)
-    launcher = CudaRunner(decoder, adapters, cache, state, device, use_graphs=False) if with_kernels else None
+    launcher = None
+    if with_kernels:
+        graph_tokens = 64 if graphs and not exactly else 0
+        launcher = ReplayingRunner(
+            decoder, adapters, cache, state, device, use_graphs=graphs, graph_tokens=graph_tokens
+        )
+        if graphs:
+            launcher.prepare()
     runner = launcher or Runner(decoder, adapters, cache, state, device)
     return EngineCore(EngineParts(decoder, adapters, cache, state, scheduler, runner, lambda: None, launcher), [])  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def test_padding_of_prompts_changes_nothing() -> None:
+    """As a CUDA graph has it; parts of prompts, one of which ends."""
+    core = make_core(ModelSpec.from_config(CONFIG | {"architectures": ["Qwen3ForCausalLM"]}), DEVICE, with_kernels=True)
+    for number, length in enumerate((3, 25)):
+        prompt = np.random.default_rng(number).integers(2, 64, length).tolist()
+        core.add(Request(number, GenerationRequest(prompt, Sampling(1)), 0, lambda _: None))
+    core.scheduler.prepare_step()
+    [(rows, chunk)] = core.scheduler.batches()
+    assert chunk.tolist() == [3, 17]
+    runner, wanted = core.runner, np.array([0, 1])
+    assert isinstance(runner, CudaRunner)
+    found = []
+    for size in (None, 64):
+        inputs = prefill_inputs(upload(runner._prefill_arrays(rows, chunk, wanted, size), DEVICE))
+        found.append(runner._prefill(inputs)[inputs.last][:2].clone())
+    assert relative_error(found[1], found[0]) < 1e-6
 
 
 @torch.inference_mode()
@@ -426,14 +484,21 @@ def generate(core: EngineCore, requests: list[GenerationRequest]) -> list[Genera
 
 
 @pytest.mark.parametrize(
-    ("architecture", "exactly"), [("Qwen3ForCausalLM", False), ("Qwen2ForCausalLM", False), ("Qwen3ForCausalLM", True)]
+    ("architecture", "exactly", "graphs"),
+    [
+        ("Qwen3ForCausalLM", False, False),
+        ("Qwen2ForCausalLM", False, True),
+        ("Qwen3ForCausalLM", True, False),
+    ],
 )
 def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
-    architecture: str, exactly: bool, monkeypatch: pytest.MonkeyPatch
+    architecture: str, exactly: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Head norms and biases; chunked prompts, groups that share theirs, steps launched ahead, a row that is drawn from
     other logits than the model's."""
     monkeypatch.setattr(cuda_runner, "WORTH_SHARING_BYTES", 1)
+    if not ON_GPU:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     spec = ModelSpec.from_config(CONFIG | {"architectures": [architecture]})
     rng = np.random.default_rng(0)
     requests = [
@@ -450,7 +515,7 @@ def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
         ]
     ]
     expected = generate(make_core(spec, torch.device("cpu"), with_kernels=False, exactly=exactly), requests)
-    found = generate(make_core(spec, DEVICE, with_kernels=True, exactly=exactly), requests)
+    found = generate(make_core(spec, DEVICE, with_kernels=True, exactly=exactly, graphs=graphs), requests)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)

@@ -55,7 +55,7 @@ def test_more_servers_are_faster_and_more_readers_are_slower(scaling: ModuleType
     assert scaling.simulate(crowd).load > scaling.simulate(many).load
 
 
-@pytest.mark.parametrize(("section", "num_rows"), [("rollouts", 3), ("training", 2), ("offline", 3), ("rl", 1)])
+@pytest.mark.parametrize(("section", "num_rows"), [("rollouts", 5), ("training", 2), ("offline", 3), ("rl", 1)])
 def test_a_section_of_the_benchmarks(tmp_path: Path, section: str, num_rows: int) -> None:
     output = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARK), "--tiny", "--section", section, "--output", str(output)]

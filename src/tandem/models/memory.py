@@ -15,6 +15,7 @@ DEFAULT = 8192  # tokens on a CPU; for models whose activations we do not know; 
 LEAST, MOST, MULTIPLE = 2048, 32768, 1024
 USED_SHARE = 0.85  # of free memory: the rest is for what is not counted, and what fragments
 FLOAT32_SHARE = 1.5  # there attention goes over rectangles, which hold copies of queries and keys
+MOST_GRAPH_TOKENS = 4096  # of prompts, that an engine computes by a CUDA graph
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 UNKNOWN_GPU_BYTES = 80 << 30  # to plan with where there is no GPU to ask
 
@@ -106,9 +107,11 @@ def serving_memory(
 
 def serving_activation_bytes(spec: ModelSpec, itemsize: int, tokens_per_step: int, max_sequences: int) -> int:
     """What one step of an engine needs. Widest are the gate and up projections, a few of which exist at once, and the
-    logits, which sampling turns into float32 where it cannot be done by one kernel."""
+    logits, which sampling turns into float32 where it cannot be done by one kernel. CUDA graphs have memory of their
+    own."""
     per_token = 3 * spec.intermediate_size + 4 * spec.hidden_size + 2 * (spec.q_size + 2 * spec.kv_size)
-    return tokens_per_step * per_token * itemsize + max_sequences * spec.vocab_size * (itemsize + 4)
+    tokens = tokens_per_step + min(tokens_per_step, MOST_GRAPH_TOKENS)
+    return tokens * per_token * itemsize + max_sequences * spec.vocab_size * (itemsize + 4)
 
 
 def kv_bytes(spec: ModelSpec, itemsize: int) -> int:

@@ -82,7 +82,14 @@ def build_engine(
 
         use_graphs = config.cuda_graphs and not is_alone
         launcher = CudaRunner(
-            decoder, adapters, cache, state, device, use_graphs=use_graphs, share_prompts=not config.deterministic
+            decoder,
+            adapters,
+            cache,
+            state,
+            device,
+            use_graphs=use_graphs,
+            graph_tokens=0 if exactly else config.tokens_per_step,
+            share_prompts=not config.deterministic,
         )
         launcher.prepare()
     parts = EngineParts(

@@ -38,7 +38,7 @@ def compile_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> No
     for shared in (None, attention.SharedRows(zeros, zeros[:32], zeros[:32])):
         attention.DecodeRows(zeros, int32(1), zeros, zeros.expand(5, 64), zeros, shared).attend(q, keys, values, None)
     for window in (None, 100) if dtype == BFLOAT16 else (None,):
-        attention.PrefillTiles(zeros, 1, *4 * [zeros[:1]]).attend(q, keys, values, window)
+        attention.PrefillTiles(zeros, int32(1), *4 * [zeros[:1]]).attend(q, keys, values, window)
     exact.attend(q, keys, values, Tiles(zeros, *4 * [zeros[:1]]), None)
     layers.write(keys[0], values[0], zeros, keys, values)
     qkv = torch.zeros(64, (heads + 2 * kv_heads) * dim, dtype=dtype, requires_grad=True)

@@ -31,7 +31,7 @@ SMALLEST_DOT = 16  # rows that tl.dot wants at least
 HEAD_BYTES, WIDE_HEAD_BYTES = 256, 512  # of 128 numbers in half precision; of twice as many, or in float32
 MAX_PIECES = 32  # of a row that is by itself
 PIECES, MANY_PIECES = 3, 7  # and KV heads, a processor, besides one piece of each row; many: of MANY_PROGRAMS
-MERGED_BY_ONE, MERGED_BY_MORE = 16, 64  # pieces, times query heads of a KV head, that one warp or more put together at once
+MERGED_BY_ONE, MERGED_BY_MORE = 16, 64  # pieces, times heads, that one warp or more put together at once
 PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
 MAX_PREFIX_PARTS = 8  # which every row of a chunk reads
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -224,9 +224,9 @@ def _attend_below(
     return top, total, result
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit
 def _prefill(
-    q, keys, values, table, tile_rows, tile_tokens, tile_positions, tile_counts, out, columns,
+    q, keys, values, table, columns, tile_rows, tile_tokens, tile_positions, tile_counts, out,
     block_stride, token_stride, head_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
@@ -239,7 +239,7 @@ def _prefill(
     mask = (r < count)[:, None] & (d < HEAD_DIM)[None, :]
     heads = (token + r).to(tl.int64) * HEADS + head
     queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-    blocks = table + tl.load(tile_rows + tile).to(tl.int64) * columns
+    blocks = table + tl.load(tile_rows + tile).to(tl.int64) * tl.load(columns)
     first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
     seen_by_all = first if WINDOW > 0 else (position + 1) // TILE * TILE
     top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
@@ -344,11 +344,11 @@ class PrefillTiles:
     """Chunks of prompts, each cut into tiles: of at most QUERY_TILE tokens, or what exact mode takes."""
 
     table: Tensor  # (rows * columns,) int32
-    columns: int
+    columns: Tensor  # (1,) int32
     rows: Tensor  # (tiles,) int32: whose blocks
     tokens: Tensor  # (tiles,) int32: the first token, among those of the step
     positions: Tensor  # (tiles,) int32: that token's place in its sequence
-    counts: Tensor  # (tiles,) int32
+    counts: Tensor  # (tiles,) int32; 0: no tile
 
     @property
     def tiles(self) -> Tiles:
@@ -363,7 +363,7 @@ class PrefillTiles:
         padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
         head_bytes = padded * q.element_size()
         _prefill[(len(self.rows), num_heads)](
-            q, keys, values, self.table, self.rows, self.tokens, self.positions, self.counts, out, self.columns,
+            q, keys, values, self.table, self.columns, self.rows, self.tokens, self.positions, self.counts, out,
             *keys.stride()[:3], head_dim**-0.5,
             HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
             ROWS=QUERY_TILE, TILE=most_tokens(head_bytes, HEAD_BYTES), WINDOW=window or 0,

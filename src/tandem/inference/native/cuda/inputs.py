@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles, SharedRows
+from tandem.inference.native.cuda.attention import DecodeRows, PrefillTiles, SharedRows
 from tandem.inference.native.cuda.draw import DrawRows
 from tandem.inference.native.pieces import cut_contexts
 from tandem.inference.native.sampler import SamplingRows, uniforms
@@ -47,30 +47,21 @@ def decode_arrays(
     columns = int(positions.max(initial=0)) // state.block_size + 1
     token_ids = np.where(state.in_flight[rows] > 0, -1, state.tokens[rows, positions])
     cells = state.block_table[rows, positions // state.block_size] * state.block_size + positions % state.block_size
-    table = np.full((num_rows, columns), spare_block, np.int32)
-    table[: len(rows)] = state.block_table[rows, :columns]
-
-    def padded(values: Array, fill: int = 0, size: int = num_rows) -> Array:
-        dtype = np.float32 if values.dtype == np.float32 else np.int32
-        whole = np.full(size, fill, dtype)
-        whole[: len(values)] = values
-        return whole
-
     chunks: list[Array] = []
     begin = np.zeros(num_rows, np.int64)
     if shared is not None:
-        begin = padded(shared.num_blocks * state.block_size)
-        chunks = [*(padded(values, size=num_rows // 2) for values in (shared.first, shared.count)), begin]
-    whole_positions = padded(positions)
+        begin = padded(shared.num_blocks * state.block_size, num_rows)
+        chunks = [*(padded(values, num_rows // 2) for values in (shared.first, shared.count)), begin]
+    whole_positions = padded(positions, num_rows)
     return [
         np.array([columns], np.int32),
-        padded(token_ids),
-        padded(cells, spare_block * state.block_size),
+        padded(token_ids, num_rows),
+        padded(cells, num_rows, spare_block * state.block_size),
         whole_positions,
         cut_contexts(begin, whole_positions + 1, num_pieces),
-        *(padded(values, fill) for values, fill in draw_arrays(state, rows, sampling)),
+        *(padded(values, num_rows, fill) for values, fill in draw_arrays(state, rows, sampling)),
         *chunks,
-        table,
+        table_of(state, rows, num_rows, columns, spare_block),
     ]
 
 
@@ -110,36 +101,64 @@ class PrefillInputs:
     attention: PrefillTiles
 
 
-def prefill_inputs(
+class PrefillSizes(NamedTuple):
+    """Of a CUDA graph: how much a step that it replays may have at most."""
+
+    tokens: int
+    rows: int
+    tiles: int
+
+
+def prefill_arrays(
     state: SlotState,
     rows: Rows,
     chunk: NDArray[np.int64],
     wanted: NDArray[np.int64],
-    device: torch.device,
-    tile: int = QUERY_TILE,
-) -> PrefillInputs:
+    tile: int,
+    spare_block: int,
+    sizes: PrefillSizes | None = None,
+) -> list[Array]:
+    """For `PrefillInputs`, with padding up to `sizes`; the table, whose size varies, comes last."""
     start, ends = state.computed[rows], chunk.cumsum()
     token_rows = np.repeat(rows, chunk)
-    positions = np.arange(ends[-1]) + np.repeat(start - (ends - chunk), chunk)
+    positions = np.arange(len(token_rows)) + np.repeat(start - (ends - chunk), chunk)
     cells = state.block_table[token_rows, positions // state.block_size] * state.block_size
     token_ids = np.where(state.in_flight[token_rows] > 0, -1, state.tokens[token_rows, positions])
-    columns = int((start + chunk).max() - 1) // state.block_size + 1
+    columns = int((start + chunk).max(initial=1) - 1) // state.block_size + 1
     owner, offset = cut(chunk, tile)
-    arrays = [
-        token_ids,
-        token_rows,
-        positions,
-        cells + positions % state.block_size,
-        ends[wanted] - 1,
-        state.block_table[rows, :columns],
-        owner,
-        (ends - chunk)[owner] + offset,
-        start[owner] + offset,
-        np.minimum(chunk[owner] - offset, tile),
+    tokens, num_rows, tiles = sizes or (len(token_rows), len(rows), len(owner))
+    return [
+        np.array([columns], np.int32),
+        padded(token_ids, tokens),
+        padded(token_rows, tokens, state.num_slots),
+        padded(positions, tokens),
+        padded(cells + positions % state.block_size, tokens, spare_block * state.block_size),
+        padded(ends[wanted] - 1, num_rows if sizes else len(wanted)),
+        padded(owner, tiles),
+        padded((ends - chunk)[owner] + offset, tiles),
+        padded(start[owner] + offset, tiles),
+        padded(np.minimum(chunk[owner] - offset, tile), tiles),
+        table_of(state, rows, num_rows, columns, spare_block),
     ]
-    on_device = upload([part.astype(np.int32) for part in arrays], device)
-    ids, slots, at, to, last, table, *tiles_on_device = on_device
-    return PrefillInputs(ids, slots, at, to, last, PrefillTiles(table, columns, *tiles_on_device))
+
+
+def prefill_inputs(parts: Sequence[Tensor]) -> PrefillInputs:
+    """Of what `prefill_arrays` made, on the device."""
+    columns, token_ids, slots, positions, cells, last, *tiles, table = parts
+    return PrefillInputs(token_ids, slots, positions, cells, last, PrefillTiles(table, columns, *tiles))
+
+
+def padded(values: Array, size: int, fill: int = 0) -> Array:
+    whole = np.full(size, fill, np.float32 if values.dtype == np.float32 else np.int32)
+    whole[: len(values)] = values
+    return whole
+
+
+def table_of(state: SlotState, rows: Rows, num_rows: int, columns: int, spare_block: int) -> Array:
+    """The first blocks of each row (num_rows, columns); of padding the spare one."""
+    table = np.full((num_rows, columns), spare_block, np.int32)
+    table[: len(rows)] = state.block_table[rows, :columns]
+    return table
 
 
 def upload(arrays: Sequence[Array], device: torch.device, into: Tensor | None = None) -> list[Tensor]:

@@ -1,17 +1,18 @@
-"""Steps on a GPU: launched without waiting for them, decoding ones as one CUDA graph each.
+"""Steps on a GPU: launched without waiting for them, as one CUDA graph each.
 
     decoding rows   inputs ─► CUDA graph: embedding, layers, LM head, draw ─┐
-    prompts         inputs ─► forward pass ─► draw ─────────────────────────┴─► pinned memory, read a step later
+    prompts         inputs ─► CUDA graph without the draw ─► draw ──────────┴─► pinned memory, read a step later
 
 The token a row drew stays on the GPU, by slot, where its next step finds it. A graph replays fixed shapes on fixed
-buffers, so rows are rounded up to a bucket; padding rows write to the scratch block. Weights change in
+buffers, so rows, or tokens of prompts, are rounded up to a bucket; padding writes to the scratch block. Prompts of more
+tokens than any bucket keep the GPU busy while their kernels are launched one by one. Weights change in
 place, so graphs stay true when they do. Where rows share prompts, another graph reads these once for several rows.
 Where all go through one adapter, yet another does so; rows of different adapters are computed without a graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +25,13 @@ from tandem.inference.native.cuda.draw import DrawnOnDevice, DrawRows, draw
 from tandem.inference.native.cuda.forward import ExactDecoder, FusedDecoder
 from tandem.inference.native.cuda.inputs import (
     DecodeInputs,
+    PrefillInputs,
+    PrefillSizes,
     decode_arrays,
     decode_inputs,
     draw_arrays,
     offsets,
+    prefill_arrays,
     prefill_inputs,
     upload,
 )
@@ -39,10 +43,14 @@ from tandem.models.decoder import Decoder
 from tandem.models.gpu import exact
 from tandem.models.gpu.tiles import tokens_per_tile
 from tandem.models.lora import AdapterBank
+from tandem.models.memory import MOST_GRAPH_TOKENS
 
 # Of a layer's keys and values. The kernel that reads shared prompts costs as much as reading a quarter of that.
 WORTH_SHARING_BYTES = 2**25
 FEWEST_SHARING_ROWS = 16  # of a graph: fewer read too little
+# Fewer tokens take as long as the first; those of prompts that take long are rounded up by less.
+PREFILL_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, MOST_GRAPH_TOKENS)
+TOKENS_PER_ROW = 16  # of these, at least
 NOTHING_SHARED = SharedPrompts(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
@@ -55,16 +63,16 @@ class Launched:
 
 
 class GraphKey(NamedTuple):
-    num_rows: int
-    is_shared: bool  # whether prompts are
+    kind: Literal["decode", "shared", "prefill"]  # shared: decoding rows, some of which share prompts
+    size: int  # rows, or tokens of prompts
     place: int = 0  # of the weights of the adapter that all rows go through (`AdapterBank.places`); 0: of none
 
 
 @dataclass(frozen=True)
-class DecodeGraph:
+class StepGraph:
     graph: torch.cuda.CUDAGraph
+    drawn: DrawnOnDevice | None  # None: of prompts
     words: Tensor  # what the step is told
-    drawn: DrawnOnDevice
 
 
 class CudaRunner:
@@ -77,10 +85,12 @@ class CudaRunner:
         device: torch.device,
         *,
         use_graphs: bool,
+        graph_tokens: int = 0,
         share_prompts: bool = True,
     ) -> None:
-        """The last block of `cache` must be one that no sequence is ever given. `share_prompts`: what a row computes
-        may depend, in its rounding, on the rows beside it."""
+        """The last block of `cache` must be one that no sequence is ever given. `graph_tokens`: up to so many tokens of
+        prompts are computed by a graph. `share_prompts`: what a row computes may depend, in its rounding, on the rows
+        beside it."""
         self.decoder, self.adapters, self.cache, self.state, self.device = decoder, adapters, cache, state, device
         self.fused = (ExactDecoder if decoder.exact else FusedDecoder)(decoder, cache, state.tokens.shape[1])
         spec = decoder.spec
@@ -90,11 +100,11 @@ class CudaRunner:
         self.last = torch.zeros(state.num_slots + 1, dtype=torch.int32, device=device)
         self.sources = torch.arange(buckets(state.num_slots)[-1], dtype=torch.int32, device=device)
         self.arrived = torch.zeros(len(self.sources) * spec.num_kv_heads, dtype=torch.int32, device=device)
-        self.use_graphs, self.share_prompts = use_graphs, share_prompts
+        self.use_graphs, self.graph_tokens, self.share_prompts = use_graphs, graph_tokens, share_prompts
         self.block_bytes = 2 * cache.keys[0, 0].numel() * cache.keys.element_size()  # in a layer
         num_logits = len(self.sources) if use_graphs else 0
         self.logits = cache.keys.new_empty(num_logits, decoder.spec.vocab_size)  # of a graph's rows
-        self.graphs: dict[GraphKey, DecodeGraph] = {}
+        self.graphs: dict[GraphKey, StepGraph] = {}
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -103,10 +113,8 @@ class CudaRunner:
         self.state.block_table[slot] = self.spare_block
         self.launch(slot, np.full(1, 2), slot)
         self._launch_decode(slot, adapter=None)
-        for size in reversed(buckets(self.state.num_slots)) if self.use_graphs else ():
-            for is_shared in (True, False) if self._may_share(size) else (False,):
-                key = GraphKey(size, is_shared)
-                self.graphs[key] = self._capture(key)
+        for key in self._graph_keys() if self.use_graphs else ():
+            self.graphs[key] = self._capture(key)
         self.state.block_table[slot] = 0
         torch.cuda.synchronize(self.device)
 
@@ -116,9 +124,14 @@ class CudaRunner:
         adapter = self.adapters.route(self.state.adapter[np.repeat(rows, chunk)], self.device)
         if len(wanted) == len(rows) == chunk.sum():
             return self._launch_decode(rows, adapter)
-        inputs = prefill_inputs(self.state, rows, chunk, wanted, self.device, self.query_tile)
-        x = self.fused.embed(inputs.token_ids, inputs.slots, self.last)
-        hidden = self.fused(x, inputs.positions, inputs.cells, inputs.attention)
+        size = self._prefill_size(len(rows), int(chunk.sum()), adapter)
+        if size is not None and not self.state.wants_prompt[rows].any():
+            graph = self._graph(GraphKey("prefill", size, self._place(adapter)))
+            upload(self._prefill_arrays(rows, chunk, wanted, size), self.device, graph.words)
+            graph.graph.replay()
+            return Launched(self.logits[: len(wanted)], None)
+        inputs = prefill_inputs(upload(self._prefill_arrays(rows, chunk, wanted), self.device))
+        hidden = self._prefill(inputs)
         if self.state.wants_prompt[rows].any():
             start = self.state.computed[rows]
             positions = np.concatenate([np.arange(s, s + c) for s, c in zip(start, chunk, strict=True)])
@@ -192,12 +205,32 @@ class CudaRunner:
         if not use_graph:
             logits, drawn = self._decode(decode_inputs(upload(arrays, self.device), self.arrived), None)
             return Launched(logits, drawn)
-        graph = self._graph(GraphKey(size, shared is not None, self.adapters.places[adapter] if adapter else 0))
+        graph = self._graph(GraphKey("decode" if shared is None else "shared", size, self._place(adapter)))
+        assert graph.drawn is not None
         upload(arrays, self.device, graph.words)
         graph.graph.replay()
         return Launched(self.logits[: len(rows)], DrawnOnDevice(graph.drawn.words, len(rows)))
 
-    def _graph(self, key: GraphKey) -> DecodeGraph:
+    def _place(self, adapter: int | None) -> int:
+        return self.adapters.places[adapter] if adapter else 0
+
+    def _graph_keys(self) -> Iterator[GraphKey]:
+        """Of all graphs without an adapter, the largest first: the others find room in its memory."""
+        for size in reversed(prefill_buckets(self.graph_tokens)):
+            yield GraphKey("prefill", size)
+        for size in reversed(buckets(self.state.num_slots)):
+            if self._may_share(size):
+                yield GraphKey("shared", size)
+            yield GraphKey("decode", size)
+
+    def _prefill_size(self, num_rows: int, num_tokens: int, adapter: int | None) -> int | None:
+        """Of the graph that computes so much of prompts; None: no graph does."""
+        if not self.use_graphs or adapter is None:
+            return None
+        sizes = prefill_buckets(self.graph_tokens)
+        return next((size for size in sizes if size >= max(num_tokens, num_rows * TOKENS_PER_ROW)), None)
+
+    def _graph(self, key: GraphKey) -> StepGraph:
         """Those of an adapter are captured when they are first wanted, in a forward pass that is routed to it."""
         if key not in self.graphs:
             places = {0, *self.adapters.places.values()}
@@ -217,41 +250,76 @@ class CudaRunner:
         is_worth_it = found is not None and found.num_saved * self.block_bytes >= WORTH_SHARING_BYTES
         return found if is_worth_it else None
 
+    def _prefill(self, inputs: PrefillInputs) -> Tensor:
+        """Hidden states of all tokens, after the last norm."""
+        x = self.fused.embed(inputs.token_ids, inputs.slots, self.last)
+        return self.fused(x, inputs.positions, inputs.cells, inputs.attention)
+
     def _decode(self, inputs: DecodeInputs, logits: Tensor | None) -> tuple[Tensor, DrawnOnDevice]:
         """A whole decoding step; logits are written to `logits` where that is given."""
         x = self.fused.embed(inputs.token_ids, inputs.draw.slots, self.last)
         hidden = self.fused(x, inputs.attention.positions, inputs.cells, inputs.attention)
-        if logits is None:
-            logits = self.decoder.logits(hidden)
-        elif self.decoder.exact:
+        logits = self.decoder.logits(hidden) if logits is None else self._write_logits(hidden, logits)
+        return logits, self._draw_on_device(logits, self.sources, inputs.draw, self.last)
+
+    def _write_logits(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        if self.decoder.exact:
             exact.linear(hidden, self.decoder.output_weight, None, logits)
         else:
             torch.mm(hidden, self.decoder.output_weight.T, out=logits)
-        return logits, self._draw_on_device(logits, self.sources, inputs.draw, self.last)
+        return logits
 
     def _decode_arrays(self, rows: Rows, num_rows: int, shared: SharedPrompts | None) -> list[NDArray[Any]]:
         most = num_pieces(num_rows, self.decoder.spec.num_kv_heads, self.device)
         sampling = sampling_rows(self.state, rows)
         return decode_arrays(self.state, rows, sampling, num_rows, most, self.spare_block, shared)
 
-    def _capture(self, key: GraphKey) -> DecodeGraph:
+    def _prefill_arrays(
+        self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64], size: int | None = None
+    ) -> list[NDArray[Any]]:
+        """`size`: of the graph they are for."""
+        sizes = None
+        if size is not None:
+            most_rows = self._prefill_rows(size)
+            sizes = PrefillSizes(size, most_rows, size // self.query_tile + most_rows)
+        return prefill_arrays(self.state, rows, chunk, wanted, self.query_tile, self.spare_block, sizes)
+
+    def _prefill_rows(self, size: int) -> int:
+        return min(size // TOKENS_PER_ROW, self.state.num_slots)
+
+    def _capture(self, key: GraphKey) -> StepGraph:
         """Of padding alone, so that nothing that rows have is touched."""
-        num_rows, shared = key.num_rows, NOTHING_SHARED if key.is_shared else None
-        arrays = self._decode_arrays(np.zeros(0, np.int64), num_rows, shared)
+        nothing = np.zeros(0, np.int64)
+        if key.kind == "prefill":
+            num_rows = self._prefill_rows(key.size)
+            arrays = self._prefill_arrays(nothing, nothing, nothing, key.size)
+        else:
+            num_rows = key.size
+            arrays = self._decode_arrays(nothing, num_rows, NOTHING_SHARED if key.kind == "shared" else None)
         num_words = offsets([array.size for array in arrays])[-1] + num_rows * self.state.block_table.shape[1]
         words = torch.zeros(num_words, dtype=torch.int32, device=self.device)
-        inputs = decode_inputs(upload(arrays, self.device, words), self.arrived)
-        logits = self.logits[:num_rows]
+        parts, logits = upload(arrays, self.device, words), self.logits[:num_rows]
+
+        def compute() -> DrawnOnDevice | None:
+            if key.kind == "prefill":
+                inputs = prefill_inputs(parts)
+                self._write_logits(self._prefill(inputs)[inputs.last], logits)
+                return None
+            return self._decode(decode_inputs(parts, self.arrived), logits)[1]
+
+        return StepGraph(*self._record(compute), words)
+
+    def _record(self, compute: Callable[[], DrawnOnDevice | None]) -> tuple[torch.cuda.CUDAGraph, DrawnOnDevice | None]:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self._decode(inputs, logits)  # products choose their plans before the graph is captured
+            compute()  # products choose their plans before the graph is captured
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         memory = next((known.graph.pool() for known in self.graphs.values()), None)  # they take turns in it
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            _, drawn = self._decode(inputs, logits)
-        return DecodeGraph(graph, words, drawn)
+            drawn = compute()
+        return graph, drawn
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
@@ -266,3 +334,8 @@ def buckets(num_slots: int) -> list[int]:
         power = 1 << (size.bit_length() - 1)
         sizes.append(size + power // 2 if size >= 64 else size * 2)
     return sizes
+
+
+def prefill_buckets(most: int) -> list[int]:
+    """Numbers of tokens of prompts that graphs are captured for, up to `most`."""
+    return [size for size in PREFILL_BUCKETS if size <= most]
