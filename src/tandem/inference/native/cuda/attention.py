@@ -30,7 +30,8 @@ QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
 HEAD_BYTES, WIDE_HEAD_BYTES = 256, 512  # of 128 numbers in half precision; of twice as many, or in float32
 MAX_PIECES = 32  # of a row that is by itself
-PIECES, MANY_PIECES = 3, 7  # and KV heads, a processor, besides one piece of each row; many: of MANY_PROGRAMS
+# By KV head, of a processor, besides one of each row: where rows and KV heads are few, or MANY_PROGRAMS.
+PIECES, MANY_PIECES = 3, 7
 MERGED_BY_ONE, MERGED_BY_MORE = 16, 64  # pieces, times heads, that one warp or more put together at once
 PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
 MAX_PREFIX_PARTS = 8  # which every row of a chunk reads

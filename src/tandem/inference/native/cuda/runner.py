@@ -50,7 +50,7 @@ WORTH_SHARING_BYTES = 2**25
 FEWEST_SHARING_ROWS = 16  # of a graph: fewer read too little
 # Fewer tokens take as long as the first; those of prompts that take long are rounded up by less.
 PREFILL_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, MOST_GRAPH_TOKENS)
-TOKENS_PER_ROW = 16  # of these, at least
+TOKENS_PER_ROW = 8  # of these, at least
 NOTHING_SHARED = SharedPrompts(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
@@ -108,13 +108,13 @@ class CudaRunner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Compile the kernels and capture the graphs, the largest first: the others find room in its memory."""
+        """Compile the kernels and capture the graphs."""
         slot = np.zeros(1, np.int64)  # still free; what is computed for it goes to the scratch block
         self.state.block_table[slot] = self.spare_block
         self.launch(slot, np.full(1, 2), slot)
         self._launch_decode(slot, adapter=None)
         for key in self._graph_keys() if self.use_graphs else ():
-            self.graphs[key] = self._capture(key)
+            self._graph(key)
         self.state.block_table[slot] = 0
         torch.cuda.synchronize(self.device)
 
@@ -124,15 +124,16 @@ class CudaRunner:
         adapter = self.adapters.route(self.state.adapter[np.repeat(rows, chunk)], self.device)
         if len(wanted) == len(rows) == chunk.sum():
             return self._launch_decode(rows, adapter)
-        size = self._prefill_size(len(rows), int(chunk.sum()), adapter)
-        if size is not None and not self.state.wants_prompt[rows].any():
+        wants_all = self.state.wants_prompt[rows].any()
+        size = None if wants_all else self._prefill_size(len(rows), int(chunk.sum()), adapter)
+        if size is not None:
             graph = self._graph(GraphKey("prefill", size, self._place(adapter)))
             upload(self._prefill_arrays(rows, chunk, wanted, size), self.device, graph.words)
             graph.graph.replay()
             return Launched(self.logits[: len(wanted)], None)
         inputs = prefill_inputs(upload(self._prefill_arrays(rows, chunk, wanted), self.device))
         hidden = self._prefill(inputs)
-        if self.state.wants_prompt[rows].any():
+        if wants_all:
             start = self.state.computed[rows]
             positions = np.concatenate([np.arange(s, s + c) for s, c in zip(start, chunk, strict=True)])
             record_prompt_logprobs(self.decoder, self.state, hidden, np.repeat(rows, chunk), positions)
