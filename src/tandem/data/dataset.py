@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, Generic, TypeVar
+from zlib import crc32
+
+import orjson
 
 from tandem.config.data import OPTIONAL_FIELDS, DataConfig, SourceConfig
 from tandem.data.conversations import Fields, Fit
@@ -33,6 +36,7 @@ class RowCounts:
 
     skipped: int = 0
     truncated: int = 0
+    checksum: int = 0  # of all rows that were read; not of streamed ones
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Dataset(Generic[T]):
             "rows_held_out": len(self.held_out),
             "rows_skipped": self.counts.skipped,
             "rows_truncated": self.counts.truncated,
+            "checksum": None if self.num_train is None else self.counts.checksum,
         }
 
 
@@ -61,7 +66,8 @@ def load_dataset(
     held_out = reader.read_all(_open_eval(config.eval_source, config)) if config.eval_source else []
     build = _streamed if config.streaming else _in_memory
     dataset = build(reader, sources, held_out, seed)
-    logger.info("data: %s", ", ".join(f"{name} {number}" for name, number in dataset.summary.items()))
+    counts = {name: number for name, number in dataset.summary.items() if name != "checksum"}
+    logger.info("data: %s", ", ".join(f"{name} {number}" for name, number in counts.items()))
     return dataset
 
 
@@ -78,6 +84,8 @@ class Reader(Generic[T]):
 
     def read(self, source: RowSource) -> Iterator[T]:
         for row in source.read():
+            if not self.config.streaming:
+                self.counts.checksum = crc32(_as_bytes(row.value), self.counts.checksum)
             cuts = self.config.on_bad_row == "truncate"
             longest = self.config.max_prompt_len
             fit = Fitting(self.seq_len, cuts=cuts, max_prompt_len=longest, vocab_size=self.vocab_size)
@@ -152,6 +160,13 @@ class Fitting:
         if 1 not in cut.loss_mask:
             raise NothingLeft(f"cut to seq_len = {self.seq_len}, it has nothing to learn; it has {num_tokens} tokens")
         return cut
+
+
+def _as_bytes(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, default=repr)
+    except TypeError:  # keys that are no texts, half of a surrogate pair
+        return repr(value).encode(errors="backslashreplace")
 
 
 def _fields(row: Row, names: Mapping[str, str]) -> Fields:

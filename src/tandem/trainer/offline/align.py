@@ -19,6 +19,7 @@ from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.offline.aligner import Aligner
+from tandem.trainer.offline.data_log import log_data
 from tandem.trainer.offline.preferences import AlignBatch, AlignRow, mismatches
 from tandem.trainer.offline.reference import ReferenceOf, References, no_reference, precompute, stream_reference
 from tandem.trainer.offline.reward_model import TrainedScorer, load_trained_scorer
@@ -41,6 +42,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     throughput = trained.throughput()
     run_log = RunLog(run_dir, "align", enabled=ranks.is_first)
     run_log.event("started", step=start, ranks=ranks.size)
+    log_data(run_log, data, start)
     reference = reference_of(config, ranks)
     tokens = tokens_per_microbatch(
         trained.stepper, config.tokens_per_microbatch, least=config.pair_tokens, deterministic=config.deterministic

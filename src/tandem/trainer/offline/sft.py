@@ -17,6 +17,7 @@ from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.memory import tokens_per_microbatch
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Predictions, Stepper
+from tandem.trainer.offline.data_log import log_data
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import PackedBatch, TrainingSequence
@@ -45,7 +46,7 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
     if start > 0:
         checkpoints.load(start)
     run_log.event("started", step=start, ranks=ranks.size)
-    run_log.event("data", **data.summary)
+    log_data(run_log, data, start)
     tokens = tokens_per_microbatch(
         trained.stepper, config.tokens_per_microbatch, least=config.seq_len, deterministic=config.deterministic
     )
