@@ -55,8 +55,8 @@ class Reward:
         self.config = config
 
     def score(self, prompt: str, response: str) -> Any:
-        """A number; of rewards that ask a server, something to await. What may take long is computed in a process of
-        its own, within timeout_s."""
+        """A number; of rewards that ask a server or run code, something to await. What may take long is computed in a
+        process of its own, within timeout_s."""
         prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
         task = Task(0, [{"role": "user", "content": str(prompt)}], prompt.answer, dict(prompt.info))
         arguments = self._call.arguments(task, response)
