@@ -44,7 +44,10 @@ class Section:
 # By value: the last are left out if the first take long.
 SECTIONS = {
     "rollouts": Section(
-        "gpu_rollouts.py", ("--shapes", "Qwen3-0.6B"), ("--shapes", "tiny", "--sides", "tandem", "lora", "http"), 270
+        "gpu_rollouts.py",
+        ("--shapes", "Qwen3-0.6B"),
+        ("--shapes", "tiny", "--sides", "tandem", "lora", "http", "--uneven"),
+        240,
     ),
     "rl": Section(
         "gpu_rl.py",

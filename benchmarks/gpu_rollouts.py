@@ -6,8 +6,8 @@
 Shapes of known models with random weights in bfloat16, prompts of random token ids, temperature 1, no early end, the
 log-prob of every token. Each side runs in a process of its own and is timed from the first request to the last answer,
 prefill included, after as many requests with fewer new tokens: the median of three rounds. By default the peer and HTTP
-are measured with the first shape only: vLLM takes over a minute to start. In one workload requests are more than rows,
-and of very different lengths, so that prompts begin all along; it is not measured over HTTP.
+are measured with the first shape only: vLLM takes over a minute to start. `--uneven` adds a workload where requests are
+more than rows, and of very different lengths, so that prompts begin all along; it is not measured over HTTP.
 
     tandem   the native engine through its Python interface
     lora     the same through a LoRA adapter of rank 16 on all projections, as `rl` with `trainer.lora` asks it
@@ -324,7 +324,7 @@ LOADERS: dict[str, Callable[[Path], Generate]] = {
 }  # fmt: skip
 
 
-def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
+def measure(side: str, shape: str, model: Path, *, uneven: bool) -> Iterator[dict[str, Any]]:
     began = time.time()
     generate = LOADERS[side](model)
     rng = random.Random(0)
@@ -334,7 +334,7 @@ def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
 
     generate(prompts(4, 16), 1, [4] * 4)
     start_s = time.time() - began
-    for workload in [w for w in WORKLOADS if w.shape == shape and not (w.is_uneven and side == "http")]:
+    for workload in [w for w in WORKLOADS if w.shape == shape and (not w.is_uneven or (uneven and side != "http"))]:
         lengths = workload.lengths
         warm_up = [min(WARM_UP_TOKENS, length) for length in lengths]
         generate(prompts(workload.prompts, workload.prompt_tokens), workload.samples, warm_up)
@@ -353,13 +353,13 @@ def measure(side: str, shape: str, model: Path) -> Iterator[dict[str, Any]]:
         generate([], 1, [])
 
 
-def run(sides: list[str] | None, shapes: list[str]) -> Iterator[dict[str, Any]]:
+def run(sides: list[str] | None, shapes: list[str], *, uneven: bool) -> Iterator[dict[str, Any]]:
     """A row for each workload and side; a side that fails is told and left out."""
     with tempfile.TemporaryDirectory() as scratch:
         for shape in shapes:
             model = make_in_process(shape, Path(scratch) / shape)
             for side in sides or (SIDES if shape == next(iter(SHAPES)) else SIDES[:1]):
-                command = [sys.executable, __file__, "--measure", side, shape, str(model)]
+                command = [sys.executable, __file__, "--measure", side, shape, str(model), *["--uneven"] * uneven]
                 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
                     assert process.stdout is not None
                     for line in process.stdout:
@@ -404,6 +404,7 @@ def main() -> None:
         help="default: all but lora with the first shape, tandem with others",
     )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:3])
+    parser.add_argument("--uneven", action="store_true", help="with a workload of uneven lengths, a minute more")
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
@@ -413,13 +414,13 @@ def main() -> None:
         return
     if args.measure:
         side, shape, model = args.measure
-        for row in measure(side, shape, Path(model)):
+        for row in measure(side, shape, Path(model), uneven=args.uneven):
             print(json.dumps(row), flush=True)
         if side != "vllm":  # whose processes must be ended
             os._exit(0)
         return
     rows: list[dict[str, Any]] = []
-    for row in run(args.sides, args.shapes):
+    for row in run(args.sides, args.shapes, uneven=args.uneven):
         rows.append(row)
         print(json.dumps(row), flush=True)
         if args.output:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import ParallelConfig, keeps_logits
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack
 from tandem.models.decoder import Decoder
@@ -101,9 +101,10 @@ def ours(shape: dict[str, Any], work: Work, **parallel: Any) -> Step:
         decoder = Decoder(ModelSpec.from_config(shape))
     _randomize(decoder)
     decoder.compute_dtype = torch.bfloat16
-    model = LanguageModel(decoder)
+    ways = ParallelConfig.model_validate(parallel)
+    model = LanguageModel(decoder, keep_logits=keeps_logits(ways.gradient_checkpointing))
     config = ModelConfig(name=Path(), dtype="bfloat16")
-    options = OptimizerConfig(), ParallelConfig.model_validate(parallel), Ranks.single(DEVICE)
+    options = OptimizerConfig(), ways, Ranks.single(DEVICE)
     stepper = make_stepper(model, decoder.layers, config, *options, Predictions)
     batch = work.packed()
     tokens = tokens_per_microbatch(stepper, 0, least=4096, deterministic=False)

@@ -62,11 +62,13 @@ def train(model_dir: Path, device: str, dtype: str = "float32", **parallel: Any)
         {},
         {"gradient_checkpointing": 1},
         {"gradient_checkpointing": 2},
+        {"gradient_checkpointing": "elementwise"},
         {"gradient_checkpointing": "mlp"},
         {"optimizer_offload": True},
         {"strategy": "zero3_offload"},
         {"strategy": "zero3_offload", "gradient_checkpointing": 1},
         {"compile": True},
+        {"compile": True, "gradient_checkpointing": "mlp"},
     ],
     ids=str,
 )

@@ -30,7 +30,8 @@ def run_ranks(world_size: int, model: Path, folder: Path, ways: list[dict]) -> l
 STRATEGIES = ("ddp", "zero2", "zero3", "zero3_offload")
 PLAIN = [{"bound": bound, "parallel": {}} for bound in BOUNDS]
 SHARDED = [{"bound": bound, "parallel": {"strategy": strategy}} for strategy in STRATEGIES for bound in BOUNDS] + [
-    {"bound": 60, "parallel": {"strategy": "zero3", "gradient_checkpointing": 2}}
+    {"bound": 60, "parallel": {"strategy": "zero3", "gradient_checkpointing": checkpointing}}
+    for checkpointing in (2, "elementwise", "mlp")
 ]
 PASSES = [{"passes": "bfloat16", "parallel": {"strategy": strategy}} for strategy in STRATEGIES[:3]]
 

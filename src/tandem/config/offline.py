@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from tandem.config.data import DataConfig, OfflineEvalConfig, require_held_out
 from tandem.config.lora import check_lora
+from tandem.config.parallel import check_checkpointing
 from tandem.config.shared import (
     ComputeOptions,
     LogOptions,
@@ -46,6 +47,7 @@ class OfflineConfig(
     @model_validator(mode="after")
     def _parts_fit(self) -> "OfflineConfig":
         check_lora(self.model, self.lora)
+        check_checkpointing(self.model, self.parallel)
         require_held_out(self.eval, self.data)
         return self
 

@@ -5,17 +5,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tandem.config.base import Config
+from tandem.config.shared import ModelConfig
 
 Strategy = Literal["ddp", "zero2", "zero3", "zero3_offload"]
 
 
 def _checkpointing(value: Any) -> Any:
-    if value == "mlp" or isinstance(value, bool) or str(value).isdecimal():
+    if value in ("elementwise", "mlp") or isinstance(value, bool) or str(value).isdecimal():
         return value
-    raise ValueError(f'{value!r} is not known; give a whole number (every so many layers; 0: none) or "mlp"')
+    raise ValueError(
+        f'{value!r} is not known; give "elementwise", "mlp" or a whole number (every so many layers; 0: none)'
+    )
 
 
-Checkpointing = Annotated[int | Literal["mlp"], BeforeValidator(_checkpointing)]
+Checkpointing = Annotated[int | Literal["elementwise", "mlp"], BeforeValidator(_checkpointing)]
+
+
+def keeps_logits(checkpointing: Checkpointing) -> bool:
+    """For the backward pass, as far as there is room: what is recomputed needs no matrix product."""
+    return checkpointing in (0, "elementwise")
 
 
 class ParallelConfig(Config):
@@ -33,9 +41,10 @@ class ParallelConfig(Config):
     """Keep optimizer state in CPU memory and update there. Parameters stay on their device."""
 
     gradient_checkpointing: Checkpointing = 0
-    """Recompute the activations of every k-th layer in the backward pass instead of keeping them. 0: of none.
-    1: of all layers. "mlp": of the MLP of every layer, which saves a third of the memory and costs less time. Logits
-    are recomputed too, unless it is 0."""
+    """What the backward pass recomputes instead of keeping it, by what it costs. 0: nothing. "elementwise": what needs
+    no matrix product (norms, rotated heads, the product of gate and up); a third of the activations. "mlp": the MLP of
+    every layer and logits besides; two thirds. k: every k-th layer as a whole, and logits. 1: all layers. Models of
+    transformers have no "elementwise"."""
 
     compile: bool = False
     """Compile the layers with torch.compile. The first steps take longer. For models from transformers: our own decoder
@@ -43,6 +52,14 @@ class ParallelConfig(Config):
 
     timeout_s: float = Field(default=600.0, gt=0)
     """How long ranks wait for each other. Then the run ends and names the missing rank."""
+
+
+def check_checkpointing(model: ModelConfig, parallel: ParallelConfig) -> None:
+    if parallel.gradient_checkpointing == "elementwise" and model.impl == "hf":
+        raise ValueError(
+            'parallel.gradient_checkpointing = "elementwise" is for our own decoder, and model.impl = "hf" is not; '
+            'give "mlp" or a whole number (every so many layers)'
+        )
 
 
 def require_room(tokens_per_microbatch: int, seq_len: int) -> None:

@@ -4,7 +4,7 @@ from pydantic import Field, model_validator
 
 from tandem.config.lora import check_lora
 from tandem.config.losses import LossConfig
-from tandem.config.parallel import require_room
+from tandem.config.parallel import check_checkpointing, require_room
 from tandem.config.shared import (
     ComputeOptions,
     LogOptions,
@@ -40,4 +40,5 @@ class TrainerConfig(LogOptions, ComputeOptions, SeedOptions, TrainingOptions, Sy
     def _consistent(self) -> "TrainerConfig":
         require_room(self.tokens_per_microbatch, self.seq_len)
         check_lora(self.model, self.lora)
+        check_checkpointing(self.model, self.parallel)
         return self

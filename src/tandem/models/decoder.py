@@ -7,12 +7,14 @@ names and shapes of Hugging Face files.
 """
 
 import math
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tandem.models import exact, ops
+from tandem.models.recompute import recomputed
 from tandem.models.spec import ModelSpec
 
 
@@ -32,6 +34,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
+
+    def recomputed(self, x: Tensor, normed: Tensor) -> AbstractContextManager[object]:
+        """Within this, what needs `normed` for the backward pass keeps `x` in place of it."""
+        return recomputed([normed], lambda: [self(x)])
 
 
 class Projection(nn.Linear):
@@ -57,8 +63,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        q, k, v = ops.heads(self.qkv_proj(x), self.shape, q_weight, k_weight, self.norm_eps, cos, sin)
-        out = context.attend(self.layer, q, k, v, self.window)  # (tokens, heads, head_dim)
+        qkv = self.qkv_proj(x)
+        q, k, v = ops.heads(qkv, self.shape, q_weight, k_weight, self.norm_eps, cos, sin)
+        with recomputed([q, k], lambda: ops.heads(qkv, self.shape, q_weight, k_weight, self.norm_eps, cos, sin)[:2]):
+            out = context.attend(self.layer, q, k, v, self.window)  # (tokens, heads, head_dim)
         return self.o_proj(out.flatten(-2))
 
 
@@ -69,7 +77,10 @@ class MLP(nn.Module):
         self.down_proj = Projection(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj(x)
+        product = ops.silu_mul(gate_up)
+        with recomputed([product], lambda: [ops.silu_mul(gate_up)]):
+            return self.down_proj(product)
 
 
 class DecoderLayer(nn.Module):
@@ -84,8 +95,11 @@ class DecoderLayer(nn.Module):
         first, second = self.input_layernorm, self.post_attention_layernorm
         # A norm hands out what it normalizes as well: so that adding, in either pass, is part of its kernel.
         x, normed = ops.add_norm(x, None, first.weight, first.eps)
-        x, normed = ops.add_norm(x, self.self_attn(normed, cos, sin, context), second.weight, second.eps)
-        return x + self.mlp(normed)
+        with first.recomputed(x, normed):
+            attended = self.self_attn(normed, cos, sin, context)
+        x, normed = ops.add_norm(x, attended, second.weight, second.eps)
+        with second.recomputed(x, normed):
+            return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):

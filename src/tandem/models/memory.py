@@ -7,7 +7,7 @@ counted.
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.parallel import Checkpointing, ParallelConfig
+from tandem.config.parallel import Checkpointing, ParallelConfig, keeps_logits
 from tandem.models.gpu.logprobs_memory import CHUNK_SHARE, KEPT_SHARE, plan_chunks
 from tandem.models.spec import ModelSpec
 
@@ -82,7 +82,7 @@ def training_memory(
     masters = 0 if offloaded else 4 * (whole + (trained if lora_rank else 0)) // owned
     head = 0 if lora_rank else 8 * spec.vocab_size * spec.hidden_size  # gradient of the output matrix, and of a chunk
     rows, kept = plan_chunks(tokens, spec.vocab_size * itemsize, gpu_bytes)
-    chunks = 1 if parallel.gradient_checkpointing else min(kept + 1, -(-tokens // rows))
+    chunks = min(kept + 1, -(-tokens // rows)) if keeps_logits(parallel.gradient_checkpointing) else 1
     return MemoryUse(
         weights=masters + gathered + frozen * (0 if offloaded else itemsize * whole // owned),
         gradients=0 if offloaded else 4 * trained // owned,
@@ -128,7 +128,7 @@ def fitting_tokens(free: int, taken: int, per_token: int) -> int:
 
 def logits_bytes(gpu_bytes: int, checkpointing: Checkpointing) -> int:
     """The most that chunks of logits take, of a GPU with so much memory."""
-    return int(gpu_bytes * (CHUNK_SHARE + (0 if checkpointing else KEPT_SHARE)))
+    return int(gpu_bytes * (CHUNK_SHARE + (KEPT_SHARE if keeps_logits(checkpointing) else 0)))
 
 
 def activation_bytes(spec: ModelSpec, itemsize: int, checkpointing: Checkpointing) -> int:
@@ -136,10 +136,11 @@ def activation_bytes(spec: ModelSpec, itemsize: int, checkpointing: Checkpointin
     key and value before and after rotation, what attention gives, gate, up and their product."""
     qkv = spec.q_size + 2 * spec.kv_size
     share = itemsize if itemsize < 4 else itemsize * FLOAT32_SHARE
-    mlp = int(share * 3 * spec.intermediate_size)
-    layer = int(share * (4 * spec.hidden_size + 2 * qkv + spec.q_size)) + mlp
-    if checkpointing == "mlp":
-        return spec.num_layers * (layer - mlp) + mlp
+    layer = int(share * (4 * spec.hidden_size + 2 * qkv + spec.q_size + 3 * spec.intermediate_size))
+    if checkpointing in ("elementwise", "mlp"):
+        gate_and_up = 0 if checkpointing == "mlp" else 2 * spec.intermediate_size
+        kept = int(share * (2 * spec.hidden_size + qkv + spec.q_size + gate_and_up))
+        return spec.num_layers * kept + layer - kept
     recomputed = -(-spec.num_layers // checkpointing) if checkpointing else 0
-    # Of a layer that is computed again its input is kept, and all of one at a time.
+    # Of a layer that is computed again its input is kept. Here and above, all of one layer is there at a time.
     return (spec.num_layers - recomputed + bool(checkpointing)) * layer + recomputed * itemsize * spec.hidden_size

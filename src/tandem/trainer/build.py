@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tandem.config.lora import LoRAConfig
 from tandem.config.losses import PpoConfig
 from tandem.config.offline import OfflineConfig
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import ParallelConfig, keeps_logits
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.models.cpu import library
@@ -134,7 +134,7 @@ def load_trained(
     if exactly:
         compute_exactly(decoder, ranks.device)
     head = None if critic is None else new_value_head(decoder.spec.hidden_size, home)
-    model = LanguageModel(decoder, head, keep_logits=not parallel.gradient_checkpointing)
+    model = LanguageModel(decoder, head, keep_logits=keeps_logits(parallel.gradient_checkpointing))
     stepper = make_stepper(
         model,
         decoder.layers,

@@ -177,6 +177,15 @@ def test_a_microbatch_shorter_than_a_sequence(refusal, cls) -> None:
     assert message.endswith("the smallest valid value is 256")
 
 
+@pytest.mark.parametrize("cls", [TrainerConfig, SFTConfig])
+def test_a_way_to_save_memory_that_the_model_does_not_have(refusal, cls) -> None:
+    data = ("--data.path", "d.jsonl") if cls is SFTConfig else ()
+    ways = ("--parallel.gradient-checkpointing", "elementwise", "--model.impl", "hf")
+    message = refusal(*MODEL, *data, *ways, cls=cls)
+    assert 'parallel.gradient_checkpointing = "elementwise" is for our own decoder' in message
+    assert 'model.impl = "hf" is not; give "mlp" or a whole number' in message
+
+
 def test_a_cache_shorter_than_a_sequence(refusal) -> None:
     message = refusal(*MODEL, "--seq-len", "64", "--kv-cache-tokens", "79", cls=InferenceConfig)
     assert "kv_cache_tokens = 79 cannot hold one sequence of seq_len = 64; give at least 80" in message

@@ -63,7 +63,7 @@ def test_logits_are_not_kept_where_activations_are_computed_again() -> None:
         rest = 16384 * activation_bytes(SMALL, 2, checkpointing) + 8 * SMALL.vocab_size * SMALL.hidden_size
         return use.activations - rest
 
-    assert logits(0) == 4 * logits("mlp") == 4 * logits(1) == 16384 * SMALL.vocab_size * 2
+    assert logits(0) == logits("elementwise") == 4 * logits("mlp") == 4 * logits(1) == 16384 * SMALL.vocab_size * 2
 
 
 def test_what_each_strategy_shards() -> None:
@@ -111,7 +111,9 @@ def test_a_server_by_hand() -> None:
         (2, 0, 28 * 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072)),
         (2, 1, 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072) + 28 * 2 * 1024),  # one layer at a time, inputs of all
         (2, 2, 15 * 2 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072) + 14 * 2 * 1024),
-        (2, "mlp", 28 * 2 * (4 * 1024 + 2 * 4096 + 2048) + 2 * 3 * 3072),  # one MLP at a time
+        # Residual twice, qkv, what attention gives, gate and up; all else of one layer at a time.
+        (2, "elementwise", 28 * 2 * (2 * 1024 + 4096 + 2048 + 2 * 3072) + 2 * (2 * 1024 + 4096 + 3072)),
+        (2, "mlp", 28 * 2 * (2 * 1024 + 4096 + 2048) + 2 * (2 * 1024 + 4096 + 3 * 3072)),
         (4, 0, 28 * 6 * (4 * 1024 + 2 * 4096 + 2048 + 3 * 3072)),
     ],
 )

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.models.attention import leave_uncompiled
+from tandem.models.recompute import keeping, recomputing
 from tandem.trainer.parallel.ranks import Ranks
 
 # Gradients travel together in pieces of about so many values.
@@ -33,12 +34,17 @@ def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ran
     if config.compile:
         leave_uncompiled()
     for number, layer in enumerate(layers):
+        if config.gradient_checkpointing in ("elementwise", "mlp"):
+            layer.forward = recomputing(layer.forward)
         recomputed = recomputed_part(layer, number, config.gradient_checkpointing)
         if recomputed is not None:
             # In place of forward, so that neither parameters nor hooks change their names.
             # The state of random numbers takes time to keep, and matters to dropout only.
             recomputed.forward = partial(
-                checkpoint, recomputed.forward, use_reentrant=False, preserve_rng_state=has_dropout(recomputed)
+                checkpoint,
+                keeping(recomputed.forward),
+                use_reentrant=False,
+                preserve_rng_state=has_dropout(recomputed),
             )
         if config.compile:
             # Layers differ by a number only: what is compiled for one has to serve all, and batches of any size.
@@ -49,9 +55,11 @@ def prepare(model: nn.Module, layers: nn.ModuleList, config: ParallelConfig, ran
 
 
 def recomputed_part(layer: nn.Module, number: int, checkpointing: Checkpointing) -> nn.Module | None:
-    """What of a layer is computed again in the backward pass. Models of transformers may have no `mlp`."""
+    """What of a layer is computed again as a whole. Models of transformers may have no `mlp`."""
     if checkpointing == "mlp":
         return getattr(layer, "mlp", layer)
+    if checkpointing == "elementwise":
+        return None
     return layer if checkpointing and number % checkpointing == 0 else None
 
 

@@ -1,11 +1,15 @@
 """The same weights give the same log-probs, to the bit, in every pass that the trainer makes."""
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tandem.config.align import AlignLossConfig
 from tandem.config.lora import LoRAConfig
@@ -14,6 +18,7 @@ from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import divide, pack
+from tandem.models import ops
 from tandem.models.cpu import kernels
 from tandem.models.hf import copy_weights, load_decoder, named_tensors
 from tandem.models.precision import WorkingWeights
@@ -68,7 +73,7 @@ def take_a_step(trained: Trained, samples: list[TrainingSequence]) -> None:
 
 
 @pytest.mark.parametrize("longest", [20, 200])
-@pytest.mark.parametrize("checkpointing", [0, 1, "mlp"])
+@pytest.mark.parametrize("checkpointing", [0, 1, "elementwise", "mlp"])
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("operations")
@@ -101,32 +106,85 @@ def test_so_do_models_of_transformers(tiny_model: Path, dtype, lora: bool) -> No
     assert torch.equal(frozen.logprobs(batch, TEMPERATURE), learning)
 
 
+class Allocations(TorchDispatchMode):
+    """Remembers what operations allocate, without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are still there."""
+        return sum(size for ref, size in self.storages.items() if not ref.expired())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("impl", ["native", "hf"])
-def test_what_is_kept_for_the_backward_pass(tiny_model: Path, impl: Literal["native", "hf"]) -> None:
-    config, batch = ModelConfig(name=tiny_model, impl=impl), pack(make_samples(20))
+def test_the_backward_pass_finds_less_and_computes_the_same(tiny_model: Path, impl, dtype, lora: bool) -> None:
+    """Each way keeps less than the one before it, and all give the same gradient, to the bit."""
+    config = ModelConfig(name=tiny_model, impl=impl, dtype=dtype)
+    inputs = Inputs.of(pack(make_samples(20)), torch.device("cpu"))
 
-    def kept_and_gradients(checkpointing: Checkpointing) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """How many numbers each tensor has that the layers keep, without the weights; and what comes of it."""
-        model, sizes = load(config, checkpointing=checkpointing).model, []
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, torch.nn.Parameter):
-                sizes.append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs = model(Inputs.of(batch, torch.device("cpu")), 1.0)[0]
+    def kept_and_gradients(checkpointing: Checkpointing) -> tuple[int, dict[str, torch.Tensor]]:
+        model = load(config, checkpointing=checkpointing, lora=lora).model
+        learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for parameter in learned.values():
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+        with Allocations() as allocations:
+            logprobs = model(inputs, 1.0)[0]
+        kept = allocations.kept
         logprobs.sum().backward()
-        return sizes, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return kept, {name: parameter.grad for name, parameter in learned.items() if parameter.grad is not None}
 
-    everything, expected = kept_and_gradients(0)
-    for checkpointing in ("mlp", 1):
+    most, expected = kept_and_gradients(0)
+    assert expected
+    ways: list[Checkpointing] = ["mlp", 1] if impl == "hf" else ["elementwise", "mlp", 1]
+    for checkpointing in ways:
         kept, found = kept_and_gradients(checkpointing)
-        assert sum(kept) < 0.8 * sum(everything)
-        everything = kept  # layers are more than MLPs
+        assert kept < 0.9 * most, checkpointing
+        most = kept
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
-            assert torch.equal(gradient, expected[name]), name
+            assert torch.equal(gradient, expected[name]), (checkpointing, name)
+
+
+@pytest.mark.parametrize("longest", [20, 200])
+@pytest.mark.usefixtures("operations")
+def test_what_needs_no_matrix_product_is_not_kept(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, longest: int
+) -> None:
+    """Norms, heads, and the product of gate and up are gone after the forward pass."""
+    made: list[StorageWeakRef] = []
+
+    def watch(name: str, outputs: Callable[[Any], Sequence[torch.Tensor]]) -> None:
+        operation = getattr(ops, name)
+
+        def run(*args: Any) -> Any:
+            result = operation(*args)
+            made.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs(result))
+            return result
+
+        monkeypatch.setattr(ops, name, run)
+
+    watch("add_norm", lambda result: result[1:])
+    watch("silu_mul", lambda result: [result])
+    watch("heads", lambda result: result[:2])
+    inputs = Inputs.of(pack(make_samples(longest)), torch.device("cpu"))
+    ways: list[Checkpointing] = [0, "elementwise", "mlp"]
+    for checkpointing in ways:
+        made.clear()
+        logprobs = load(ModelConfig(name=tiny_model), checkpointing=checkpointing).model(inputs, 1.0)[0]
+        assert any(not ref.expired() for ref in made) == (checkpointing == 0) and logprobs.requires_grad
 
 
 @pytest.mark.parametrize("checkpointing", [1, "mlp"])
