@@ -33,8 +33,9 @@ from tandem.inference.native.cuda import attention as cuda_attention
 from tandem.inference.native.cuda import draw as drawing
 from tandem.inference.native.cuda import forward, layers, products
 from tandem.inference.native.cuda import runner as cuda_runner
-from tandem.inference.native.cuda.attention import QUERY_TILE, DecodeRows, PrefillTiles, SharedRows
+from tandem.inference.native.cuda.attention import DecodeRows, SharedRows
 from tandem.inference.native.cuda.inputs import prefill_inputs, upload
+from tandem.inference.native.cuda.prefill import QUERY_TILE, PrefillTiles
 from tandem.inference.native.cuda.runner import CudaRunner
 
 ON_GPU = torch.cuda.is_available()

@@ -53,8 +53,12 @@ class Dataset(Generic[T]):
             "rows_held_out": len(self.held_out),
             "rows_skipped": self.counts.skipped,
             "rows_truncated": self.counts.truncated,
-            "checksum": None if self.num_train is None else self.counts.checksum,
         }
+
+    @property
+    def checksum(self) -> int | None:
+        """Of all rows; None: they are streamed."""
+        return None if self.num_train is None else self.counts.checksum
 
 
 def load_dataset(
@@ -66,8 +70,7 @@ def load_dataset(
     held_out = reader.read_all(_open_eval(config.eval_source, config)) if config.eval_source else []
     build = _streamed if config.streaming else _in_memory
     dataset = build(reader, sources, held_out, seed)
-    counts = {name: number for name, number in dataset.summary.items() if name != "checksum"}
-    logger.info("data: %s", ", ".join(f"{name} {number}" for name, number in counts.items()))
+    logger.info("data: %s", ", ".join(f"{name} {number}" for name, number in dataset.summary.items()))
     return dataset
 
 

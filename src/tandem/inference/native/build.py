@@ -48,23 +48,10 @@ def build_engine(
     exactly = config.deterministic and decoder.compute_exactly(device)
     if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
-    # Triton comes with PyTorch wherever that has CUDA; without it, a GPU runs what a CPU runs.
-    has_kernels = device.type == "cuda" and find_spec("triton") is not None
     # What a row computes must not depend on the rows beside it: in exact mode it never does.
     is_alone = config.deterministic and not exactly
     num_blocks = cache_blocks(config, spec, dtype.itemsize, cache_bytes(config, spec, dtype.itemsize, device))
-    # One block more than sequences may have: a CUDA graph has padding rows, which write somewhere too.
-    cache = KVCache(
-        spec.num_layers,
-        num_blocks + has_kernels,
-        config.block_size,
-        spec.num_kv_heads,
-        spec.head_dim,
-        dtype,
-        device,
-        heads_first=has_kernels,
-        memory=MappedMemory(device) if releasable_cache and device.type == "cuda" else None,
-    )
+    cache = new_cache(spec, num_blocks, config.block_size, dtype, device, is_releasable=releasable_cache)
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
     blocks = BlockManager(num_blocks, config.block_size)
     scheduler = Scheduler(
@@ -76,7 +63,7 @@ def build_engine(
     )
     adapters = AdapterBank(decoder)
     launcher = None
-    if has_kernels:
+    if runs_on_kernels(device):
         # Not at the top: it needs Triton.
         from tandem.inference.native.cuda.runner import CudaRunner
 
@@ -112,6 +99,29 @@ def build_engine(
     core = EngineCore(parts, eos_token_ids)
     return NativeEngine(
         core, config.seed, on_failure, check_when_idle=config.check_invariants, gather=launcher is not None
+    )
+
+
+def runs_on_kernels(device: torch.device) -> bool:
+    """Triton comes with PyTorch wherever that has CUDA; without it, a GPU runs what a CPU runs."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def new_cache(
+    spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, is_releasable: bool
+) -> KVCache:
+    """With kernels, one block more than sequences may have: padding rows of a CUDA graph write somewhere too."""
+    has_kernels = runs_on_kernels(device)
+    return KVCache(
+        spec.num_layers,
+        num_blocks + has_kernels,
+        block_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        dtype,
+        device,
+        heads_first=has_kernels,
+        memory=MappedMemory(device) if is_releasable and device.type == "cuda" else None,
     )
 
 

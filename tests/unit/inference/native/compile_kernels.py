@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tandem.inference.native.attention import KVCache
-from tandem.inference.native.cuda import attention, draw, layers, products
+from tandem.inference.native.cuda import attention, draw, layers, prefill, products
 from tandem.models.gpu import autograd, exact, kernels, logprobs
 from tandem.models.gpu.tiles import Tiles
 
@@ -38,7 +38,7 @@ def compile_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> No
     for shared in (None, attention.SharedRows(zeros, zeros[:32], zeros[:32])):
         attention.DecodeRows(zeros, int32(1), zeros, zeros.expand(5, 64), zeros, shared).attend(q, keys, values, None)
     for window in (None, 100) if dtype == BFLOAT16 else (None,):
-        attention.PrefillTiles(zeros, int32(1), *4 * [zeros[:1]]).attend(q, keys, values, window)
+        prefill.PrefillTiles(zeros, int32(1), *4 * [zeros[:1]]).attend(q, keys, values, window)
     exact.attend(q, keys, values, Tiles(zeros, *4 * [zeros[:1]]), None)
     layers.write(keys[0], values[0], zeros, keys, values)
     qkv = torch.zeros(64, (heads + 2 * kv_heads) * dim, dtype=dtype, requires_grad=True)
@@ -104,10 +104,10 @@ def main(capability: int) -> None:
 
     JITFunction.run = compile_only
     logprobs.memory_of = lambda device: 10**9
-    modules = [attention, draw, layers, kernels, exact]
+    modules = [attention, prefill, draw, layers, kernels, exact]
     if capability == HOPPER:
         modules.append(products)
-        for module in (attention, draw, layers, products):
+        for module in (attention, prefill, draw, layers, products):
             module.early = lambda device: {"EARLY": True, "launch_pdl": True}
         for shape in (NARROW, USUAL):
             compile_products(*shape)

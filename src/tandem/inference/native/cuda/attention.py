@@ -1,11 +1,11 @@
-"""Attention over the paged KV cache by Triton kernels that read its blocks where they lie.
+"""Attention of decoding rows over the paged KV cache, by Triton kernels that read its blocks where they lie.
 
     decode    one program for a piece of a row's context and a KV head; the query heads of a KV head share every load.
               Whoever ends last of the pieces of a row puts them together
     prefix    the same for several rows that begin with the same blocks, over these; decode goes on from there
-    prefill   one program for a tile of a prompt's tokens and a query head
 
-The plain PyTorch twin is `native/attention.py`, which is what a CPU runs.
+Prompts have a kernel of their own (`prefill.py`). The plain PyTorch twin is `native/attention.py`, which is what a CPU
+runs.
 """
 
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -26,7 +26,6 @@ from tandem.models.gpu.tiles import Tiles
 
 TILE = 64  # tokens of the context a program reads at once
 MANY_PROGRAMS = 1024  # which read less at once each
-QUERY_TILE = 64  # tokens of a prompt a program computes
 SMALLEST_DOT = 16  # rows that tl.dot wants at least
 HEAD_BYTES, WIDE_HEAD_BYTES = 256, 512  # of 128 numbers in half precision; of twice as many, or in float32
 MAX_PIECES = 32  # of a row that is by itself
@@ -35,7 +34,6 @@ PIECES, MANY_PIECES = 3, 7
 MERGED_BY_ONE, MERGED_BY_MORE = 16, 64  # pieces, times heads, that one warp or more put together at once
 PROGRAMS_PER_PROCESSOR = 2  # fewer leave the memory idle
 MAX_PREFIX_PARTS = 8  # which every row of a chunk reads
-LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # below every score, and a number: the difference of two infinities is none
 
 
@@ -66,23 +64,23 @@ def _attend_to(
     return top, total, result
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["num_parts"])
 def _prefix(
     q, keys, values, table, columns, shared, chunk_first, chunk_count, part_max, part_sum, part_out,
-    block_stride, token_stride, head_stride, scale, splits,
+    block_stride, token_stride, head_stride, scale, num_parts,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(EARLY)
-    chunk, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     count = tl.load(chunk_count + chunk)
     if count == 0:
         return
     row = tl.load(chunk_first + chunk)
     length = tl.load(shared + row)
-    share = tl.cdiv(tl.cdiv(length, TILE), splits) * TILE
-    begin = split * share
+    share = tl.cdiv(tl.cdiv(length, TILE), num_parts) * TILE
+    begin = part * share
     end = tl.minimum(begin + share, length)
     d, g = tl.arange(0, PADDED), tl.arange(0, ROWS)
     mask = (g < count * GROUP)[:, None] & (d < HEAD_DIM)[None, :]
@@ -94,7 +92,7 @@ def _prefix(
         queries, keys, values, blocks, begin, end, head, top, total, tl.zeros([ROWS, PADDED], tl.float32),
         block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE,
     )  # fmt: skip
-    at = heads * splits + split
+    at = heads * num_parts + part
     tl.store(part_max + at, top, mask=g < count * GROUP)
     tl.store(part_sum + at, total, mask=g < count * GROUP)
     tl.store(part_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
@@ -189,76 +187,6 @@ def _merge(
     tl.store(out + (to * GROUP + g)[:, None] * HEAD_DIM + d[None, :], result, mask=is_number)
 
 
-@triton.jit
-def _attend_below(
-    queries, at, keys, values, blocks, begin, end, head, top, total, result,
-    block_stride, token_stride, head_stride, scale,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SEES_ALL: tl.constexpr,
-):  # fmt: skip
-    """Like `_attend_to`, with queries at many positions, and scores in powers of two. Where every query sees all of the
-    context from `begin` to `end`, nothing is masked."""
-    d = tl.arange(0, PADDED)
-    is_dim = d < HEAD_DIM
-    for start in range(begin, end, TILE):
-        t = start + tl.arange(0, TILE)
-        inside = (t < end) | SEES_ALL
-        block = tl.load(blocks + t // BLOCK, mask=inside, other=0).to(tl.int64)
-        where = block * block_stride + (t % BLOCK) * token_stride + head * head_stride
-        if SEES_ALL and HEAD_DIM == PADDED:
-            k = tl.load(keys + where[None, :] + d[:, None])
-            v = tl.load(values + where[:, None] + d[None, :])
-        else:
-            k = tl.load(keys + where[None, :] + d[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
-            v = tl.load(values + where[:, None] + d[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        scores = tl.dot(queries, k, input_precision="ieee")
-        if not SEES_ALL:
-            distance = at[:, None] - t[None, :]
-            visible = distance >= 0
-            if WINDOW > 0:
-                visible = visible & (distance < WINDOW)
-            scores = tl.where(visible, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-        shrink, p = tl.exp2(top - new_top), tl.exp2(scores * scale - new_top[:, None])
-        result = tl.dot(p.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
-        total, top = total * shrink + tl.sum(p, axis=1), new_top
-    return top, total, result
-
-
-@triton.jit
-def _prefill(
-    q, keys, values, table, columns, tile_rows, tile_tokens, tile_positions, tile_counts, out,
-    block_stride, token_stride, head_stride, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    wait_for_previous(EARLY)
-    tile, head = tl.program_id(0), tl.program_id(1)
-    token, count = tl.load(tile_tokens + tile), tl.load(tile_counts + tile)
-    position = tl.load(tile_positions + tile)
-    r, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    mask = (r < count)[:, None] & (d < HEAD_DIM)[None, :]
-    heads = (token + r).to(tl.int64) * HEADS + head
-    queries = tl.load(q + heads[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-    blocks = table + tl.load(tile_rows + tile).to(tl.int64) * tl.load(columns)
-    first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
-    seen_by_all = first if WINDOW > 0 else (position + 1) // TILE * TILE
-    top, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
-    result = tl.zeros([ROWS, PADDED], tl.float32)
-    at, kv_head = position + r, head // (HEADS // KV_HEADS)
-    scale = scale * LOG2_E
-    top, total, result = _attend_below(
-        queries, at, keys, values, blocks, first, seen_by_all, kv_head, top, total, result,
-        block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE, WINDOW, True,
-    )  # fmt: skip
-    top, total, result = _attend_below(
-        queries, at, keys, values, blocks, seen_by_all, position + count, kv_head, top, total, result,
-        block_stride, token_stride, head_stride, scale, HEAD_DIM, PADDED, BLOCK, TILE, WINDOW, False,
-    )  # fmt: skip
-    result = (result / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + heads[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
-
-
 @dataclass(frozen=True)
 class SharedRows:
     """Chunks of rows that begin with the same blocks (native/shared_prompts.py)."""
@@ -296,8 +224,8 @@ class DecodeRows:
         if shared is not None:
             prefix_parts = num_prefix_parts(max(1, num_rows // ROWS_AT_ONCE) * num_kv_heads, q.device)
             prefix = self._attend_to_shared(shared, q, keys, values, prefix_parts)
-        parts = [q.new_empty(num_pieces, num_heads, size, dtype=torch.float32) for size in (1, 1, head_dim)]
-        shape, heads = _shape_of(q, keys), triton.next_power_of_2(num_heads // num_kv_heads)
+        parts = _new_parts(q, num_pieces, num_heads)
+        shape, heads = shape_of(q, keys), triton.next_power_of_2(num_heads // num_kv_heads)
         tile, warps, stages = decode_tile(shape["PADDED"], q.element_size(), num_rows * num_kv_heads)
         merged = MERGED_BY_ONE if warps == 1 else MERGED_BY_MORE
         _decode[(num_kv_heads, num_pieces)](
@@ -310,67 +238,33 @@ class DecodeRows:
         return out
 
     def _attend_to_shared(
-        self, shared: SharedRows, q: Tensor, keys: Tensor, values: Tensor, splits: int
+        self, shared: SharedRows, q: Tensor, keys: Tensor, values: Tensor, num_parts: int
     ) -> list[Tensor]:
         """Parts of the result, of every row that is in a chunk."""
         _, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[2]
-        parts, shape = _new_parts(q, splits), _shape_of(q, keys)
+        parts, shape = _new_parts(q, *q.shape[:2], num_parts), shape_of(q, keys)
         rows = max(SMALLEST_DOT, triton.next_power_of_2(ROWS_AT_ONCE * num_heads // num_kv_heads))
         tile = most_tokens(shape["PADDED"] * q.element_size(), WIDE_HEAD_BYTES)
-        _prefix[(len(shared.first), num_kv_heads, splits)](
+        _prefix[(len(shared.first), num_kv_heads, num_parts)](
             q, keys, values, self.table, self.columns, shared.tokens, shared.first, shared.count, *parts,
-            *keys.stride()[:3], head_dim**-0.5, splits, **shape, ROWS=rows, TILE=tile,
+            *keys.stride()[:3], head_dim**-0.5, num_parts, **shape, ROWS=rows, TILE=tile,
             num_warps=2 if rows <= 16 and shape["PADDED"] <= 128 else 4, num_stages=3, **early(q.device),
         )  # fmt: skip
         return parts
 
 
-def _new_parts(q: Tensor, splits: int) -> list[Tensor]:
+def _new_parts(q: Tensor, *shape: int) -> list[Tensor]:
     """For the greatest score, the sum of exponentials and the sum of values of each part of a context."""
-    shape = (*q.shape[:2], splits)
-    return [q.new_empty(size, dtype=torch.float32) for size in (shape, shape, (*shape, q.shape[2]))]
+    return [q.new_empty(*shape, size, dtype=torch.float32) for size in (1, 1, q.shape[2])]
 
 
-def _shape_of(q: Tensor, keys: Tensor) -> dict[str, int]:
-    """What the kernels of decoding are compiled for."""
+def shape_of(q: Tensor, keys: Tensor) -> dict[str, int]:
+    """What kernels of attention are compiled for."""
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = keys.shape
     padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
     return {"HEADS": num_heads, "KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "PADDED": padded, "BLOCK": block_size}
-
-
-@dataclass(frozen=True)
-class PrefillTiles:
-    """Chunks of prompts, each cut into tiles: of at most QUERY_TILE tokens, or what exact mode takes."""
-
-    table: Tensor  # (rows * columns,) int32
-    columns: Tensor  # (1,) int32
-    rows: Tensor  # (tiles,) int32: whose blocks
-    tokens: Tensor  # (tiles,) int32: the first token, among those of the step
-    positions: Tensor  # (tiles,) int32: that token's place in its sequence
-    counts: Tensor  # (tiles,) int32; 0: no tile
-
-    @property
-    def tiles(self) -> Tiles:
-        """For exact mode, which takes smaller ones."""
-        return Tiles(self.table, self.rows * self.columns, self.tokens, self.positions + 1, self.counts)
-
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-        """q (tokens, heads, head_dim) -> like q."""
-        _, num_heads, head_dim = q.shape
-        _, block_size, num_kv_heads, _ = keys.shape
-        out = torch.empty_like(q)
-        padded = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
-        head_bytes = padded * q.element_size()
-        _prefill[(len(self.rows), num_heads)](
-            q, keys, values, self.table, self.columns, self.rows, self.tokens, self.positions, self.counts, out,
-            *keys.stride()[:3], head_dim**-0.5,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED=padded, BLOCK=block_size,
-            ROWS=QUERY_TILE, TILE=most_tokens(head_bytes, HEAD_BYTES), WINDOW=window or 0,
-            num_warps=4, num_stages=2 if head_bytes <= WIDE_HEAD_BYTES else 1, **early(q.device),
-        )  # fmt: skip
-        return out
 
 
 def decode_tile(padded: int, element_bytes: int, num_programs: int) -> tuple[int, int, int]:

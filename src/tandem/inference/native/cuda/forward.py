@@ -12,7 +12,8 @@ from torch import Tensor
 from tandem.inference.native.attention import KVCache
 from tandem.inference.native.cuda import layers as kernels
 from tandem.inference.native.cuda import products
-from tandem.inference.native.cuda.attention import DecodeRows, PrefillTiles
+from tandem.inference.native.cuda.attention import DecodeRows
+from tandem.inference.native.cuda.prefill import PrefillTiles
 from tandem.models import exact
 from tandem.models.decoder import Decoder, DecoderLayer, Projection
 from tandem.models.gpu.tiles import Tiles

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.inference.native.cuda.attention import DecodeRows, PrefillTiles, SharedRows
+from tandem.inference.native.cuda.attention import DecodeRows, SharedRows
 from tandem.inference.native.cuda.draw import DrawRows
+from tandem.inference.native.cuda.prefill import PrefillTiles
 from tandem.inference.native.pieces import cut_contexts
 from tandem.inference.native.sampler import SamplingRows, uniforms
 from tandem.inference.native.shared_prompts import SharedPrompts

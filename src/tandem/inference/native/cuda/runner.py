@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.inference.native.attention import KVCache, to_device
-from tandem.inference.native.cuda.attention import QUERY_TILE, num_pieces
+from tandem.inference.native.cuda.attention import num_pieces
 from tandem.inference.native.cuda.draw import DrawnOnDevice, DrawRows, draw
 from tandem.inference.native.cuda.forward import ExactDecoder, FusedDecoder
 from tandem.inference.native.cuda.inputs import (
@@ -35,6 +35,7 @@ from tandem.inference.native.cuda.inputs import (
     prefill_inputs,
     upload,
 )
+from tandem.inference.native.cuda.prefill import QUERY_TILE
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
 from tandem.inference.native.sampler import NO_TOP, Drawn, sampling_rows
 from tandem.inference.native.shared_prompts import SharedPrompts, find_shared
