@@ -23,7 +23,7 @@ class SweepConfig(Config):
     """Show the state and the last metrics of every run, and write results.csv and results.svg."""
 
     resume: bool = False
-    """Submit what failed again (with --local: run it here). Runs go on from their newest checkpoint."""
+    """Submit what failed or was stopped again (with --local: run it here). Runs go on from their newest checkpoint."""
 
     array: bool = True
     """Submit an array job. --no-array: one job per run."""
@@ -36,7 +36,7 @@ class SweepConfig(Config):
         if sum([self.submit, self.local, self.status]) > 1:
             raise ValueError("--submit, --local and --status are three things to do; give one of them")
         if self.resume and self.status:
-            raise ValueError("--resume starts what failed and --status starts nothing; give one of them")
+            raise ValueError("--resume starts runs again and --status starts nothing; give one of them")
         if not self.array and self.max_jobs is not None and not self.local:
             raise ValueError(f"--max-jobs {self.max_jobs} limits an array or --local; leave out --no-array")
         return self

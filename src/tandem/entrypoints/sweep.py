@@ -20,7 +20,7 @@ Reads an experiment file in which any value may be a list; every combination bec
   sweep config.yaml --submit            submit them to SLURM as an array; --max-jobs 4: four at a time
   sweep config.yaml --local             run them on this machine
   sweep config.yaml --status            states and last metrics; writes results.csv and results.svg
-  sweep config.yaml --resume            submit what failed again
+  sweep config.yaml --resume            submit what failed or was stopped again
 docs/sweeps.md describes the file."""
 
 

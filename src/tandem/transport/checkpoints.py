@@ -8,7 +8,7 @@ checkpoints/step_000012/manifest.json       written last, over all of it
 import logging
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,23 @@ def remove_superseded(run_dir: RunDir, newest: int, config: CheckpointConfig) ->
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def is_finished(run_dir: RunDir, processes: Sequence[str], max_steps: int) -> bool:
-    """Whether all of them have said so of this length since they were last started, and the weights are whole."""
+def last_events(run_dir: RunDir, processes: Sequence[str]) -> list[dict[str, Any]]:
+    """What each of them last said: that it was started, finished or stopped; {}: nothing."""
     last: dict[str, dict[str, Any]] = {}
     for event in read_json_lines(run_dir.events):
-        if event.get("event") in ("started", "finished"):
+        if event.get("event") in ("started", "finished", "stopped"):
             last[str(event.get("process"))] = event
-    ends = [last.get(process, {}) for process in processes]
-    if not all(end.get("event") == "finished" and end.get("step") == max_steps for end in ends):
+    return [last.get(process, {}) for process in processes]
+
+
+def is_end(event: Mapping[str, Any], max_steps: int) -> bool:
+    """Of a run of this length."""
+    return event.get("event") == "finished" and event.get("step") == max_steps
+
+
+def is_finished(run_dir: RunDir, processes: Sequence[str], max_steps: int) -> bool:
+    """Whether all of them have said so of this length since they were last started, and the weights are whole."""
+    if not all(is_end(event, max_steps) for event in last_events(run_dir, processes)):
         return False
     try:
         verify_manifest(run_dir.weights / step_name(max_steps), max_steps)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.launch.sweep.folder import Run
-from tandem.launch.sweep.states import progress_of
+from tandem.launch.sweep.states import UNFINISHED, progress_of
 from tandem.utils.errors import UserError
 from tandem.utils.processes import Stopped
 
@@ -15,8 +15,8 @@ POLL_S = 0.1
 
 
 def run_here(output_dir: Path, runs: Sequence[Run], *, resume: bool, max_jobs: int) -> bool:
-    """Run what is not finished (with `resume`: what failed), `max_jobs` at a time. Returns whether all went well."""
-    wanted = ("failed",) if resume else ("written", "failed")
+    """Run what is not finished (with `resume`: what was begun), `max_jobs` at a time. Returns whether all went well."""
+    wanted = UNFINISHED if resume else ("written", *UNFINISHED)
     items = [item for item in progress_of(output_dir, runs) if item.state in wanted or item.evaluation in wanted]
     waiting = [item.run for item in items]
     trained = [item.run.name for item in items if item.state == "finished"]

@@ -8,15 +8,18 @@ from typing import Any, Literal
 
 from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.sweep.folder import Run, read_jobs
+from tandem.transport.checkpoints import is_end, last_events
 from tandem.utils.errors import file_damage
-from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.files import read_json
 from tandem.utils.metrics import is_number, read_metrics
 from tandem.utils.run_dir import RunDir
 from tandem.utils.run_lock import read_holder
 
 logger = logging.getLogger(__name__)
 
-State = Literal["written", "pending", "running", "finished", "failed", "damaged"]
+# A run that was stopped has saved its last step: it was told to end by `scancel`, a time limit or Ctrl-C.
+State = Literal["written", "pending", "running", "finished", "stopped", "failed", "damaged"]
+UNFINISHED = ("stopped", "failed")  # which `--resume` goes on with
 PROCESSES = {"rl": ("orchestrator", "trainer"), "sft": ("sft",), "align": ("align",)}
 # What is shown of a run, the most telling first.
 METRICS = {
@@ -73,24 +76,17 @@ def _evaluation(run: Run, job: str, under_way: Mapping[str, str]) -> State | Non
 
 
 def _state(run: Run, job: str, under_way: Mapping[str, str], max_steps: int | None) -> State:
-    if max_steps is not None and is_finished(run, max_steps):
+    last = last_events(RunDir(run.directory), PROCESSES[run.command])
+    if max_steps is not None and all(is_end(event, max_steps) for event in last):
         return "finished"
     if job in under_way:
         return "running" if under_way[job] == "running" else "pending"
     holder = read_holder(run.directory / "trainer.lock")
     if holder is not None and (holder.is_alive() if holder.is_on_this_machine() else not job):
         return "running"
+    if any(event.get("event") == "stopped" for event in last):
+        return "stopped"
     return "failed" if job or run.directory.exists() else "written"
-
-
-def is_finished(run: Run, max_steps: int) -> bool:
-    """Whether every process has said so of this length since it was last started."""
-    last: dict[str, dict[str, Any]] = {}
-    for event in read_json_lines(RunDir(run.directory).events):
-        if event.get("event") in ("started", "finished"):
-            last[str(event.get("process"))] = event
-    ends = [last.get(process, {}) for process in PROCESSES[run.command]]
-    return all(end.get("event") == "finished" and end.get("step") == max_steps for end in ends)
 
 
 def last_metrics(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tandem.launch.slurm.client import require_slurm, submit
 from tandem.launch.slurm.job import as_pattern, sbatch_lines
 from tandem.launch.sweep.folder import EVALUATION, SCRIPT, Run, alone, store_jobs
-from tandem.launch.sweep.states import progress_of
+from tandem.launch.sweep.states import UNFINISHED, progress_of
 from tandem.utils.files import write_atomic
 
 # Options of a job script that are its own, and not those of the array.
@@ -24,13 +24,13 @@ class Submitted:
 
 
 def submit_runs(output_dir: Path, runs: Sequence[Run], *, resume: bool, array: bool, max_jobs: int | None) -> Submitted:
-    """Submit what was never submitted or, with `resume`, what failed."""
+    """Submit what was never submitted or, with `resume`, what was stopped or failed."""
     require_slurm()
-    wanted = "failed" if resume else "written"
+    wanted = UNFINISHED if resume else ("written",)
     with alone(output_dir):
         items = progress_of(output_dir, runs)
-        chosen = [item.run for item in items if item.state == wanted]
-        evaluated = [item.run for item in items if item.evaluation == wanted]
+        chosen = [item.run for item in items if item.state in wanted]
+        evaluated = [item.run for item in items if item.evaluation in wanted]
         for run in evaluated:
             store_jobs(output_dir, "evaluation", {run.name: submit(run.evaluation_script)})
         if array:

@@ -112,6 +112,24 @@ def test_states_come_from_files_and_from_the_queue(write: Write, monkeypatch: py
     assert draw(items).count("<polyline") == 2
 
 
+def test_a_run_that_was_told_to_end_is_stopped_and_goes_on(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    output_dir, runs = entrypoint.write(write("learning_rate: [1.0e-4, 2.0e-4, 3.0e-4]"))
+    store_jobs(output_dir, "run", {run.name: f"7_{number}" for number, run in enumerate(runs)})
+    for run in runs:
+        finish(run, step=2)
+    for run in runs[:2]:
+        stopped = {"event": "stopped", "process": run.command, "step": 2, "signal": "SIGTERM"}
+        append_json_line(run.directory / "events.jsonl", stopped)
+    finish(runs[1], step=2)  # started again
+    monkeypatch.setattr("tandem.launch.sweep.states.jobs_under_way", lambda: {"7_1": "running"})
+    assert [item.state for item in progress_of(output_dir, runs)] == ["stopped", "running", "failed"]
+    monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
+    monkeypatch.setattr("tandem.launch.sweep.submit.submit", lambda *_: "8")
+    assert submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None).runs == []
+    resumed = submit_runs(output_dir, runs, resume=True, array=True, max_jobs=None).runs
+    assert resumed == [runs[0].name, runs[2].name]
+
+
 def test_damaged_metrics_and_results_are_left_out_of_the_table(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     output_dir, runs = entrypoint.write(write(TWO, "max_steps: 3", rest="evaluation:\n  env: reverse-text"))
     for run, results in zip(runs, ({"results": []}, {"results": [{"scores": {"reward": None}}]}), strict=True):
