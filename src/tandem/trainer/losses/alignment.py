@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.config.align import AlignLossConfig
 from tandem.trainer.losses.kl import kl_estimate
 from tandem.trainer.losses.metrics import mean_of
+from tandem.trainer.losses.own import compute_own
 from tandem.trainer.losses.preference import (
     PairStreams,
     cpo_loss,
@@ -19,7 +20,7 @@ from tandem.trainer.losses.preference import (
     simpo_loss,
 )
 from tandem.trainer.losses.sequences import sequence_lengths, sum_by_sequence
-from tandem.trainer.losses.types import LossOutput, require_gradient, require_losses
+from tandem.trainer.losses.types import LossOutput, require_gradient
 from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
 from tandem.utils.registry import load_function
 
@@ -84,7 +85,7 @@ def own_loss(
     function = load_function(config.type, config.options, "loss")
 
     def compute(streams: PairStreams | LabeledStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
-        output = require_losses(function(streams), len(streams), config.type, unit)
+        output = compute_own(function, streams, len(streams), config.type, unit)
         require_gradient(output.losses, config.type)
         return LossOutput(output.losses.sum(), output.metrics)
 

@@ -13,10 +13,11 @@ from tandem.trainer.losses.correction import correction_weights
 from tandem.trainer.losses.kl import k3, kl_estimate, kl_losses, kl_rewards
 from tandem.trainer.losses.metrics import Metric, loss_part, maximum_of, mean_of
 from tandem.trainer.losses.normalization import token_weights
+from tandem.trainer.losses.own import compute_own
 from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 from tandem.trainer.losses.sequences import discounted_sums
-from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams, require_gradient, require_losses
+from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams, require_gradient
 from tandem.utils.registry import load_function
 
 PolicyLoss = Callable[[PolicyStreams], LossOutput]
@@ -36,7 +37,7 @@ def find_token_loss(config: LossConfig) -> TokenLoss:
 
 
 def checked_losses(function: TokenLoss, name: str, streams: PolicyStreams) -> Losses:
-    return require_losses(function(streams), len(streams.logprobs), name, "token")
+    return compute_own(function, streams, len(streams.logprobs), name, "token")
 
 
 def needs_reference(config: LossConfig) -> bool:

@@ -15,6 +15,7 @@ from tandem.envs.failures import failure_of
 from tandem.envs.limited import TRIAL_TIMEOUT_S, try_within
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
 from tandem.trainer.losses.objective import make_policy_loss, needs_entropy_gradient, needs_reference, needs_teacher
+from tandem.trainer.losses.own import OwnLossFailed
 from tandem.trainer.losses.types import LossOutput, PolicyStreams
 from tandem.utils.errors import UserError
 
@@ -105,9 +106,10 @@ def _try_size(
     example = "a tiny example" if size else "a micro-batch without tokens, which ranks with too few sequences get"
     try:
         return try_within(timeout_s, f"loss.type = {name!r}", compute)
-    except UserError as error:
-        raise UserError(str(error).replace("loss.", f"{section}.", 1)) from error
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as raised:  # by the user's function, or by the backward pass through it
+        error = raised.__cause__ if isinstance(raised, OwnLossFailed) and raised.__cause__ else raised
+        if isinstance(error, UserError):
+            raise UserError(str(error).replace("loss.", f"{section}.", 1)) from error
         failure = failure_of(error)
         if _wants_another_device(error):
             logger.warning(

@@ -99,6 +99,16 @@ def measures_tokens(streams: PolicyStreams) -> Losses:
     return Losses(-streams.logprobs, {"own/mean": mean_of(streams.logprobs)} if len(streams.logprobs) else {})
 
 
+def raises_later(streams: PolicyStreams) -> Losses:
+    if streams.old_logprobs.max() == streams.old_logprobs.min():
+        return Losses(-streams.logprobs)
+    return Losses(-streams.logprobs[{"a": 1}["b"]])
+
+
+def fills_the_gpu(streams: PolicyStreams) -> Losses:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 LET_GO = threading.Event()
 
 
@@ -180,6 +190,18 @@ def test_what_cannot_be_learned_from_is_a_mistake_of_one_line(train, loss: dict[
     with pytest.raises(UserError, match=message) as caught:
         train("refused", loss)
     assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_raises_in_the_middle_of_a_run_is_told_by_the_users_lines_alone(train) -> None:
+    place = r"\(own_loss_of_a_test\.py:\d+ in raises_later\)"
+    with pytest.raises(UserError, match=rf"^loss\.type = '.*:raises_later' failed: KeyError: 'b' {place}\n") as caught:
+        train("raises", {"type": "own_loss_of_a_test:raises_later"})
+    assert str(caught.value).count("  File ") == 1 and '{"a": 1}["b"]' in str(caught.value)
+
+
+def test_a_full_gpu_is_no_mistake_of_the_function(train) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train("full", {"type": "own_loss_of_a_test:fills_the_gpu"})
 
 
 @pytest.mark.parametrize(("loss", "message"), UNLEARNABLE)
