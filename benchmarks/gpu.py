@@ -47,7 +47,7 @@ SECTIONS = {
         "gpu_rollouts.py",
         ("--shapes", "Qwen3-0.6B"),
         ("--shapes", "tiny", "--sides", "tandem", "lora", "http", "--uneven"),
-        240,
+        260,
     ),
     "rl": Section(
         "gpu_rl.py",
@@ -64,7 +64,7 @@ SECTIONS = {
     ),
     "offline": Section(
         "gpu_offline.py",
-        ("--ways", "sft", "align, DPO", "sft, checkpointing of MLPs", "align, DPO, checkpointing of MLPs"),
+        ("--ways", "sft", "sft, checkpointing of MLPs", "align, DPO"),
         (
             *("--shape", "tiny", "--steps", "4", "--length", "64", "--peers"),
             *("--ways", "sft, checkpointing of MLPs", "sft, LoRA", "align, DPO"),

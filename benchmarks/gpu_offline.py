@@ -10,8 +10,8 @@ tokens that share a prompt of 128. Medians over the steps after the first three,
 
 TRL gets the same rows, in batches of as many, in bfloat16 by autocast over float32 weights, as ours has. It computes a
 pair's prompt twice; tokens are counted once on both sides, so that the ratio is that of the time. Both keep all
-activations, as is our default, or compute every layer again (`checkpointing`), as is TRL's. We can compute MLPs alone
-again, which stands beside TRL with all activations kept.
+activations, as is our default, or compute every layer again (`checkpointing`), as is TRL's. We can compute less than
+layers again, MLPs or what needs no matrix product, which stands beside TRL with all activations kept.
 """
 
 import argparse
@@ -30,13 +30,16 @@ from gpu_rollouts import SHAPES, make_in_process
 
 WARM_UP_STEPS = 3
 NUM_ROWS = 64
-CHECKPOINTED, MLP_CHECKPOINTED = (["--parallel.gradient-checkpointing", what] for what in ("1", "mlp"))
+CHECKPOINTED, MLP_CHECKPOINTED, ELEMENTWISE = (
+    ["--parallel.gradient-checkpointing", what] for what in ("1", "mlp", "elementwise")
+)
 WAYS: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", []),
     "sft, LoRA": ("sft", ["--lora.rank", "16"]),
     "align, DPO": ("align", ["--loss.type", "dpo"]),
     "sft, checkpointing": ("sft", CHECKPOINTED),
     "align, DPO, checkpointing": ("align", ["--loss.type", "dpo", *CHECKPOINTED]),
+    "sft, elementwise": ("sft", ELEMENTWISE),
     "sft, checkpointing of MLPs": ("sft", MLP_CHECKPOINTED),
     "align, DPO, checkpointing of MLPs": ("align", ["--loss.type", "dpo", *MLP_CHECKPOINTED]),
 }
@@ -48,7 +51,11 @@ TRL: dict[str, tuple[str, list[str]]] = {
     "align, DPO, checkpointing": ("dpo", ["--gradient-checkpointing"]),
 }
 # Of ways that TRL does not have, the one of TRL that they stand beside.
-BESIDE = {"sft, checkpointing of MLPs": "sft", "align, DPO, checkpointing of MLPs": "align, DPO"}
+BESIDE = {
+    "sft, elementwise": "sft",
+    "sft, checkpointing of MLPs": "sft",
+    "align, DPO, checkpointing of MLPs": "align, DPO",
+}
 
 
 def write_rows(folder: Path, vocab_size: int, length: int) -> dict[str, Path]:
@@ -111,13 +118,11 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def measure_all(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = make_in_process(args.shape, folder / args.shape)
     rows = write_rows(folder, SHAPES[args.shape].vocab_size, args.length)
-    tokens: dict[str, int] = {}
     for way in args.ways:
         found = measure(way, model, rows, folder, args)
-        tokens[way] = found.get("tokens", 0)
         yield {"way": way, "side": "ours"} | found
-    for way in [way for way in args.ways if "TRL" in args.peers and way in TRL and tokens[way]]:
-        yield {"way": way, "side": "TRL"} | measure_trl(way, tokens[way], model, rows[WAYS[way][0]], args)
+        if "TRL" in args.peers and way in TRL and "tokens" in found:
+            yield {"way": way, "side": "TRL"} | measure_trl(way, found["tokens"], model, rows[WAYS[way][0]], args)
 
 
 def peer_of(mine: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
