@@ -101,10 +101,9 @@ def ours(shape: dict[str, Any], work: Work, **parallel: Any) -> Step:
         decoder = Decoder(ModelSpec.from_config(shape))
     _randomize(decoder)
     decoder.compute_dtype = torch.bfloat16
-    ways = ParallelConfig.model_validate(parallel)
-    model = LanguageModel(decoder, keep_logits=keeps_logits(ways.gradient_checkpointing))
-    config = ModelConfig(name=Path(), dtype="bfloat16")
-    options = OptimizerConfig(), ways, Ranks.single(DEVICE)
+    config, parallel_config = ModelConfig(name=Path(), dtype="bfloat16"), ParallelConfig.model_validate(parallel)
+    model = LanguageModel(decoder, keep_logits=keeps_logits(parallel_config.gradient_checkpointing))
+    options = OptimizerConfig(), parallel_config, Ranks.single(DEVICE)
     stepper = make_stepper(model, decoder.layers, config, *options, Predictions)
     batch = work.packed()
     tokens = tokens_per_microbatch(stepper, 0, least=4096, deterministic=False)

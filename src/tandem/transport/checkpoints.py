@@ -117,7 +117,7 @@ def last_events(run_dir: RunDir, processes: Sequence[str]) -> list[dict[str, Any
 
 
 def is_end(event: Mapping[str, Any], max_steps: int) -> bool:
-    """Of a run of this length."""
+    """Whether it says that a run of this length is finished."""
     return event.get("event") == "finished" and event.get("step") == max_steps
 
 
