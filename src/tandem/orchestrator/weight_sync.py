@@ -6,6 +6,7 @@ should serve; requests that were open when it went away are sent again, to anoth
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import step_name
 
 POLL_S = 0.002
+LOOK_AGAIN_S = 0.02  # the most that a version announced without a change of mtime is late by
 LOADING_POLL_S = 0.1
 MAX_SESSIONS = 100_000
 logger = logging.getLogger(__name__)
@@ -152,11 +154,12 @@ class Policy:
         meets one version only.
         """
         while self.version < last_version:
-            changed = last_change(self.weights_folder)
+            changed, look_again = last_change(self.weights_folder), time.monotonic() + LOOK_AGAIN_S
             newest = newest_version(self.weights_folder)
             if newest is None or newest <= self.version:
-                # A version appears by a rename within the folder, which is cheaper to notice than to look for.
-                while last_change(self.weights_folder) == changed:
+                # A version appears by a rename, which changes the folder's mtime: cheaper to see than the listing. Two
+                # renames within one tick of the file system's clock leave the same mtime, hence the second condition.
+                while last_change(self.weights_folder) == changed and time.monotonic() < look_again:
                     await asyncio.sleep(POLL_S)
                 continue
             previous = self.version

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
 from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest
@@ -9,19 +10,22 @@ from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
+LOOK_AGAIN_S = 1.0
 
 
 async def wait_for_whole(path: Path, version: int, deadline: Deadline) -> None:
-    """Every file is read and compared, but only once for each time that the version is published."""
-    looked_at = None
+    """Every file is read and compared: when the manifest is another one, and once in a while in case only its
+    timestamp, which may be coarse, says that it is the same."""
+    looked_at, look_again = None, 0.0
     while True:
         published = _stamp(path / MANIFEST)
-        if published is not None and published != looked_at:
-            looked_at = published
+        if published is not None and (published != looked_at or time.monotonic() >= look_again):
+            looked_at, started = published, time.monotonic()
             try:
                 await asyncio.to_thread(verify_manifest, path, version)
             except DamagedWeights as error:
                 logger.warning("%s; waiting for the trainer to publish version %d again", error, version)
+                look_again = time.monotonic() + LOOK_AGAIN_S + 10 * (time.monotonic() - started)
             else:
                 return
         deadline.check()

@@ -1,6 +1,7 @@
 """The policy follows the newest published weights, and gives them again to a server that was started again."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +137,24 @@ def test_a_version_is_not_loaded_twice(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert client.loaded == [("step_000003", 3)]
+
+
+def test_a_version_is_seen_even_if_the_folder_keeps_its_mtime(tmp_path: Path) -> None:
+    """File systems with coarse timestamps: two changes within one tick leave the same mtime."""
+    client = FakeClient()
+
+    async def run() -> None:
+        publish(tmp_path, 1)
+        policy = make_policy(client, tmp_path, 1)
+        following = asyncio.ensure_future(policy.follow(2, ignore))
+        await asyncio.sleep(0.02)
+        seen = tmp_path.stat().st_mtime_ns
+        publish(tmp_path, 2)
+        os.utime(tmp_path, ns=(seen, seen))
+        await asyncio.wait_for(following, 10)
+
+    asyncio.run(run())
+    assert client.loaded == [("step_000002", 2)]
 
 
 def test_whoever_waits_for_the_next_update_is_told(tmp_path: Path) -> None:

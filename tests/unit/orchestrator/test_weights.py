@@ -53,6 +53,22 @@ def test_damaged_ones_are_read_once_and_waited_for(tmp_path: Path, monkeypatch, 
     assert "does not match its checksum; waiting for the trainer to publish version 3 again" in caplog.text
 
 
+def test_a_new_version_is_read_even_if_its_timestamp_is_the_old_one(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "step_000003"
+    publish(folder)
+    (folder / "model.safetensors").write_bytes(b"Weights")
+    monkeypatch.setattr(weights, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(weights, "_stamp", lambda path: (1, 1))
+
+    async def run() -> None:
+        waiting = asyncio.ensure_future(wait_for_whole(folder, 3, deadline(10.0)))
+        await asyncio.sleep(0.1)
+        publish(folder)
+        await waiting
+
+    asyncio.run(run())
+
+
 def test_the_wait_has_an_end(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for the trainer's weights"):
         asyncio.run(wait_for_whole(tmp_path / "step_000003", 3, deadline(0.1)))

@@ -124,7 +124,8 @@ def fingerprint(model: ModelConfig, keys: Iterable[bytes]) -> str:
     digest = hashlib.sha256(f"{model.name.resolve()} {model.dtype}".encode())
     for file in weight_files(model.name):
         status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+        # ctime too: a copy that preserves timestamps gives other content the same size and mtime.
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}".encode())
     for key in keys:
         digest.update(key)
     return digest.hexdigest()

@@ -57,9 +57,15 @@ def test_the_cache_stands_for_the_same_model_and_the_same_rows(make_stepper, row
     os.utime(model_dir / "model.safetensors", ns=(0, 0))
     precompute(stepper, [rows[:-1]], model, 1000, cache)
     assert len(asked) == 5, "other weights have another reference"
+    replacement = model_dir / "replacement"
+    shutil.copyfile(model_dir / "model.safetensors", replacement)
+    os.utime(replacement, ns=(0, 0))  # as `cp -p` and rsync do
+    replacement.replace(model_dir / "model.safetensors")
+    precompute(stepper, [rows[:-1]], model, 1000, cache)
+    assert len(asked) == 6, "another file of the same size and mtime was taken for the old one"
     cache.write_bytes(cache.read_bytes()[:-8])
     precompute(stepper, [rows[:-1]], model, 1000, cache)
-    assert len(asked) == 6, "a damaged cache was believed"
+    assert len(asked) == 7, "a damaged cache was believed"
 
 
 def test_places_are_told_apart_beyond_what_float32_counts() -> None:
