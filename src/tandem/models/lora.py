@@ -70,18 +70,22 @@ AdapterWeights = Mapping[str, LowRank]
 
 def read_adapter(folder: Path, decoder: Decoder) -> AdapterWeights:
     """The adapter of a directory, for this decoder, in its precision and on its device."""
-    config = _read_config(folder)
+    if not (folder / CONFIG).exists():
+        raise AdapterMismatch(f"{folder} is no LoRA adapter: there is no {CONFIG} in it")
+    config = read_table(folder / CONFIG)
     try:
         tensors = read_file(folder / WEIGHTS)
     except WeightMismatch as error:
         raise AdapterMismatch(str(error)) from error
-    return make_adapter(tensors, config, str(folder / WEIGHTS), decoder)
+    return make_adapter(tensors, config, folder, decoder)
 
 
 def make_adapter(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], origin: str, decoder: Decoder
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path, decoder: Decoder
 ) -> AdapterWeights:
-    """The same of tensors under PEFT's names."""
+    """The same from tensors under PEFT's names; `folder` is where their files are or will be."""
+    check_config(config, folder / CONFIG)
+    modules = dict(decoder.named_modules())
     factors: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         module, side = _parse_key(key)
@@ -98,25 +102,21 @@ def make_adapter(
         module = f"{path}.{FUSED.get(projection, projection)}"
         parts.setdefault(module, {})[projection] = Piece(sides["A"], sides["B"], scale)
     if not parts:
-        raise AdapterMismatch(f"{origin} holds no tensors")
-    return {module: _join(decoder, module, pieces) for module, pieces in parts.items()}
+        raise AdapterMismatch(f"{folder / WEIGHTS} holds no tensors")
+    return {module: _join(decoder, modules.get(module), module, pieces) for module, pieces in parts.items()}
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).exists():
-        raise AdapterMismatch(f"{folder} is no LoRA adapter: there is no {CONFIG} in it")
-    config = read_table(folder / CONFIG)
+def check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type") != "LORA":
-        raise AdapterMismatch(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
+        raise AdapterMismatch(f"{path}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= LARGEST_ALPHA:
-        raise AdapterMismatch(f"{folder / CONFIG}: lora_alpha is {alpha!r}, not a number up to {LARGEST_ALPHA:g}")
+        raise AdapterMismatch(f"{path}: lora_alpha is {alpha!r}, not a number up to {LARGEST_ALPHA:g}")
     if config.get("use_rslora") not in (None, False, True):
-        raise AdapterMismatch(f"{folder / CONFIG}: use_rslora is {config['use_rslora']!r}, neither true nor false")
+        raise AdapterMismatch(f"{path}: use_rslora is {config['use_rslora']!r}, neither true nor false")
     for key, off in UNSUPPORTED.items():
         if config.get(key) and config[key] != off:
-            raise AdapterMismatch(f"{folder / CONFIG}: {key} = {config[key]!r} is not supported, only {off!r}")
-    return config
+            raise AdapterMismatch(f"{path}: {key} = {config[key]!r} is not supported, only {off!r}")
 
 
 def _parse_key(key: str) -> tuple[str, str]:
@@ -128,9 +128,8 @@ def _parse_key(key: str) -> tuple[str, str]:
     return module, rest[0]
 
 
-def _join(decoder: Decoder, module: str, pieces: dict[str, Piece]) -> LowRank:
+def _join(decoder: Decoder, linear: nn.Module | None, module: str, pieces: dict[str, Piece]) -> LowRank:
     """The adapters of projections that the decoder computes as one, as one."""
-    linear = dict(decoder.named_modules()).get(module)
     if not isinstance(linear, nn.Linear):
         raise AdapterMismatch(f"the model has no projection {module!r} that an adapter could change")
     weight = linear.weight

@@ -34,6 +34,7 @@ from tandem.inference.native.core import EngineCore
 from tandem.inference.native.sampler import UINT64, splitmix64_of_one
 from tandem.inference.native.state import Request
 from tandem.inference.native.weights import FileSource, WeightSource
+from tandem.models.runtime import in_own_thread
 
 logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "the engine is shutting down"
@@ -118,7 +119,7 @@ class NativeEngine:
 
     def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
         with self._one_update:
-            weights = self.source.read(path, version, self.core.decoder)
+            weights = in_own_thread(self.source.read)(path, version, self.core.decoder)
             self._call(lambda: self.core.swap_weights(weights, version), mode)
         logger.info("serving version %d from %s", version, path)
 
@@ -127,7 +128,7 @@ class NativeEngine:
     ) -> None:
         with self._one_update:
             known = self._adapters.replaceable(name, replace=replace)
-            weights = self.source.read_adapter(path, version, self.core.decoder)
+            weights = in_own_thread(self.source.read_adapter)(path, version, self.core.decoder)
             number = next(self._adapter_numbers) if known is None else known.number
             self._call(lambda: self.core.put_adapter(number, weights, version), mode)
             self._adapters.put(name, LoadedAdapter(number, path))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -18,17 +18,17 @@ from tandem.inference.weight_check import check_adapter_files, verify_files
 from tandem.models.decoder import Decoder
 from tandem.models.hf import check_tensors, named_tensors, read_tensors
 from tandem.models.lora import AdapterWeights, make_adapter, read_adapter
-from tandem.models.runtime import in_own_thread
 from tandem.models.spec import ModelSpec
 from tandem.transport.weights.device import read_announced
 from tandem.transport.weights.live import LiveWeights
-from tandem.transport.weights.manifest import MANIFEST, find_announced
+from tandem.transport.weights.manifest import MANIFEST, Announcement, find_announced
 from tandem.transport.weights.memory import HeldVersion, OwnMemory
 from tandem.utils.run_dir import step_name
 from tandem.utils.waiting import Deadline, wait_for
 
 logger = logging.getLogger(__name__)
 FILES_TIMEOUT_S = 600.0
+T = TypeVar("T")
 NewWeights = Mapping[str, Tensor] | Callable[[], None]
 """Tensors to copy; or, where the memory is a trainer's as well, what has them written there, between two steps."""
 
@@ -49,21 +49,35 @@ class FileSource:
     """Files, unless a trainer on this machine has announced the version to be in memory that both can read."""
 
     def read(self, path: Path, version: int, decoder: Decoder) -> Mapping[str, Tensor]:
-        announced = find_announced(path.parent) if path.name == step_name(version) else None
-        if announced is None or announced[0] != version or announced[1] is None:
-            return read_checked_weights(path, version, decoder)
-        try:
-            tensors = read_announced(announced[1], version, decoder.output_weight.device)
+        def fitted(tensors: Mapping[str, Tensor], _: Announcement) -> Mapping[str, Tensor]:
             check_tensors(named_tensors(decoder), tensors)
             return tensors
-        except (ValueError, TypeError, AttributeError, OSError) as error:
-            logger.warning("version %d cannot be read from memory (%s); waiting for its files", version, error)
-        deadline = Deadline(f"the files of version {version}", FILES_TIMEOUT_S, "see the log of the trainer")
-        wait_for(lambda: (path / MANIFEST).exists() or None, deadline)
-        return read_checked_weights(path, version, decoder)
+
+        found = read_shared_version(path, version, decoder, fitted)
+        return read_checked_weights(path, version, decoder) if found is None else found
 
     def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
-        return read_checked_adapter(path, decoder)
+        def fitted(tensors: Mapping[str, Tensor], announced: Announcement) -> AdapterWeights:
+            return make_adapter(tensors, announced.adapter_config or {}, path, decoder)
+
+        found = None if version is None else read_shared_version(path, version, decoder, fitted)
+        return read_checked_adapter(path, decoder) if found is None else found
+
+
+def read_shared_version(
+    path: Path, version: int, decoder: Decoder, fitted: Callable[[Mapping[str, Tensor], Announcement], T]
+) -> T | None:
+    """What `fitted` makes of the tensors of an announced version. None: the version is in files, complete by now."""
+    announced = find_announced(path.parent) if path.name == step_name(version) else None
+    if announced is None or announced.version != version or announced.place is None:
+        return None
+    try:
+        return fitted(read_announced(announced.place, version, decoder.output_weight.device), announced)
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        logger.warning("version %d cannot be read from memory (%s); waiting for its files", version, error)
+    deadline = Deadline(f"the files of version {version}", FILES_TIMEOUT_S, "see the log of the trainer")
+    wait_for(lambda: (path / MANIFEST).exists() or None, deadline)
+    return None
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ class MemorySource:
         if held is None or held.adapter_config is None:
             return self.files.read_adapter(path, version, decoder)
         try:
-            return make_adapter(held.tensors, held.adapter_config, str(path), decoder)
+            return make_adapter(held.tensors, held.adapter_config, path, decoder)
         except ValueError as error:
             raise AdapterRefused(f"{path}: {error}") from error
 
@@ -121,7 +135,6 @@ class LiveSource:
         return self.others.read_adapter(path, version, decoder)
 
 
-@in_own_thread
 def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str, Tensor]:
     """The tensors of a published version that fits the model. Raises WeightUpdateRefused with the reason."""
     try:
@@ -137,7 +150,6 @@ def read_checked_weights(path: Path, version: int, decoder: Decoder) -> dict[str
     return tensors
 
 
-@in_own_thread
 def read_checked_adapter(path: Path, decoder: Decoder) -> AdapterWeights:
     """A LoRA adapter that fits the model. Raises AdapterRefused with the reason."""
     check_adapter_files(path)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tandem.transport.weights.filesystem import Tensors, cast_each
 from tandem.transport.weights.manifest import Place
-from tandem.transport.weights.memory import HEADER_BYTES, HeldVersion, Memory, SharedMemory, read_shared
+from tandem.transport.weights.memory import HEADER_BYTES, HeldVersion, Memory, SharedMemory, held_dtype, read_shared
 from tandem.utils.cuda_driver import DeviceBytes, call_driver
 
 logger = logging.getLogger(__name__)
@@ -47,28 +47,24 @@ class DeviceMemory:
         self._host: SharedMemory | None = None
 
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
-        if adapter_config is not None:
-            return HeldVersion(version, dict(tensors), adapter_config)
+        dtype = held_dtype(self.dtype, adapter_config)
         if self._buffer is None and self._host is None:
-            tensors = dict(cast_each(tensors, self.dtype))
-            self._allocate(tensors)
+            tensors = dict(cast_each(tensors, dtype))
+            self._allocate(tensors, dtype)
         if self._buffer is None or self._place is None:
             assert self._host is not None
             return self._host.hold(tensors, version, adapter_config)
         self._write_version(NO_VERSION)
-        for name, tensor in cast_each(tensors, self.dtype):
+        for name, tensor in cast_each(tensors, dtype):
             self._views[name].copy_(tensor)
         self._write_version(version)
-        return HeldVersion(version, self._views, None, self._place)
+        return HeldVersion(version, self._views, adapter_config, self._place)
 
-    def deliver(self, version: int) -> None:
-        """It is a copy."""
-
-    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
+    def _allocate(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         layout: dict[str, list[Any]] = {}
         end = ALIGNED_BYTES
         for name, tensor in tensors.items():
-            layout[name] = [str(self.dtype).removeprefix("torch."), list(tensor.shape), end]
+            layout[name] = [str(dtype).removeprefix("torch."), list(tensor.shape), end]
             end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
         buffer = torch.empty(end, dtype=torch.uint8, device=self.device)
         try:

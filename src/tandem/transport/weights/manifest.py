@@ -28,7 +28,7 @@ def newest_version(folder: Path) -> int | None:
     steps = sorted((step for path in folder.iterdir() if (step := step_of(path)) is not None), reverse=True)
     written = next((step for step in steps if (folder / step_name(step) / MANIFEST).exists()), None)
     announced = find_announced(folder)
-    return written if announced is None else max(announced[0], -1 if written is None else written)
+    return written if announced is None else max(announced.version, -1 if written is None else written)
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,17 @@ class Place:
     tensors: dict[str, list[Any]]  # by name: data type, shape, where the first byte lies
 
 
-def announce(folder: Path, version: int, place: Place | None) -> None:
-    """A version is in memory (memory.py), at a place that other processes can read, or for one process only; its files
-    come later."""
-    write_json(folder / ANNOUNCED, {"version": version, "place": None if place is None else asdict(place)})
+@dataclass(frozen=True)
+class Announcement:
+    """A version that is in memory (memory.py); its files come later."""
+
+    version: int
+    place: Place | None  # None: only the process that announces it can read it
+    adapter_config: dict[str, Any] | None = None  # of a LoRA adapter; None: a whole model
+
+
+def announce(folder: Path, announcement: Announcement) -> None:
+    write_json(folder / ANNOUNCED, asdict(announcement))
 
 
 def withdraw(folder: Path) -> None:
@@ -50,19 +57,26 @@ def withdraw(folder: Path) -> None:
     (folder / ANNOUNCED).unlink(missing_ok=True)
 
 
-def find_announced(folder: Path) -> tuple[int, Place | None] | None:
-    """The version that is in memory, and where. None: none is."""
+def find_announced(folder: Path) -> Announcement | None:
+    """The version that is in memory; None if there is none."""
     try:
         entry = json.loads((folder / ANNOUNCED).read_bytes())
-        place = entry["place"]
-        return int(entry["version"]), None if place is None else Place(str(place["path"]), dict(place["tensors"]))
+        place, adapter_config = entry["place"], entry["adapter_config"]
+        return Announcement(
+            int(entry["version"]),
+            None if place is None else Place(str(place["path"]), dict(place["tensors"])),
+            None if adapter_config is None else dict(adapter_config),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a version is a LoRA adapter of the model rather than a whole one."""
-    return (folder / ADAPTER_CONFIG).exists()
+    """Whether a version, in files or announced, is a LoRA adapter of the model rather than a whole one."""
+    if (folder / ADAPTER_CONFIG).exists():
+        return True
+    announced = find_announced(folder.parent)
+    return announced is not None and announced.version == step_of(folder) and announced.adapter_config is not None
 
 
 def write_manifest(folder: Path, version: int, name: str = MANIFEST) -> None:

@@ -2,10 +2,9 @@
 processes of a machine share (`"shared"`).
 
     trainer ──► memory ──► announced.json ──► orchestrator ──► engine, which reads the memory
-                  └─────► files, written beside the next step
+                  └─────► files, written in the background during the next step
 
-Files stay the truth: they are what a resumed run and other servers read. Of a LoRA adapter, which is small, they are
-written before anybody hears of it.
+Files stay the truth: they are what a resumed run and other servers read.
 """
 
 import math
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem.transport.weights.filesystem import Tensors, WeightsPublisher, cast_each
-from tandem.transport.weights.manifest import Place, announce, withdraw
+from tandem.transport.weights.manifest import Announcement, Place, announce, withdraw
 
 KEPT = 2  # versions in shared memory: one may be read while the next one is published
 DESCRIPTOR = re.compile(r"/proc/\d+/fd/\d+")
@@ -62,8 +61,7 @@ class OwnMemory:
             return self._held if self._held is not None and self._held.version == version else None
 
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
-        # An adapter keeps the precision of training, as its files do.
-        cast = cast_each(tensors, self.dtype if adapter_config is None else torch.float32)
+        cast = cast_each(tensors, held_dtype(self.dtype, adapter_config))
         copies = {name: tensor.clone() for name, tensor in cast}
         held = HeldVersion(version, dict(sorted(copies.items())), adapter_config)  # in the order of files
         with self._lock:
@@ -81,24 +79,28 @@ class SharedMemory:
         self._descriptors: deque[int] = deque()
 
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
-        if adapter_config is not None:
-            return HeldVersion(version, dict(tensors), adapter_config)
         descriptor = os.memfd_create(f"tandem weights {version}")
+        dtype = held_dtype(self.dtype, adapter_config)
         layout: dict[str, list[Any]] = {}
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             file.write(version.to_bytes(HEADER_BYTES, "little"))
-            for name, tensor in cast_each(tensors, self.dtype):
-                layout[name] = [str(self.dtype).removeprefix("torch."), list(tensor.shape), file.tell()]
+            for name, tensor in cast_each(tensors, dtype):
+                layout[name] = [str(dtype).removeprefix("torch."), list(tensor.shape), file.tell()]
                 file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._descriptors.append(descriptor)
         while len(self._descriptors) > KEPT:
             os.close(self._descriptors.popleft())
         place = Place(f"/proc/{os.getpid()}/fd/{descriptor}", layout)
-        return HeldVersion(version, read_shared(place, version), None, place)
+        return HeldVersion(version, read_shared(place, version), adapter_config, place)
 
     def close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.popleft())
+
+
+def held_dtype(served: torch.dtype, adapter_config: Mapping[str, Any] | None) -> torch.dtype:
+    """An adapter keeps the precision of training, as its files do; a model has the one that is served."""
+    return served if adapter_config is None else torch.float32
 
 
 def read_shared(place: Place, version: int) -> dict[str, Tensor]:
@@ -119,7 +121,7 @@ def read_shared(place: Place, version: int) -> dict[str, Tensor]:
 
 
 class MemoryFirst:
-    """Publishes to memory, then to files: beside the next step, where the memory is all that is waited for."""
+    """Publishes to memory, then to files, which are written in the background during the next step."""
 
     def __init__(self, memory: Memory, files: WeightsPublisher) -> None:
         self.memory = memory
@@ -130,10 +132,8 @@ class MemoryFirst:
     def publish(self, tensors: Tensors, version: int) -> None:
         self._wait_for_files()
         held = self.memory.hold(tensors, version, self.files.adapter_config)
-        if held.adapter_config is not None:
-            self.files.publish(held.tensors, version)
-            return
-        announce(self.files.folder, version, held.place)
+        adapter_config = None if held.adapter_config is None else dict(held.adapter_config)
+        announce(self.files.folder, Announcement(version, held.place, adapter_config))
         held.deliver()
         self._writing = self._writer.submit(self.files.publish, held.tensors, version)
 

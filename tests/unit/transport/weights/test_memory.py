@@ -13,11 +13,11 @@ from tandem.config.shared import ModelConfig
 from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
 from tandem.inference.native.weights import FileSource, MemorySource
 from tandem.models.hf import load_decoder, stream_tensors
-from tandem.models.lora import read_adapter
+from tandem.models.lora import make_adapter, read_adapter
 from tandem.models.trainable import adapter_config, adapter_tensors, load_trainable
 from tandem.transport.weights.device import views_of
-from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.manifest import Place, announce, find_announced, newest_version
+from tandem.transport.weights.filesystem import Tensors, WeightsPublisher
+from tandem.transport.weights.manifest import Announcement, Place, announce, find_announced, is_adapter, newest_version
 from tandem.transport.weights.memory import MemoryFirst, OwnMemory, SharedMemory
 from tandem.utils.run_dir import step_name
 
@@ -61,7 +61,9 @@ def test_an_adapter_from_memory_is_the_one_in_the_files(tiny_model: Path, tmp_pa
     described: dict[str, Any] = adapter_config(trained, lora, tiny_model)
     memory = OwnMemory(torch.bfloat16)
     files = WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=1, adapter_config=described)
-    MemoryFirst(memory, files).publish(adapter_tensors(trained).items(), version=5)
+    publisher = MemoryFirst(memory, files)
+    publisher.publish(adapter_tensors(trained).items(), version=5)
+    publisher.close()
     decoder, folder = load_decoder(tiny_model, torch.bfloat16, CPU), tmp_path / step_name(5)
     found = MemorySource(memory, tmp_path, FileSource()).read_adapter(folder, 5, decoder)
     expected = read_adapter(folder, decoder)
@@ -81,7 +83,7 @@ def test_an_engine_reads_what_another_process_shares_before_there_are_files(
     decoder = load_decoder(tiny_model, torch.bfloat16, CPU)
     held = [memory.hold(stream_tensors(decoder), version, None) for version in (1, 2, 3)]
     folder = tmp_path / step_name(3)
-    announce(tmp_path, 3, held[2].place)
+    announce(tmp_path, Announcement(3, held[2].place))
     found = FileSource().read(folder, 3, decoder)
     expected = dict(stream_tensors(decoder))
     assert found.keys() == expected.keys()
@@ -90,12 +92,40 @@ def test_an_engine_reads_what_another_process_shares_before_there_are_files(
 
     # The descriptor of version 1 was closed, and is another's by now or nobody's: the files are read instead.
     WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=3).publish(expected, version=1)
-    announce(tmp_path, 1, held[0].place)
+    announce(tmp_path, Announcement(1, held[0].place))
     again = FileSource().read(tmp_path / step_name(1), 1, decoder)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
     assert "cannot be read from memory" in caplog.text
     memory.close()
     assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"]), "whoever reads it keeps it"
+
+
+class NoFiles(WeightsPublisher):
+    """Files that are not written while a test looks."""
+
+    def publish(self, tensors: Tensors, version: int) -> Path:
+        return self.folder
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_an_adapter_is_served_from_shared_memory_before_there_are_files(tiny_model: Path, tmp_path: Path) -> None:
+    lora = LoRAConfig(rank=2, alpha=3)
+    trained = load_trainable(ModelConfig(name=tiny_model), CPU, lora, seed=1)
+    described = adapter_config(trained, lora, tiny_model)
+    memory, folder = SharedMemory(torch.bfloat16), tmp_path / step_name(5)
+    files = NoFiles(tmp_path, tiny_model, "bfloat16", keep=1, adapter_config=described)
+    MemoryFirst(memory, files).publish(adapter_tensors(trained).items(), version=5)
+    assert newest_version(tmp_path) == 5 and not folder.exists()
+    assert is_adapter(folder) and not is_adapter(tmp_path / step_name(4))
+    decoder = load_decoder(tiny_model, torch.bfloat16, CPU)
+    found = FileSource().read_adapter(folder, 5, decoder)
+    expected = make_adapter(adapter_tensors(trained), described, folder, decoder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].down, part.down) for name, part in expected.items())
+    assert all(torch.equal(found[name].up, part.up) for name, part in expected.items())
+    with pytest.raises(AdapterRefused, match="no adapter"):
+        FileSource().read_adapter(tmp_path / step_name(4), 4, decoder)
+    memory.close()
 
 
 def test_memory_of_a_gpu_that_a_server_cannot_reach_is_not_waited_for(
@@ -105,7 +135,7 @@ def test_memory_of_a_gpu_that_a_server_cannot_reach_is_not_waited_for(
     expected = dict(stream_tensors(decoder))
     WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=1).publish(expected, version=1)
     layout = {name: ["bfloat16", list(tensor.shape), 256] for name, tensor in expected.items()}
-    announce(tmp_path, 1, Place("cuda:" + "00" * 64 + "+0", layout))
+    announce(tmp_path, Announcement(1, Place("cuda:" + "00" * 64 + "+0", layout)))
     found = FileSource().read(tmp_path / step_name(1), 1, decoder)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert "no place in the memory of cpu" in caplog.text
