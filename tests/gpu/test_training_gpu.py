@@ -14,7 +14,7 @@ from tandem.models.attention import PackedAttention, Rectangles
 from tandem.models.gpu import flex
 from tandem.models.memory import DEFAULT, LEAST, MOST
 from tandem.trainer.build import load_trained
-from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.model.memory import plan_tokens
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights import filesystem
 from tandem.transport.weights.filesystem import WeightsPublisher
@@ -102,11 +102,11 @@ def test_micro_batches_take_the_memory_that_is_left(tiny_model: Path) -> None:
     ranks = Ranks.single(torch.device("cuda"))
     model = ModelConfig(name=tiny_model, dtype="bfloat16")
     stepper = load_trained(model, OptimizerConfig(), ParallelConfig(), ranks).stepper
-    assert tokens_per_microbatch(stepper, 0, least=100, deterministic=False) == MOST
-    assert tokens_per_microbatch(stepper, 0, least=100, deterministic=True) == DEFAULT
+    assert plan_tokens(stepper, 0, least=100, deterministic=False) == MOST
+    assert plan_tokens(stepper, 0, least=100, deterministic=True) == DEFAULT
     free, _ = torch.cuda.mem_get_info()
     somebody = torch.empty(int(free * 0.95), dtype=torch.uint8, device="cuda")
-    assert LEAST <= tokens_per_microbatch(stepper, 0, least=100, deterministic=False) < MOST
+    assert LEAST <= plan_tokens(stepper, 0, least=100, deterministic=False) < MOST
     del somebody
     torch.cuda.empty_cache()
 

@@ -26,6 +26,10 @@ class Diverged(ArithmeticError):
     """Numbers that are not finite. The message is all there is to know; another try may do."""
 
 
+class OutOfMemory(RuntimeError):
+    """Of a GPU: what took its memory, and which option to lower. The message is all there is to know."""
+
+
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
     """What the file system says while a file is written names it; Python names files only where it opens them."""

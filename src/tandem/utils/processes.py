@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from tandem.utils.errors import NOT_WRITABLE, Diverged, UserError, shorten_lines
+from tandem.utils.errors import NOT_WRITABLE, Diverged, OutOfMemory, UserError, shorten_lines
 
 SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
 PR_SET_PDEATHSIG = 1
@@ -130,10 +130,16 @@ def run_entrypoint(name: str, body: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:
-        in_one_line = isinstance(error, Diverged) or (isinstance(error, OSError) and error.errno in NOT_WRITABLE)
+        in_one_line = isinstance(error, Diverged | OutOfMemory) or is_torch_out_of_memory(error)
+        in_one_line |= isinstance(error, OSError) and error.errno in NOT_WRITABLE
         _exit(f"{name}: {error}" if in_one_line else traceback.format_exc(), 1)
     finally:
         gc.unfreeze()  # where Python takes the modules apart, libraries say which of their objects it did not find
+
+
+def is_torch_out_of_memory(error: Exception) -> bool:
+    """Without importing torch."""
+    return type(error).__name__ == "OutOfMemoryError" and type(error).__module__.partition(".")[0] == "torch"
 
 
 def _exit(message: str, code: int) -> NoReturn:

@@ -1,7 +1,9 @@
-"""The default of tokens_per_microbatch: on a GPU, as many as its memory holds, as long as more is faster. And room for
-them, where an engine in the same process can make some."""
+"""The size of micro-batches: by default, on a GPU, as many tokens as its memory holds, as long as more is faster. And
+room for them, where an engine in the same process can make some."""
 
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -10,6 +12,11 @@ from tandem.models.memory import DEFAULT, USED_SHARE, activation_bytes, fitting_
 from tandem.models.precision import WORKING
 from tandem.trainer.model.step import Stepper
 from tandem.trainer.parallel.parts import local_part
+from tandem.utils.errors import OutOfMemory
+
+logger = logging.getLogger(__name__)
+GIB = 2**30
+T = TypeVar("T")
 
 
 class Room(Protocol):
@@ -28,9 +35,66 @@ class Room(Protocol):
     def take_back(self) -> None: ...
 
 
-def tokens_per_microbatch(
-    stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool, room_bytes: int = 0
-) -> int:
+class MicroBatchSize:
+    """Tokens of a micro-batch. After an out-of-memory error it is halved, if it was ours to choose: by one rank that
+    is not sharded, since others would wait in a collective; and not in a run that has to repeat bit for bit."""
+
+    def __init__(
+        self, stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool = False, room_bytes: int = 0
+    ) -> None:
+        self.stepper = stepper
+        self.least = least
+        self.tokens = plan_tokens(stepper, asked, least=least, deterministic=deterministic, room_bytes=room_bytes)
+        self.can_be_lowered = not (asked or deterministic or stepper.is_sharded or stepper.ranks.size > 1)
+
+    def fit(self, compute: Callable[[int], T]) -> T:
+        """`compute(tokens)`, which changes nothing if it runs out of memory. Raises OutOfMemory."""
+        while True:
+            try:
+                return compute(self.tokens)
+            except torch.OutOfMemoryError:  # what the traceback refers to is freed when this block ends
+                why = describe_use(self.stepper, self.tokens)
+            self.stepper.optimizer.zero_grad(set_to_none=True)
+            if self.stepper.ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+            half = max(self.least, self.tokens // 2)
+            if half == self.tokens or not self.can_be_lowered:
+                raise OutOfMemory(f"{why}. {self._advice(half)}")
+            logger.warning("%s. Going on with %d", why, half)
+            self.tokens = half
+
+    def _advice(self, half: int) -> str:
+        lower = f"Lower tokens_per_microbatch = {self.tokens}, for example to {half}"
+        if half == self.tokens:
+            lower = f"tokens_per_microbatch = {self.tokens} is the least that seq_len allows: lower seq_len"
+        return f'{lower}, or set parallel.gradient_checkpointing = "mlp" or 1 (docs/scaling.md says what saves memory)'
+
+
+def describe_use(stepper: Stepper[Any], tokens: int) -> str:
+    """What takes the GPU's memory, and what was planned, after a micro-batch of so many tokens did not fit."""
+    said = f"out of memory with tokens_per_microbatch = {tokens}"
+    decoder, device = find_decoder(stepper), stepper.ranks.device
+    if device.type != "cuda":
+        return said
+    free, total = torch.cuda.mem_get_info(device)
+    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    kept = sum(local_part(p).nbytes for p in stepper.model.parameters())
+    kept += sum(v.nbytes for state in stepper.optimizer.state.values() for v in state.values() if is_on_gpu(v))
+    said += (
+        f": of the GPU's {total / GIB:.1f} GiB this process used {peak / GIB:.1f} (weights and optimizer "
+        f"{kept / GIB:.1f}), others {(total - free - reserved) / GIB:.1f}"
+    )
+    if decoder is not None:
+        taken, per_token = planned_bytes(stepper, decoder)
+        said += f"; planned were {(taken + tokens * per_token) / GIB:.1f} besides the weights"
+    return said
+
+
+def is_on_gpu(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def plan_tokens(stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool, room_bytes: int = 0) -> int:
     """What was `asked` for, unless that is 0; else at least `least`, and the same on all ranks. `room_bytes` can be had
     besides what is free.
 

@@ -21,7 +21,7 @@ from tandem.trainer.model.totals import StepMetrics, Totals
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.sharding import add_gradients, is_sharded
 from tandem.types.rollout import PackedBatch
-from tandem.utils.errors import Diverged
+from tandem.utils.errors import Diverged, OutOfMemory
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,10 @@ class Stepper(Generic[P]):
                 f"the gradient norm is {grad_norm}, and nothing was updated: training diverges. Lower optimizer.lr, "
                 "and go on from a checkpoint before it began"
             )
-        (self.update or self.optimizer.step)()
+        try:
+            (self.update or self.optimizer.step)()
+        except torch.OutOfMemoryError as error:  # some weights may be updated: nothing to be tried again
+            raise OutOfMemory(f"no memory for the optimizer's state; set parallel.optimizer_offload. {error}") from None
         metrics = totals.over_ranks(self.ranks, denominator)
         metrics["grad_norm"] = grad_norm
         return metrics

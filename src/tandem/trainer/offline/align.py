@@ -15,7 +15,7 @@ from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses.unpaired import RewardShift
 from tandem.trainer.model.frozen import FrozenModel
-from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.offline.aligner import Aligner
@@ -44,11 +44,11 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     run_log.event("started", step=start, ranks=ranks.size)
     log_data(run_log, data, start)
     reference = reference_of(config, ranks)
-    tokens = tokens_per_microbatch(
+    size = MicroBatchSize(
         trained.stepper, config.tokens_per_microbatch, least=config.pair_tokens, deterministic=config.deterministic
     )
-    batches = Batches(config, data, trained.stepper, tokens)
-    aligner = Aligner(config.loss, trained.stepper, reference, tokens)
+    batches = Batches(config, data, trained.stepper, size.tokens)
+    aligner = Aligner(config.loss, trained.stepper, reference, size)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, 1, published_config(config))
     checkpoints = Checkpointer(
         run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps

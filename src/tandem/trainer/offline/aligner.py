@@ -10,10 +10,14 @@ from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_
 from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.losses.unpaired import RewardShift, mismatched_kl
+from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.step import Predictions, Scores, Stepper
+from tandem.trainer.model.totals import StepMetrics
 from tandem.trainer.offline.preferences import LABELS, MARGINS, AlignBatch, AlignRow
 from tandem.trainer.offline.reference import ReferenceOf
 from tandem.types.rollout import PackedBatch
+
+AlignLoss = Callable[[PackedBatch, Predictions | Scores], LossOutput]
 
 
 class Aligner:
@@ -22,19 +26,19 @@ class Aligner:
         config: AlignLossConfig,
         stepper: Stepper[Predictions] | Stepper[Scores],
         reference_of: ReferenceOf,
-        tokens_per_microbatch: int,
+        size: MicroBatchSize,
     ) -> None:
         self.config = config
         self.loss = None if config.type == "reward" else make_align_loss(config)
         self.stepper = stepper
         self.reference_of = reference_of
-        self.tokens_per_microbatch = tokens_per_microbatch
+        self.size = size
         self.shift = RewardShift()
 
     def step(self, batch: AlignBatch, mismatched: Sequence[AlignRow]) -> dict[str, float]:
         """One update. `mismatched` are completions under prompts they do not belong to, for objectives that ask."""
         facts = self._facts(batch, mismatched)
-        stats = self.stepper.step(self._own(batch), self._loss(facts), self._num_units(batch))
+        stats = self._fit(self.stepper.step, batch, self._loss(facts), self._num_units(batch))
         if self.config.type == "bco":
             good, bad = batch.num_good, batch.packed.num_sequences - batch.num_good
             good_sum, bad_sum = stats.get("rewards_chosen", 0.0) * good, stats.get("rewards_rejected", 0.0) * bad
@@ -43,17 +47,17 @@ class Aligner:
 
     def evaluate(self, batch: AlignBatch, mismatched: Sequence[AlignRow]) -> dict[str, float]:
         facts = self._facts(batch, mismatched)
-        stats = self.stepper.evaluate(self._own(batch), self._loss(facts), self._num_units(batch))
+        stats = self._fit(self.stepper.evaluate, batch, self._loss(facts), self._num_units(batch))
         return self._readable(stats, facts)
 
     def _num_units(self, batch: AlignBatch) -> int:
         """What the loss is a mean over."""
         return batch.num_rows if self.config.is_paired else batch.packed.num_sequences
 
-    def _own(self, batch: AlignBatch) -> list[PackedBatch]:
-        """The micro-batches of this rank."""
+    def _fit(self, compute: Callable[..., StepMetrics], batch: AlignBatch, loss: AlignLoss, units: int) -> StepMetrics:
+        """A step or an evaluation over the micro-batches of this rank."""
         ranks = self.stepper.ranks
-        return batch.divide(ranks.rank, ranks.size, self.tokens_per_microbatch)
+        return self.size.fit(lambda tokens: compute(batch.divide(ranks.rank, ranks.size, tokens), loss, units))
 
     def _facts(self, batch: AlignBatch, mismatched: Sequence[AlignRow]) -> StepFacts:
         kl = self._estimate_kl(AlignBatch.of(mismatched)) if mismatched else 0.0
@@ -67,9 +71,9 @@ class Aligner:
             assert reference is not None and isinstance(predictions, Predictions)
             return LossOutput((predictions.logprobs - reference).sum(), {})
 
-        return mismatched_kl(self.stepper.evaluate(self._own(mismatched), log_ratios, mismatched.num_rows)["loss"])
+        return mismatched_kl(self._fit(self.stepper.evaluate, mismatched, log_ratios, mismatched.num_rows)["loss"])
 
-    def _loss(self, facts: StepFacts) -> Callable[[PackedBatch, Predictions | Scores], LossOutput]:
+    def _loss(self, facts: StepFacts) -> AlignLoss:
         device = self.stepper.ranks.device
 
         def stream(micro_batch: PackedBatch, name: str) -> Tensor:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from tandem.config.sft import SFTConfig
@@ -14,9 +15,10 @@ from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses.types import LossOutput
-from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Predictions, Stepper
+from tandem.trainer.model.totals import StepMetrics
 from tandem.trainer.offline.data_log import log_data
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.filesystem import WeightsPublisher
@@ -47,10 +49,10 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
         checkpoints.load(start)
     run_log.event("started", step=start, ranks=ranks.size)
     log_data(run_log, data, start)
-    tokens = tokens_per_microbatch(
+    size = MicroBatchSize(
         trained.stepper, config.tokens_per_microbatch, least=config.seq_len, deterministic=config.deterministic
     )
-    held_out = HeldOut(data.held_out, config.batch_size, tokens, ranks)
+    held_out = HeldOut(data.held_out, config.batch_size, size)
     progress = ProgressLine(config.max_steps, enabled=ranks.is_first)
 
     with closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
@@ -60,10 +62,9 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
             started = time.monotonic()
             ranks.report(step, "training")
             batch = pack(data.train.batch((step - 1) * config.batch_size, config.batch_size))
-            micro_batches = divide(batch, ranks.rank, ranks.size, tokens)
             lr = config.optimizer.lr * lr_factor(step, config.max_steps, config.scheduler)
             set_lr(trained.optimizer, lr)
-            stats = trained.stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
+            stats = size.fit(partial(sft_step, trained.stepper, batch))
             speed = throughput.measure(batch, time.monotonic() - started)
             if config.eval.is_due(step, config.max_steps):
                 ranks.report(step, "evaluating")
@@ -81,18 +82,29 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
     progress.close(run_dir.weights / "latest")
 
 
+def sft_step(stepper: Stepper[Predictions], batch: PackedBatch, tokens: int) -> StepMetrics:
+    micro_batches = divide(batch, stepper.ranks.rank, stepper.ranks.size, tokens)
+    return stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
+
+
 class HeldOut:
     """Rows to evaluate on, packed once, as many at a time as in a training step."""
 
-    def __init__(self, samples: Sequence[TrainingSequence], size: int, tokens: int, ranks: Ranks) -> None:
-        batches = [pack(samples[first : first + size]) for first in range(0, len(samples), size)]
-        self._num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
-        self._micro_batches = [divide(batch, ranks.rank, ranks.size, tokens) for batch in batches]
+    def __init__(self, samples: Sequence[TrainingSequence], batch_size: int, size: MicroBatchSize) -> None:
+        self._batches = [pack(samples[first : first + batch_size]) for first in range(0, len(samples), batch_size)]
+        self._num_loss_tokens = sum(batch.num_loss_tokens for batch in self._batches)
+        self._size = size
 
     def evaluate(self, stepper: Stepper[Predictions]) -> dict[str, float]:
         """The mean of -log p over the learned tokens of all rows; nothing where there are none."""
-        parts = [stepper.evaluate(batch, sft_loss, self._num_loss_tokens) for batch in self._micro_batches]
-        return {"eval/loss": sum(part["loss"] for part in parts)} if parts else {}
+        ranks = stepper.ranks
+
+        def evaluate(batch: PackedBatch, tokens: int) -> float:
+            micro_batches = divide(batch, ranks.rank, ranks.size, tokens)
+            return stepper.evaluate(micro_batches, sft_loss, self._num_loss_tokens)["loss"]
+
+        parts = [self._size.fit(partial(evaluate, batch)) for batch in self._batches]
+        return {"eval/loss": sum(parts)} if parts else {}
 
 
 class ProgressLine:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,9 @@ from tandem.trainer.losses import (
 from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
-from tandem.trainer.model.memory import Room, is_short_of_room, tokens_per_microbatch
+from tandem.trainer.model.memory import MicroBatchSize, Room, is_short_of_room
 from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
-from tandem.trainer.model.totals import over_updates
+from tandem.trainer.model.totals import StepMetrics, over_updates
 from tandem.types.rollout import PackedBatch, TrainBatch
 
 
@@ -65,19 +66,25 @@ class Learner:
         return stats | times
 
     def _learn(self, batch: TrainBatch) -> dict[str, float]:
-        updates = self._completed(list(self._updates(batch)), batch.temperature)
+        updates = self.size.fit(lambda tokens: self._completed(list(self._updates(batch, tokens)), batch.temperature))
         stats = [
-            self.stepper.step(update.micro_batches, self.loss, update.denominator, batch.temperature)
+            self.size.fit(partial(self._update, update, batch.temperature))
             for _ in range(self.config.epochs_per_batch)
             for update in updates
         ]
         return over_updates(stats)
 
+    def _update(self, update: Update, temperature: float, tokens: int) -> StepMetrics:
+        parts = update.micro_batches
+        if self.size.can_be_lowered:  # it may have been, since these were cut
+            parts = [smaller for part in parts for smaller in divide(part, 0, 1, tokens)]
+        return self.stepper.step(parts, self.loss, update.denominator, temperature)
+
     @functools.cached_property
-    def tokens_per_microbatch(self) -> int:
+    def size(self) -> MicroBatchSize:
         """Decided with the first batch: by then, a server on the same GPU has taken its memory."""
         config = self.config
-        return tokens_per_microbatch(
+        return MicroBatchSize(
             self.stepper,
             config.tokens_per_microbatch,
             least=config.seq_len,
@@ -88,13 +95,13 @@ class Learner:
     @functools.cached_property
     def _needs_room(self) -> bool:
         assert self.room is not None
-        return is_short_of_room(self.stepper, self.tokens_per_microbatch) or self.room.is_always_made
+        return is_short_of_room(self.stepper, self.size.tokens) or self.room.is_always_made
 
-    def _updates(self, batch: TrainBatch) -> Iterator[Update]:
+    def _updates(self, batch: TrainBatch, tokens: int) -> Iterator[Update]:
         ranks, loss = self.stepper.ranks, self.config.loss
         for part in split(batch.packed, self.config.updates_per_batch, seed=batch.step):
             computed = with_signal(part) if ignores_zero_advantages(loss) else part
-            micro_batches = divide(computed, ranks.rank, ranks.size, self.tokens_per_microbatch)
+            micro_batches = divide(computed, ranks.rank, ranks.size, tokens)
             yield Update(micro_batches, loss_denominator(loss, part.num_loss_tokens, part.num_sequences))
 
     def _completed(self, updates: list[Update], temperature: float) -> list[Update]:

@@ -26,6 +26,7 @@ from tandem.trainer.build import Trained, load_trained
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.language_model import Inputs
+from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow
 from tandem.trainer.offline.reference import precompute, stream_reference
@@ -296,7 +297,8 @@ def test_before_the_first_step_an_aligned_model_is_its_reference(tiny_model: Pat
         reference_of = stream_reference(RANKS.device)
     batch = AlignBatch.of(rows)
     assert len(batch.divide(0, 1, 800)) > 1
-    stats = Aligner(AlignLossConfig(type="dpo"), stepper, reference_of, 800).step(batch, [])
+    size = MicroBatchSize(stepper, 800, least=800)
+    stats = Aligner(AlignLossConfig(type="dpo"), stepper, reference_of, size).step(batch, [])
     assert [stats[name] for name in ("rewards_chosen", "rewards_rejected", "kl")] == [0.0, 0.0, 0.0]
 
 

@@ -13,6 +13,7 @@ from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
 from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
+from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.step import Scores
 from tandem.trainer.offline.aligner import Aligner
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, mismatches, scored
@@ -56,7 +57,7 @@ def start(make_stepper, rows, tiny_model, tmp_path):
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
         stepper.optimizer = torch.optim.SGD(stepper.model.parameters(), lr=0.05)
         reference_of = stream_reference(CPU) if loss.reference_source == "precomputed" else no_reference
-        return Aligner(loss, stepper, reference_of, bound), completed, mismatched
+        return Aligner(loss, stepper, reference_of, MicroBatchSize(stepper, bound, least=bound)), completed, mismatched
 
     return begin
 
