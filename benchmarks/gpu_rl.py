@@ -3,6 +3,7 @@
     python benchmarks/gpu_rl.py --output rl.json                      # some 2 minutes on an H200
     python benchmarks/gpu_rl.py --deployments split shared --staleness 0
     python benchmarks/gpu_rl.py --deterministic                       # in exact mode
+    python benchmarks/gpu_rl.py --shape Qwen3-8B --lora-rank 16       # publishing an adapter
 
     shared      trainer and server as two processes on the card, weights through its memory
     colocated   both in one process
@@ -75,6 +76,8 @@ def command(
         "trainer.checkpoint.every": None,
         "deterministic": str(args.deterministic).lower(),
     }
+    if args.lora_rank:
+        options["trainer.lora.rank"] = args.lora_rank
     server: dict[str, object] = {"server.port": port, "max-sequences": args.prompts * args.samples}
     if args.gpu_memory_utilization is not None:
         server["gpu-memory-utilization"] = args.gpu_memory_utilization
@@ -168,6 +171,7 @@ def main() -> None:
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--deterministic", action="store_true", help="exact mode")
     parser.add_argument("--release-cache", action="store_true", help="colocated: release it in every step")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train a LoRA adapter of this rank; 0: the model")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)

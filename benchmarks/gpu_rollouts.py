@@ -138,6 +138,7 @@ SHAPES = {
     "Qwen3-0.6B": Shape("Qwen3ForCausalLM", 151936, 1024, 3072, 28, 16, 8, 128),
     "SmolLM2-135M": Shape("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64),
     "Qwen3-4B": Shape("Qwen3ForCausalLM", 151936, 2560, 9728, 36, 32, 8, 128),
+    "Qwen3-8B": Shape("Qwen3ForCausalLM", 151936, 4096, 12288, 36, 32, 8, 128),
     "tiny": Shape("Qwen3ForCausalLM", 1024, 32, 64, 2, 4, 2, 16),  # to try the scripts themselves, without a GPU
 }
 WORKLOADS = [

@@ -14,10 +14,11 @@ from tandem.models.attention import PackedAttention, Rectangles
 from tandem.models.gpu import flex
 from tandem.models.memory import DEFAULT, LEAST, MOST
 from tandem.trainer.build import load_trained
-from tandem.trainer.model.memory import plan_tokens
+from tandem.trainer.model.memory import MicroBatchSize, free_bytes, plan_tokens
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights import filesystem
 from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.utils.errors import OutOfMemory
 
 pytestmark = pytest.mark.gpu
 KERNELS = Path(__file__).parents[1] / "unit" / "models" / "gpu" / "interpreted.py"
@@ -125,3 +126,22 @@ def test_weights_of_a_gpu_are_published_as_those_of_a_cpu(
             WeightsPublisher(tmp_path / device, tiny_model, "bfloat16", keep=1).publish(placed, version)
         one, other = (tmp_path / device / "latest" / "model.safetensors" for device in ("cpu", "cuda"))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_full_gpu_halves_a_chosen_size_and_names_one_that_was_given(tiny_model: Path) -> None:
+    device = torch.device("cuda")
+    stepper = load_trained(
+        ModelConfig(name=tiny_model), OptimizerConfig(), ParallelConfig(), Ranks.single(device)
+    ).stepper
+    size = MicroBatchSize(stepper, 0, least=100)
+    token_bytes = free_bytes(device) * 3 // 4 // size.tokens  # half as many tokens fit next to the filler
+    filler = torch.empty(free_bytes(device) // 2, dtype=torch.uint8, device=device)
+
+    def compute(tokens: int) -> int:
+        return torch.empty(tokens * token_bytes, dtype=torch.uint8, device=device).numel() // token_bytes
+
+    assert size.fit(compute) == size.tokens == MOST // 2
+    given = MicroBatchSize(stepper, MOST, least=100)
+    with pytest.raises(OutOfMemory, match=rf"this process used [\d.]+ \(weights.*Lower tokens_per_microbatch = {MOST}"):
+        given.fit(compute)
+    del filler

@@ -59,8 +59,8 @@ def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
         fsync_path(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json_text(value))
+def write_json(path: Path, value: Any, *, flush: bool = True) -> None:
+    write_atomic(path, json_text(value), flush=flush)
 
 
 def json_text(value: Any) -> bytes:

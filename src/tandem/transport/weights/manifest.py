@@ -49,7 +49,7 @@ class Announcement:
 
 
 def announce(folder: Path, announcement: Announcement) -> None:
-    write_json(folder / ANNOUNCED, asdict(announcement))
+    write_json(folder / ANNOUNCED, asdict(announcement), flush=False)  # a crash of the machine ends the memory too
 
 
 def withdraw(folder: Path) -> None:
