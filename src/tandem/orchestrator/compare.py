@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.orchestrator.scores import confidence
+from tandem.utils.console import Console
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 

@@ -4,9 +4,8 @@ import io
 import re
 from pathlib import Path
 
-from rich.console import Console
-
 from tandem.launch.progress import LiveDisplay, LogLines, make_view
+from tandem.utils.console import Console
 from tandem.utils.files import Follower
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
@@ -81,7 +80,7 @@ def test_the_live_display_shows_where_the_run_is(make_process, tmp_path: Path) -
     console = make_console(terminal=True)
     run_dir = RunDir(tmp_path)
     plans = [make_process("orchestrator", "")]
-    view = LiveDisplay(console, plans, run_dir.metrics, start_step=0, max_steps=10)
+    view = LiveDisplay(console, plans, run_dir, start_step=0, max_steps=10)
     view.tick()
     assert "starting …" in shown(console)
     orchestrator, trainer = RunLog(run_dir, "orchestrator"), RunLog(run_dir, "trainer")
@@ -107,7 +106,7 @@ def test_the_time_left_needs_two_steps(make_process, tmp_path: Path, monkeypatch
     """First step at 100 s, the third at 120 s: 10 s a step, and of ten steps seven are left."""
     now = [100.0]
     monkeypatch.setattr("tandem.launch.progress.time.monotonic", lambda: now[0])
-    view = LiveDisplay(make_console(), [], tmp_path / "metrics.jsonl", start_step=0, max_steps=10)
+    view = LiveDisplay(make_console(), [], RunDir(tmp_path), start_step=0, max_steps=10)
     trainer = RunLog(RunDir(tmp_path), "trainer")
     trainer.metrics(1, {"loss": 0.5})
     view.tick()
@@ -122,7 +121,7 @@ def test_the_time_left_needs_two_steps(make_process, tmp_path: Path, monkeypatch
 
 def test_the_view_follows_the_option_and_the_terminal(make_process, tmp_path: Path) -> None:
     def view_of(show: str, *, terminal: bool) -> type:
-        view = make_view(make_console(terminal=terminal), show, [], tmp_path / "m", 0, 1)
+        view = make_view(make_console(terminal=terminal), show, [], RunDir(tmp_path), 0, 1)
         view.close()
         return type(view)
 
@@ -134,7 +133,7 @@ def test_the_view_follows_the_option_and_the_terminal(make_process, tmp_path: Pa
 
 def test_a_damaged_line_is_passed_over(tmp_path: Path) -> None:
     console, metrics = make_console(terminal=True), RunDir(tmp_path).metrics
-    view = LiveDisplay(console, [], metrics, 0, 10)
+    view = LiveDisplay(console, [], RunDir(tmp_path), 0, 10)
     append(metrics, '\n{"process": "orchestrator", "st\n[]\n{"process": "orchestrator", "step": 1}\n')
     RunLog(RunDir(tmp_path), "orchestrator").metrics(2, {"reward/mean": 0.75})
     RunLog(RunDir(tmp_path), "trainer").metrics(2, {"loss": 0.1})

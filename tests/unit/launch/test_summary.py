@@ -4,9 +4,8 @@ import io
 import shlex
 from pathlib import Path
 
-from rich.console import Console
-
 from tandem.launch.summary import print_summary
+from tandem.utils.console import Console
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 

@@ -56,7 +56,7 @@ class Run:
         async def run() -> None:
             first = resumed_from.step if resumed_from else 0
             trainer = asyncio.ensure_future(self._train(first))
-            forwarder = MetricsForwarder(self.dir.metrics, [])
+            forwarder = MetricsForwarder(self.dir)
             prompts = encode_prompts(self.environment, self.tokenizer, self.config)
             servers = ServerPool([self.server.base_url], lambda url: self.server)
             loop = Orchestrator(

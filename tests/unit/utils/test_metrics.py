@@ -61,7 +61,7 @@ DAMAGED = (
 def test_damaged_lines_are_neither_read_nor_forwarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = FakeTracker()
     run_dir = RunDir(tmp_path)
-    forwarder = MetricsForwarder(run_dir.metrics, [tracker])
+    forwarder = MetricsForwarder(run_dir, [tracker])
     log = RunLog(run_dir, "trainer")
     log.metrics(1, {"loss": 0.5})
     with run_dir.metrics.open("ab") as file:
@@ -75,7 +75,7 @@ def test_damaged_lines_are_neither_read_nor_forwarded(tmp_path: Path, caplog: py
 
 def test_every_line_is_forwarded_once_to_every_tracker(tmp_path: Path) -> None:
     trackers = [FakeTracker(), FakeTracker()]
-    forwarder = MetricsForwarder(tmp_path / "metrics.jsonl", list(trackers))
+    forwarder = MetricsForwarder(RunDir(tmp_path), trackers)
     forwarder.forward()  # there is no file yet
     run_dir = RunDir(tmp_path)
     RunLog(run_dir, "trainer").metrics(1, {"loss": 0.5})
@@ -90,7 +90,7 @@ def test_every_line_is_forwarded_once_to_every_tracker(tmp_path: Path) -> None:
 
 def test_a_line_that_is_being_written_is_forwarded_when_it_is_whole(tmp_path: Path) -> None:
     tracker, path = FakeTracker(), tmp_path / "metrics.jsonl"
-    forwarder = MetricsForwarder(path, [tracker])
+    forwarder = MetricsForwarder(RunDir(tmp_path), [tracker])
     line = json.dumps({"time": 1.0, "process": "trainer", "step": 1, "loss": 0.5}) + "\n"
     path.write_text(line + line[:20])
     forwarder.forward()
@@ -105,7 +105,7 @@ def test_a_resumed_run_forwards_only_what_is_new(tmp_path: Path) -> None:
     log = RunLog(RunDir(tmp_path), "trainer")
     log.metrics(1, {"loss": 0.5})
     tracker = FakeTracker()
-    forwarder = MetricsForwarder(tmp_path / "metrics.jsonl", [tracker])
+    forwarder = MetricsForwarder(RunDir(tmp_path), [tracker])
     log.metrics(2, {"loss": 0.25})
     forwarder.forward()
     assert tracker.logged == [(2, {"trainer/loss": 0.25})]
