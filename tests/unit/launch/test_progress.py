@@ -76,6 +76,33 @@ def test_log_lines_carry_the_name_of_their_process(make_process) -> None:
     ]
 
 
+def test_what_processes_print_cannot_move_the_cursor(make_process, tmp_path: Path) -> None:
+    """A reward function may print anything, and its errors may say anything."""
+    for view_type in ("lines", "live"):
+        console, plans = make_console(terminal=True), [make_process(f"orchestrator_{view_type}", "")]
+        view = make_view(console, view_type, plans, RunDir(tmp_path), 0, 1)
+        append(plans[0].log, "12:00:00 WARNING \x1b[2J\x1b]0;mine\x07\n")
+        view.close()
+        assert r"\x1b[2J\x1b]0;mine" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_live_display_shows_findings_while_they_hold(make_process, tmp_path: Path) -> None:
+    console, run_dir = make_console(terminal=True), RunDir(tmp_path)
+    log_without_signal(run_dir, 1, 2)  # before it was resumed
+    view = LiveDisplay(console, [], run_dir, start_step=2, max_steps=9)
+    log_without_signal(run_dir, 3, 3)
+    view.close()
+    text = shown(console)
+    assert "nothing is learned: every reward is 0. Read samples/" in " ".join(text[text.rindex("step 3/9") :].split())
+
+
+def log_without_signal(run_dir: RunDir, first: int, last: int) -> None:
+    metrics = {"groups/without_signal": 1, "reward/mean": 0, "reward/min": 0, "reward/max": 0}
+    for step in range(first, last + 1):
+        RunLog(run_dir, "orchestrator").metrics(step, metrics)
+        RunLog(run_dir, "trainer").metrics(step, {"grad_norm": 0.0})
+
+
 def test_the_live_display_shows_where_the_run_is(make_process, tmp_path: Path) -> None:
     console = make_console(terminal=True)
     run_dir = RunDir(tmp_path)

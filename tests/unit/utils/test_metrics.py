@@ -111,6 +111,33 @@ def test_a_resumed_run_forwards_only_what_is_new(tmp_path: Path) -> None:
     assert tracker.logged == [(2, {"trainer/loss": 0.25})]
 
 
+def test_what_the_rules_find_is_logged_once_also_over_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    log = RunLog(run_dir, "sft")
+    for _ in ("started", "resumed"):
+        forwarder = MetricsForwarder(run_dir)
+        first = len(read_json_lines(run_dir.metrics)) + 1
+        for step in range(first, first + 4):
+            log.metrics(step, {"grad_norm": 0.0})
+            forwarder.forward()
+        assert [finding.code for finding in forwarder.findings] == ["no_gradient"]
+        assert forwarder.remarks == "; the gradient was 0 in the last 3 steps, nothing is learned"
+    (event,) = read_json_lines(run_dir.events)
+    assert event.pop("time") > 0 and event.pop("advice") in caplog.text
+    assert event.pop("message") in caplog.text and caplog.text.count("WARNING") == 1
+    assert event == {"process": "sft", "event": "finding", "step": 3, "code": "no_gradient", "severity": "error"}
+
+
+def test_other_ranks_than_the_first_find_nothing(tmp_path: Path) -> None:
+    forwarder = MetricsForwarder(RunDir(tmp_path), enabled=False)
+    for step in range(4):
+        RunLog(RunDir(tmp_path), "sft").metrics(step, {"grad_norm": 0.0})
+    forwarder.close()
+    assert forwarder.findings == [] and not RunDir(tmp_path).events.exists()
+
+
 def test_without_trackers_nothing_is_opened(tmp_path: Path) -> None:
     forwarder = open_forwarder(
         RunDir(tmp_path), report_to=[], project="p", run_name=None, wandb_mode="offline", config={}
