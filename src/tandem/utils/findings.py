@@ -125,14 +125,15 @@ def no_signal(history: History) -> Finding | None:
 
 def _why_equal(history: History, rewards: set[float], num_steps: int) -> tuple[str, str]:
     """The reason and what to try."""
-    if (truncated := statistics.fmean(history[TRUNCATED].last(num_steps) or [0.0])) >= 0.95:
+    is_paid = len(rewards) == 1 and max(rewards) > 0
+    if not is_paid and (truncated := statistics.fmean(history[TRUNCATED].last(num_steps) or [0.0])) >= 0.95:
         return f"{truncated:.0%} of the completions are truncated", LONGER
     if len(rewards) != 1:
         return "each prompt is solved always or never", (
             "Try tasks of medium difficulty, a larger group_size or sampling.temperature, or filters.equal_rewards"
         )
     (reward,) = rewards
-    if reward <= 0:
+    if not is_paid:
         return f"every reward is {reward:g}", (
             "Read samples/: if right answers are there, the reward function misses them; if not, try easier tasks, a "
             "larger group_size, or sft first"

@@ -46,6 +46,7 @@ def test_a_healthy_run_has_no_findings() -> None:
         (rewards(0, 0, completions__truncated=1), "100% of the completions are truncated", "max_tokens"),
         (rewards(0, 0), "every reward is 0", "easier tasks"),
         (rewards(1, 1), "every reward is 1", "harder ones"),
+        (rewards(1, 1, completions__truncated=1), "every reward is 1", "harder ones"),
         (rewards(0, 1), "each prompt is solved always or never", "equal_rewards"),
     ],
 )
@@ -74,6 +75,7 @@ def test_signal_that_comes_back_ends_the_finding() -> None:
 def test_objectives_that_learn_from_something_else_are_left_alone() -> None:
     """A critic learns from rewards that differ between groups; a teacher model needs none; length may be penalized."""
     assert found(9, rewards(0, 1, groups__without_signal=1)) == []
+    assert found(9, rewards(0, 1, groups__without_signal=1), {}) == []  # nothing is known of the gradient yet
     assert found(9, rewards(0, 0, groups__without_signal=1), HEALTHY | {"teacher_kl": 0.1}) == []
     assert found(9, rewards(0, 0, groups__without_signal=1, reward__shaped_mean=0.1)) == []
     # But a bonus for entropy, or the KL, is no signal.
@@ -121,7 +123,9 @@ def test_spikes_of_the_gradient() -> None:
     (finding,) = found(20, rewards(), HEALTHY | {"grad_norm": norms})
     assert finding.code == "gradient_spikes" and "2 spikes in the last 20 steps, up to 30" in finding.message
     assert found(20, rewards(), HEALTHY | {"grad_norm": [0.5] * 19 + [30.0]}) == []
-    assert found(20, rewards(), HEALTHY | {"grad_norm": [0.0, 2.0] * 10}) == []  # steps without signal are no measure
+    assert (
+        found(20, rewards(), HEALTHY | {"grad_norm": [0.0, 2.0] * 9 + [0.0, 0.1]}) == []
+    )  # steps without signal are no measure
 
 
 def test_a_part_of_the_reward_that_never_changes() -> None:
@@ -146,6 +150,8 @@ def test_steps_that_are_done_again_count_once() -> None:
     """Steps 1 and 2, back to the start: 1 and 2 again are not four in a row."""
     lines = rows(2, rewards(0, 0, groups__without_signal=1), HEALTHY)
     assert Watch([*lines, *lines]).current == []
+    longer = rows(4, rewards(0, 0, groups__without_signal=1), HEALTHY)
+    assert Watch(longer).current != [] and Watch([*longer, *lines[2:]]).current == []
     assert Watch([*lines, *lines, *(line | {"step": 3} for line in lines[:2])]).current != []
 
 
