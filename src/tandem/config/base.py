@@ -24,7 +24,7 @@ from tandem.config.short_names import MODEL, spell_out
 from tandem.config.sources import Tree, extract_files, merge, nest, split_values
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, is_to_be_fetched
-from tandem.utils.log import write_what_the_terminal_can
+from tandem.utils.log import say, write_what_the_terminal_can
 
 # Where the parser carries what the files say, apart from what the flags say. No option has such a name.
 FILES = "@"
@@ -99,7 +99,7 @@ def parse(
     write_what_the_terminal_can()
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
-        print(render_help(cls, prog, description), end="")
+        say(render_help(cls, prog, description).removesuffix("\n"))
         raise SystemExit(0)
     try:
         model = MODEL if "model.name" in option_paths(cls) else {}
@@ -111,7 +111,7 @@ def parse(
         fetch_model(missing)
         return _load(cls, run, rest, prog, description)
     except UserError as error:
-        print(f"{prog}: {error}{hint}", file=sys.stderr)
+        say(f"{prog}: {error}{hint}", error=True)
         raise SystemExit(2) from None
 
 
@@ -136,7 +136,7 @@ def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description
     config = load_config(cls, [*arguments, *flags], prog, description, stored_config(shown, prog))
     if not stays:
         assert start is not None
-        print(f"{prog}: continuing in {start}, where the run was started", file=sys.stderr)
+        say(f"{prog}: continuing in {start}, where the run was started", error=True)
         os.chdir(start)
         sys.argv[1:] = [FLAG, str(run), *arguments]  # ranks are started with this command line
     return config

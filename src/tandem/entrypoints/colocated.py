@@ -9,7 +9,6 @@ They are put together here, above both: neither knows of the other. Of several r
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
 from tandem.inference.builders import build_native
 from tandem.utils.devices import VISIBLE
-from tandem.utils.log import printable, setup_logging
+from tandem.utils.log import printable, say, setup_logging
 from tandem.utils.processes import run_entrypoint, run_process
 from tandem.utils.run_dir import RunDir, step_name
 
@@ -137,7 +136,7 @@ def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> It
     def serve() -> None:
         server.run(sockets=[listening])
         if not is_over.is_set():
-            print(f"inference: {printable(engine.failure or 'the server has ended')}", file=sys.stderr, flush=True)
+            say(f"inference: {printable(engine.failure or 'the server has ended')}", error=True)
             os._exit(1)
 
     thread = threading.Thread(target=serve, name="server", daemon=True)

@@ -8,6 +8,7 @@ from tandem.config.base import parse
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.short_names import ORCHESTRATOR
 from tandem.utils.errors import UserError
+from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process
 
 DESCRIPTION = """\
@@ -36,7 +37,7 @@ def launch(config: EvaluateConfig) -> None:
         submit_evaluation(config)
         return
     if config.dry_run:
-        print("dry run: the options are valid")
+        say("dry run: the options are valid")
         return
     earlier = None if config.compare is None else read_results(config.compare, config)[-1]
     if config.model is not None:
@@ -46,7 +47,7 @@ def launch(config: EvaluateConfig) -> None:
     show_results(results)
     if earlier is not None:
         show_comparison(earlier, results[-1])
-    print(f"results and samples are in {config.output_dir}")
+    say(f"results and samples are in {config.output_dir}")
 
 
 def refuse_missing_model(path: Path) -> None:
@@ -98,7 +99,7 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
             outcomes = await evaluate(config, environment, endpoint, tasks)
             result = results_of(target, outcomes, config.solved_reward)
             if not results and (kept := keep_earlier(config.output_dir)):
-                print(f"the results of an earlier evaluation are kept: {kept}")
+                say(f"the results of an earlier evaluation are kept: {kept}")
             results.append(result)
             append_samples(config.output_dir / SAMPLES, target, outcomes)
             write_json(config.output_dir / RESULTS, {"config": options, "results": results})

@@ -2,6 +2,7 @@
 
 from tandem.config.base import parse
 from tandem.config.export import ExportConfig
+from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process
 
 DESCRIPTION = """\
@@ -33,7 +34,7 @@ def export(config: ExportConfig) -> None:
     from tandem.trainer.checkpoints.export import export_checkpoint
 
     export_checkpoint(run_dir, step, output, config.dtype)
-    print(f"the model of step {step} is in {output}")
+    say(f"the model of step {step} is in {output}")
 
 
 if __name__ == "__main__":

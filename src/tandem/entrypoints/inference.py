@@ -19,7 +19,7 @@ from tandem.models.files import check_model_dir, within_positions
 from tandem.models.spec import ModelSpec
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.garbage import importing
-from tandem.utils.log import printable, setup_logging
+from tandem.utils.log import printable, say, setup_logging
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint, run_process
 
@@ -87,7 +87,7 @@ def serve(config: InferenceConfig) -> None:
     gc.freeze()  # what is there stays: a collection that looked at it would stop everything for a sixth of a second
     server.run(sockets=[listening])
     if engine.failure is not None:
-        print(f"inference: {printable(engine.failure)}", file=sys.stderr)
+        say(f"inference: {printable(engine.failure)}", error=True)
         raise SystemExit(1)
 
 

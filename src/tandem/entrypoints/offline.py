@@ -1,7 +1,6 @@
 """What `sft` and `align` do before and after training: checks, the dataset, the run directory, metrics."""
 
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run,
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.garbage import importing
-from tandem.utils.log import setup_logging
+from tandem.utils.log import say, setup_logging
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.processes import Stopped, is_first_rank
 from tandem.utils.provenance import own_command, write_run_config
@@ -52,7 +51,7 @@ def run_offline(
             epochs, config = config.epochs, config.for_rows(data.num_train)
             logger.info("epochs = %g: %d steps of %d rows", epochs, config.max_steps, config.batch_size)
         if config.resume and is_finished(run_dir, [name], config.max_steps):
-            print(f"the run in {run_dir.root} is finished: all {config.max_steps} steps are done")
+            say(f"the run in {run_dir.root} is finished: all {config.max_steps} steps are done")
             return
         changes = _review(name, config, run_dir) if config.resume and is_first_rank() else {}
         resolved = {name: config.model_dump(mode="json")}
@@ -61,7 +60,7 @@ def run_offline(
                 write_run_config(run_dir.dry_run, resolved)
             learned = "streamed rows" if data.num_train is None else f"{data.num_train} rows"
             held_out = f"{len(data.held_out)} held out"
-            print(f"dry run: {learned} to learn from, {held_out}; the resolved configuration is in {run_dir.dry_run}")
+            say(f"dry run: {learned} to learn from, {held_out}; the resolved configuration is in {run_dir.dry_run}")
             return
         spread_over_ranks(f"tandem.entrypoints.{name}", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)
         start_step = 0
@@ -90,7 +89,7 @@ def _train(name: str, config: OfflineConfig, data: Dataset[Any], train: Train[An
         hint = how_to_go_on(run_dir, own_command(name))
         if isinstance(stop, Stopped):
             raise Stopped(stop.signal_number, f"{stop}; {hint}") from None
-        print(f"{name}: stopped by Ctrl-C; {hint}", file=sys.stderr)
+        say(f"{name}: stopped by Ctrl-C; {hint}", error=True)
         raise
     finally:
         forwarder.close()

@@ -1,7 +1,6 @@
 """`orchestrator`: tasks, rewards, advantages, staleness, batches. Needs an inference server and a trainer."""
 
 import os
-import sys
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.short_names import ORCHESTRATOR as SHORT
 from tandem.utils import event_loop
 from tandem.utils.files import read_json
+from tandem.utils.log import say
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint, run_process
 from tandem.utils.run_dir import RunDir
 
@@ -74,7 +74,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
         event_loop.run(run())
     except (ServerLost, TooManyFailures) as error:
         RunLog(run_dir, "orchestrator").event(GAVE_UP, why=str(error))
-        print(f"orchestrator: {error}", file=sys.stderr)
+        say(f"orchestrator: {error}", error=True)
         raise SystemExit(1) from None
 
 

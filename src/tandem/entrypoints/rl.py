@@ -9,6 +9,7 @@ from tandem.config.base import parse
 from tandem.config.rl import RLConfig
 from tandem.config.short_names import RL
 from tandem.utils.errors import UserError
+from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def control(words: list[str]) -> None:
         example = f"rl {asked if asked in CONTROLS else CONTROLS[0]} outputs/rl"
         raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else: `{example}`")
     root = Path(others[0])
-    print(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
+    say(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
 
 
 def launch(config: RLConfig) -> None:
@@ -73,7 +74,7 @@ def check_and_run(config: RLConfig) -> None:
         return
     with hold_run(config.output_dir, "rl"):
         if config.resume and preflight.is_finished(config):
-            print(f"the run in {config.output_dir} is finished: all {config.max_steps} steps are done")
+            say(f"the run in {config.output_dir} is finished: all {config.max_steps} steps are done")
             return
         run(config, check(config))
 
@@ -104,14 +105,12 @@ def write_plan(config: RLConfig) -> None:
     with refuse_unwritable(config.output_dir):
         described = {process.name: process.describe() for process in plan.processes}
         write_run_config(folder, configs_of(config, plan.processes) | {"plan": described})
-    print("\n".join(describe_run(config, plan.processes, plan.gpus)))
-    print(f"dry run: all checks passed; configuration and process plan are in {folder}")
+    say("\n".join(describe_run(config, plan.processes, plan.gpus)))
+    say(f"dry run: all checks passed; configuration and process plan are in {folder}")
 
 
 def run(config: RLConfig, start_step: int) -> None:
     """The run directory is ours, and everything was checked."""
-    from rich.console import Console
-
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
     from tandem.launch.deployment import MEANINGS
@@ -122,6 +121,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.transport.checkpoints import how_to_go_on, rewind
+    from tandem.utils.console import Console
     from tandem.utils.provenance import own_command, write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
@@ -129,20 +129,20 @@ def run(config: RLConfig, start_step: int) -> None:
     run_dir = RunDir(config.output_dir)
     plan = plan_run(config, run_dir.config)
     if plan.gpus is not None or plan.deployment != "split":
-        print(f"deployment {plan.deployment}: {MEANINGS[plan.deployment]}")
+        say(f"deployment {plan.deployment}: {MEANINGS[plan.deployment]}")
     listening = preflight.take_ports(plan.config)
     if config.clean:
         run_dir.clean()
     if config.resume:
         removed = rewind(run_dir, start_step)
-        print(f"resuming after step {start_step}" + (f"; removed {', '.join(removed)}" if removed else ""))
+        say(f"resuming after step {start_step}" + (f"; removed {', '.join(removed)}" if removed else ""))
     with refuse_unwritable(run_dir.root):
         run_dir.create()
         write_run_config(run_dir.config, configs_of(config, plan.processes))
         write_servers(config, plan.places)
 
     console = Console()
-    view = make_view(console, config.show, plan.processes, run_dir.metrics, start_step, config.max_steps)
+    view = make_view(console, config.show, plan.processes, run_dir, start_step, config.max_steps)
     started = time.monotonic()
     try:
         restarts = Restarts(run_dir, config.max_restarts, config.restart_delay_s)
@@ -150,11 +150,11 @@ def run(config: RLConfig, start_step: int) -> None:
         Supervisor(plan.processes, listening, save_s, restarts, StopRequest(run_dir).is_there).run(view.tick)
     except RunFailed as error:
         view.close()
-        print(f"rl: {error}\nrl: {how_to_go_on(run_dir, own_command('rl'))}", file=sys.stderr)
+        say(f"rl: {error}\nrl: {how_to_go_on(run_dir, own_command('rl'))}", error=True)
         raise SystemExit(1) from None
     except Interrupted as error:
         view.close()
-        print(f"rl: stopped by {error}; {how_to_go_on(run_dir, own_command('rl'))}", file=sys.stderr)
+        say(f"rl: stopped by {error}; {how_to_go_on(run_dir, own_command('rl'))}", error=True)
         raise SystemExit(128 + error.signal_number) from None
     view.close()
     print_summary(console, run_dir, time.monotonic() - started)

@@ -8,6 +8,7 @@ from tandem.config.base import load_config
 from tandem.config.help import render_help
 from tandem.config.sweep import SweepConfig
 from tandem.utils.errors import UserError
+from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def main() -> None:
 def read_command_line(arguments: list[str]) -> SweepConfig:
     """The first argument that is no option is the experiment file; it is not one of our own configuration files."""
     if "--help" in arguments or "-h" in arguments:
-        print(render_help(SweepConfig, "sweep", DESCRIPTION), end="")
+        say(render_help(SweepConfig, "sweep", DESCRIPTION).removesuffix("\n"))
         raise SystemExit(0)
     named = [index for index, argument in enumerate(arguments) if argument.endswith((".yaml", ".yml"))]
     try:
@@ -42,18 +43,17 @@ def read_command_line(arguments: list[str]) -> SweepConfig:
             arguments = ["--file", arguments[named[0]].removeprefix("@"), *(word for word in rest if word not in sign)]
         return load_config(SweepConfig, arguments, "sweep", DESCRIPTION)
     except UserError as error:
-        print(f"sweep: {error}", file=sys.stderr)
+        say(f"sweep: {error}", error=True)
         raise SystemExit(2) from None
 
 
 def sweep(config: SweepConfig) -> None:
-    from rich.console import Console
-
     from tandem.launch.sweep.folder import read_sweep
     from tandem.launch.sweep.local import run_here
     from tandem.launch.sweep.results import show, write_results
     from tandem.launch.sweep.states import progress_of
     from tandem.launch.sweep.submit import submit_runs
+    from tandem.utils.console import Console
 
     if config.status:
         output_dir = find_output_dir(config.file)
@@ -62,9 +62,9 @@ def sweep(config: SweepConfig) -> None:
         output_dir, runs = write(config.file)
     if config.submits:
         done = submit_runs(output_dir, runs, resume=config.resume, array=config.array, max_jobs=config.max_jobs)
-        print(f"{len(done.runs)} of {len(runs)} runs submitted" + (f": {', '.join(done.runs)}" if done.runs else ""))
+        say(f"{len(done.runs)} of {len(runs)} runs submitted" + (f": {', '.join(done.runs)}" if done.runs else ""))
         if done.evaluations:
-            print(f"evaluations of finished runs submitted: {', '.join(done.evaluations)}")
+            say(f"evaluations of finished runs submitted: {', '.join(done.evaluations)}")
         return
     went_well = True
     if config.local:
@@ -74,7 +74,7 @@ def sweep(config: SweepConfig) -> None:
         write_results(output_dir, items)
         show(Console(), output_dir, items)
     else:
-        print(f"{len(runs)} runs written to {output_dir} (summary.txt, runs.csv); --submit or --local starts them")
+        say(f"{len(runs)} runs written to {output_dir} (summary.txt, runs.csv); --submit or --local starts them")
     if not went_well:
         raise SystemExit(1)
 

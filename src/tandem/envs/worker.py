@@ -42,7 +42,7 @@ from tandem.envs.wire import Channel, Payload
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten, shown
-from tandem.utils.log import setup_logging
+from tandem.utils.log import say, setup_logging
 from tandem.utils.processes import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -89,7 +89,7 @@ class Worker:
             await asyncio.wait_for(_call_hook(self.environment, "close"), CLOSE_S)
         except BaseException as error:  # only the log is there to be told
             with suppress(OSError):
-                print(f"env.id = {self.config.id!r}: close failed: {failure_of(error)}", file=sys.stderr)
+                say(f"env.id = {self.config.id!r}: close failed: {failure_of(error)}", error=True)
 
     def _take(self, calls: Calls, payload: Payload) -> None:
         if "answer" in payload:

@@ -13,8 +13,9 @@ from tandem.config.shared import CheckpointConfig
 from tandem.transport.checkpoints import how_to_go_on, is_finished
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError, file_damage
-from tandem.utils.files import read_json_lines, read_table
-from tandem.utils.metrics import is_number, read_metrics
+from tandem.utils.files import is_number, read_json_lines, read_table
+from tandem.utils.findings import Watch
+from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir, step_name, steps_with
 from tandem.utils.run_lock import Holder, is_held, read_holder
 from tandem.utils.waiting import Deadline
@@ -85,6 +86,7 @@ def _progress_lines(run_dir: RunDir, max_steps: int) -> list[str]:
     checkpoints = steps_with(run_dir.checkpoints, MANIFEST)
     told.append(f"checkpoint  {step_name(checkpoints[-1]) if checkpoints else 'none yet'}")
     events = [event for event in read_json_lines(run_dir.events) if event.get("event") in ("restarted", "failed")]
+    told += [f"{finding.severity:<10}  {finding}" for finding in Watch(lines).current]
     for event in events:
         told.append(f"{event['event']:<10}  {event.get('who')} ({event.get('why')})")
     if len(signs) < len(times):

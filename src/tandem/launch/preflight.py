@@ -29,6 +29,7 @@ from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.event_loop import run_beside
 from tandem.utils.imports import is_import_path
+from tandem.utils.log import say
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.registry import load_callable, load_function
@@ -141,7 +142,7 @@ def _check_address(url: str) -> bool:
         with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as response:
             health = json.load(response)
     except TimeoutError:
-        print(f"the server at {url} does not answer yet; the orchestrator will wait for it")
+        say(f"the server at {url} does not answer yet; the orchestrator will wait for it")
         return False
     except (OSError, ValueError) as error:
         raise UserError(

@@ -1,10 +1,9 @@
 """What a user sees while a run goes on: a live display on a terminal, prefixed log lines elsewhere."""
 
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -12,10 +11,14 @@ from rich.text import Text
 
 from tandem.launch.curve import sparkline
 from tandem.launch.plan import ProcessPlan
+from tandem.utils.console import Console
 from tandem.utils.files import Follower
-from tandem.utils.metrics import parse_metrics_line
+from tandem.utils.findings import Watch
+from tandem.utils.metrics import parse_metrics_line, read_metrics
+from tandem.utils.run_dir import RunDir
 
 STYLES = {"inference": "cyan", "orchestrator": "green", "trainer": "magenta"}
+FINDING_STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 
 
 class RunView(Protocol):
@@ -44,10 +47,10 @@ class LogLines:
 
 
 class LiveDisplay:
-    """Step, reward, staleness, tokens/s and time left, redrawn in place; warnings scroll by above."""
+    """Step, reward, staleness, tokens/s, time left and findings, redrawn in place; warnings scroll by above."""
 
     def __init__(
-        self, console: Console, plans: list[ProcessPlan], metrics: Path, start_step: int, max_steps: int
+        self, console: Console, plans: list[ProcessPlan], run_dir: RunDir, start_step: int, max_steps: int
     ) -> None:
         self.console = console
         self.start_step = start_step
@@ -58,7 +61,8 @@ class LiveDisplay:
         self.orchestrator: dict[str, Any] = {}
         self.trainer: dict[str, Any] = {}
         self.held_out: dict[int, float] = {}
-        self._metrics = Follower(metrics, from_end=True)
+        self._watch = Watch(read_metrics(run_dir))
+        self._metrics = Follower(run_dir.metrics, from_end=True)
         self._logs = {plan.name: Follower(plan.log, from_end=True) for plan in plans}
         self._next_draw = 0.0
         self._live = Live(self._render(), console=console, auto_refresh=False)
@@ -82,6 +86,7 @@ class LiveDisplay:
         self._live.stop()
 
     def _take(self, line: dict[str, Any]) -> None:
+        self._watch.take(line)
         if "eval/reward" in line:
             self.held_out[line["step"]] = line["eval/reward"]
         elif line["process"] == "orchestrator" and "reward/mean" in line:
@@ -115,7 +120,8 @@ class LiveDisplay:
         )
         bar = Table.grid()
         bar.add_row(ProgressBar(total=self.max_steps, completed=step, width=60))
-        return Group(table, bar, Text(sparkline(self.rewards, width=60), style="green"))
+        findings = [Text(str(finding), style=FINDING_STYLES[finding.severity]) for finding in self._watch.current]
+        return Group(table, bar, Text(sparkline(self.rewards, width=60), style="green"), *findings)
 
 
 def _clock(seconds: float) -> str:
@@ -124,8 +130,8 @@ def _clock(seconds: float) -> str:
 
 
 def make_view(
-    console: Console, show: str, plans: list[ProcessPlan], metrics: Path, start_step: int, max_steps: int
+    console: Console, show: str, plans: list[ProcessPlan], run_dir: RunDir, start_step: int, max_steps: int
 ) -> RunView:
     if show == "live" or (show == "auto" and console.is_terminal):
-        return LiveDisplay(console, plans, metrics, start_step, max_steps)
+        return LiveDisplay(console, plans, run_dir, start_step, max_steps)
     return LogLines(console, plans)

@@ -31,6 +31,7 @@ from tandem.launch.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied,
 from tandem.launch.ray_host import Closed, Handle
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_atomic
+from tandem.utils.log import say
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def run(placement: Placement, module: str, arguments: list[str]) -> None:
             try:
                 raise SystemExit(run_on(workers, placement, module, arguments, asked))
             except WorkerDied as error:
-                print(f"ray: {error}", file=sys.stderr, flush=True)
+                say(f"ray: {error}", error=True)
                 if not placement.is_server:
                     raise SystemExit(1) from None
                 hosts = [worker.node.address for worker in workers]
@@ -155,7 +156,7 @@ def run_on(
         if isinstance(outcome, WorkerDied):
             raise outcome
         if outcome != 0:
-            print(f"ray: {worker.name} ended with exit code {outcome}", file=sys.stderr, flush=True)
+            say(f"ray: {worker.name} ended with exit code {outcome}", error=True)
             return outcome if outcome > 0 else 128 - outcome
         num_running -= 1
     return 0
@@ -173,7 +174,7 @@ def follow(worker: RemoteWorker, outcomes: "queue.SimpleQueue[tuple[RemoteWorker
         if "exit_code" in message:
             outcomes.put((worker, message["exit_code"]))
             return
-        print(f"{prefix}{message['line']}", flush=True)
+        say(f"{prefix}{message['line']}")
 
 
 def announce(placement: Placement, address: str) -> None:

@@ -21,6 +21,7 @@ from tandem.launch.plan import API_KEY_VAR, ProcessPlan
 from tandem.launch.ray_command import Placement
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_atomic
+from tandem.utils.log import say
 from tandem.utils.run_dir import RunDir
 
 ASK_S = 120.0
@@ -159,7 +160,7 @@ def main() -> None:
     try:
         ray = connect(sys.argv[1])
     except UserError as error:
-        print(f"ray: {error}", file=sys.stderr)
+        say(f"ray: {error}", error=True)
         raise SystemExit(2) from None
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
     found = [

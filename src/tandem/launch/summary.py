@@ -3,10 +3,12 @@
 import shlex
 import sys
 
-from rich.console import Console
 from rich.text import Text
 
 from tandem.launch.curve import plot
+from tandem.launch.progress import FINDING_STYLES
+from tandem.utils.console import Console
+from tandem.utils.findings import Watch
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
 
@@ -27,6 +29,7 @@ def print_summary(console: Console, run_dir: RunDir, seconds: float) -> None:
     console.print("\nTraining reward")
     for row in plot(rewards, width=60, height=6):
         console.print(Text(row, style="green"))
+    print_findings(console, Watch(lines))
     merged = run_dir.merged / "latest"  # there where an adapter was trained
     weights = merged if merged.exists() else run_dir.weights / "latest"
     command = shlex.join([f"{sys.executable.rsplit('/', 1)[0]}/inference", "--model.name", str(weights)])
@@ -37,3 +40,14 @@ Rollouts        {run_dir.samples(max(steps, default=0))}
 
 Talk to it:     {command}"""
     console.print(places, highlight=False, soft_wrap=True, markup=False)  # paths may have brackets
+
+
+def print_findings(console: Console, watch: Watch) -> None:
+    """What the run ended with; of what was over by then, the step at which it began."""
+    for finding in watch.current:
+        text = f"\nSince step {watch.since[finding.code]}: {finding.message}.\n{finding.advice}."
+        console.print(Text(text, style=FINDING_STYLES[finding.severity]), soft_wrap=True)
+    held = [finding.code for finding in watch.current]
+    over = [f"{code.replace('_', ' ')} at step {step}" for code, step in watch.since.items() if code not in held]
+    if over:
+        console.print(f"\nFound earlier, and over at the end: {', '.join(over)}", soft_wrap=True)

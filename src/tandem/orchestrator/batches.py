@@ -67,6 +67,7 @@ def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
+        "groups/total": len(groups),
         "groups/without_signal": statistics.fmean(len(set(group.rewards)) == 1 for group in groups),
         "staleness/mean": statistics.fmean(ages),
         "staleness/max": max(ages),

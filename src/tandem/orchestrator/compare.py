@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.orchestrator.scores import confidence
+from tandem.utils.console import Console
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
+from tandem.utils.log import printable
 
 Rewards = Mapping[str, Sequence[float]]  # of each task
 MOST_LINES = 10
@@ -94,7 +95,7 @@ def show_results(results: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     for result in results:
         for task, error in list(result["errors"].items())[:MOST_LINES]:
-            console.print(f"{result['target']}, task {task}: {error}", markup=False)
+            console.print(f"{result['target']}, task {task}: {printable(error)}", markup=False)
 
 
 def show_comparison(before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Group, SamplingRequest, Task
 from tandem.utils.garbage import collect_by_the_clock
 from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
+from tandem.utils.rate import Rate
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
 
@@ -188,6 +189,7 @@ class Orchestrator:
             max_orders=config.max_steps * step_size,
             tries=max(plan.env.tries for plan in self.plans.values()),
         )
+        rate = Rate(time.monotonic())
         try:
             for step in range(self.start.step + 1, config.max_steps + 1):
                 started = time.monotonic()
@@ -196,7 +198,12 @@ class Orchestrator:
                 # Beside the loop: other rollouts go on.
                 await asyncio.to_thread(self._write_batch, groups, step, self._state(step, dispatcher))
                 written = time.monotonic()
-                times = {"step_s": written - started, "batch_s": written - collected}
+                num_tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
+                times = {
+                    "step_s": written - started,
+                    "batch_s": written - collected,
+                    "tokens_per_s": rate.add(written, num_tokens),
+                }
                 counts = {"groups/stale": buffer.num_dropped_stale, "groups/cut": dispatcher.num_cut}
                 self._log_step(groups, step, policy.version, times | counts)
         finally:
@@ -241,9 +248,7 @@ class Orchestrator:
         filtered = sum((Counter(one.take_metrics()) for one in self.filters.values()), Counter())
         metrics |= filtered | self.curriculum.metrics()
         metrics |= self._metrics_by_environment(groups, step)
-        tokens_per_s = metrics["completion_tokens/total"] / max(measured["step_s"], 1e-9)
         state = {
-            "tokens_per_s": tokens_per_s,
             "generate_s": statistics.fmean(group.generate_s for group in groups),
             "score_s": statistics.fmean(group.score_s for group in groups),
             "version": version,
@@ -255,12 +260,14 @@ class Orchestrator:
         if (limit := self.policy.limit) is not None:
             state["servers/concurrency"] = limit
         self.run_log.metrics(step, metrics | measured | state | costs_of(self.environment))
+        self.forwarder.forward()
         logger.info(
-            "step %d: reward %.3f, staleness %d, %.0f tokens/s",
+            "step %d: reward %.3f, staleness %d, %.0f tokens/s%s",
             step,
             metrics["reward/mean"],
             metrics["staleness/max"],
-            tokens_per_s,
+            measured["tokens_per_s"],
+            self.forwarder.remarks,
         )
 
     def _metrics_by_environment(self, groups: list[Group], step: int) -> dict[str, float]:

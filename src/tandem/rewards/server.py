@@ -9,7 +9,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -29,6 +28,7 @@ from tandem.config.reward_server import RewardServerConfig
 from tandem.rewards.batcher import Batcher
 from tandem.rewards.goals import BadGoal, Goal, GoalSpace, Vector, make_goals
 from tandem.utils.errors import UserError
+from tandem.utils.log import say
 from tandem.utils.serving.auth import RequireApiKey
 from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import error_answer
@@ -146,7 +146,7 @@ def _app() -> FastAPI:
     try:
         return _configured_app()
     except UserError as error:
-        print(f"tandem.rewards.server: {error}", file=sys.stderr)
+        say(f"tandem.rewards.server: {error}", error=True)
         raise SystemExit(UVICORN_STARTUP_FAILURE) from None
 
 

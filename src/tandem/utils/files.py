@@ -11,10 +11,11 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import orjson
 
@@ -170,6 +171,11 @@ def parse_json_line(line: bytes | str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a line can be printed as a number. A damaged one may be text, or longer than a float."""
+    return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 class Follower:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.utils.errors import UserError
+from tandem.utils.log import say
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDER = "models--"
@@ -71,7 +72,7 @@ def fetch_model(name: Path) -> None:
     from huggingface_hub import snapshot_download  # it takes a while to import
     from huggingface_hub.errors import HfHubHTTPError
 
-    print(f"model {name} is fetched from the Hugging Face hub into {cache_folder()}", flush=True)
+    say(f"model {name} is fetched from the Hugging Face hub into {cache_folder()}")
     try:
         snapshot_download(str(name), allow_patterns=FILES)
     except (HfHubHTTPError, OSError, ValueError) as error:

@@ -1,7 +1,8 @@
-"""Logging to standard output, one format for every process; the supervisor stores and prefixes it.
+"""Text for people: log lines, in one format for every process, and what commands print.
 
-What others have named, such as models, adapters and paths, ends up in log lines. Here, in one place, it is kept from
-ending a line, from colouring a terminal and from moving its cursor.
+Both may quote others: names of models, paths, the errors of users' code, what a model wrote. Here, in one place, such
+text is kept from ending a log line, from colouring a terminal and from moving its cursor. So commands use `say` instead
+of `print`, and `utils.console` where they need tables and colours.
 """
 
 import io
@@ -21,6 +22,16 @@ UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u20
 def printable(text: str) -> str:
     """The text in one line, with what cannot be seen written out."""
     return UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def printable_lines(text: str) -> str:
+    """The same, with its lines and tabs as they are."""
+    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in "\n\t" else printable(found[0]), text)
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Print to standard output, or to standard error."""
+    print(printable_lines(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 class LineFormatter(logging.Formatter):

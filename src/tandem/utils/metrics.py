@@ -2,22 +2,24 @@
 
 Every process appends to the same two files of the run directory: they are the truth. The process
 that owns the run (the orchestrator, or `sft`) also forwards new metric lines to TensorBoard, W&B
-or trackio, so that one run shows up there once, whoever wrote the line.
+or trackio, so that one run shows up there once, whoever wrote the line. It also applies the rules of utils.findings
+to every line.
 """
 
 import json
 import logging
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines, write_atomic
+from tandem.utils.findings import Finding, Watch
 from tandem.utils.provenance import without_keys
 from tandem.utils.run_dir import RunDir
 
@@ -61,11 +63,6 @@ def _is_metrics(record: Mapping[str, Any]) -> bool:
 def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
     """All lines of metrics.jsonl but damaged ones."""
     return [line for line in read_json_lines(run_dir.metrics) if _is_metrics(line)]
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a line can be printed as a number. A damaged one may be text, or longer than a float."""
-    return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 class Tracker(Protocol):
@@ -162,16 +159,30 @@ def refuse_missing_trackers(report_to: Sequence[str]) -> None:
 
 
 class MetricsForwarder:
-    """Follows metrics.jsonl and hands each new line to the trackers."""
+    """Follows metrics.jsonl: hands each new line to the trackers, and logs what the rules find, once each. One that is
+    not enabled does nothing."""
 
-    def __init__(self, metrics_file: Path, trackers: list[Tracker]) -> None:
+    def __init__(self, run_dir: RunDir, trackers: Sequence[Tracker] = (), *, enabled: bool = True) -> None:
+        self.run_dir = run_dir
         self._trackers = trackers
+        self._enabled = enabled
         # A resumed run goes on where the file ends: earlier lines were forwarded by the first start.
-        self._follower = Follower(metrics_file, from_end=True)
+        self._watch = Watch(read_metrics(run_dir) if enabled else ())
+        self._follower = Follower(run_dir.metrics, from_end=True)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Of now."""
+        return self._watch.current
+
+    @property
+    def remarks(self) -> str:
+        """The same as the end of a step's line."""
+        return "".join(f"; {finding.message}" for finding in self.findings if finding.severity != "note")
 
     def forward(self) -> None:
         """Hand over the lines that have come since the last call."""
-        if not self._trackers:
+        if not self._enabled:
             return
         for line in self._follower.lines():
             record = parse_metrics_line(line)
@@ -186,6 +197,10 @@ class MetricsForwarder:
             }
             for tracker in self._trackers:
                 tracker.log(step, values)
+            for finding in self._watch.take(record):
+                level = logging.INFO if finding.severity == "note" else logging.WARNING
+                logger.log(level, "step %d: %s", step, finding)
+                RunLog(self.run_dir, process).event("finding", step=step, **asdict(finding))
 
     def close(self) -> None:
         self.forward()
@@ -218,4 +233,5 @@ def open_forwarder(
         "wandb": lambda: WandbTracker(run_dir, project, name, wandb_mode, told, start_step),
         "trackio": lambda: TrackioTracker(project, name, told, start_step),
     }
-    return MetricsForwarder(run_dir.metrics, [openers[tracker]() for tracker in report_to if enabled])
+    trackers = [openers[tracker]() for tracker in report_to if enabled]
+    return MetricsForwarder(run_dir, trackers, enabled=enabled)

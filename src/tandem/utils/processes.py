@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from tandem.utils.errors import NOT_WRITABLE, Diverged, OutOfMemory, UserError, shorten_lines
+from tandem.utils.log import say
 
 SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
 PR_SET_PDEATHSIG = 1
@@ -143,7 +144,7 @@ def is_torch_out_of_memory(error: Exception) -> bool:
 
 
 def _exit(message: str, code: int) -> NoReturn:
-    print(shorten_lines(message), file=sys.stderr)
+    say(shorten_lines(message), error=True)
     raise SystemExit(code) from None
 
 

@@ -17,7 +17,6 @@ import logging
 import os
 import shlex
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tandem.utils.errors import NO_ROOM, NOT_WRITABLE, UserError
+from tandem.utils.log import say
 from tandem.utils.processes import is_first_rank, process_exists, process_state, start_time
 
 logger = logging.getLogger(__name__)
@@ -326,5 +326,5 @@ def _this_machine() -> str | None:
 
 
 def _leave(reason: str) -> None:
-    print(reason, file=sys.stderr, flush=True)
+    say(reason, error=True)
     os._exit(1)

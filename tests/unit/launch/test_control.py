@@ -55,6 +55,12 @@ def test_the_state_of_a_run(run_dir: RunDir) -> None:
     assert stop_run(run_dir.root) == f"nothing runs in {run_dir.root}; it is finished"
 
 
+def test_the_state_tells_what_was_found(run_dir: RunDir) -> None:
+    for step in (1, 2, 3):
+        RunLog(run_dir, "trainer").metrics(step, {"grad_norm": 0.0})
+    assert any(line.startswith("error       the gradient was 0") for line in status_lines(run_dir.root))
+
+
 def test_only_a_run_of_rl_is_stopped(run_dir: RunDir, tmp_path: Path) -> None:
     with hold_run(run_dir.root, "trainer", ["trainer"]), pytest.raises(UserError, match="runs of `rl`"):
         stop_run(run_dir.root)

@@ -4,9 +4,8 @@ import io
 import re
 from pathlib import Path
 
-from rich.console import Console
-
 from tandem.launch.progress import LiveDisplay, LogLines, make_view
+from tandem.utils.console import Console
 from tandem.utils.files import Follower
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
@@ -77,11 +76,38 @@ def test_log_lines_carry_the_name_of_their_process(make_process) -> None:
     ]
 
 
+def test_what_processes_print_cannot_move_the_cursor(make_process, tmp_path: Path) -> None:
+    """A reward function may print anything, and its errors may say anything."""
+    for view_type in ("lines", "live"):
+        console, plans = make_console(terminal=True), [make_process(f"orchestrator_{view_type}", "")]
+        view = make_view(console, view_type, plans, RunDir(tmp_path), 0, 1)
+        append(plans[0].log, "12:00:00 WARNING \x1b[2J\x1b]0;mine\x07\n")
+        view.close()
+        assert r"\x1b[2J\x1b]0;mine" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_live_display_shows_findings_while_they_hold(make_process, tmp_path: Path) -> None:
+    console, run_dir = make_console(terminal=True), RunDir(tmp_path)
+    log_without_signal(run_dir, 1, 2)  # before it was resumed
+    view = LiveDisplay(console, [], run_dir, start_step=2, max_steps=9)
+    log_without_signal(run_dir, 3, 3)
+    view.close()
+    text = shown(console)
+    assert "nothing is learned: every reward is 0. Read samples/" in " ".join(text[text.rindex("step 3/9") :].split())
+
+
+def log_without_signal(run_dir: RunDir, first: int, last: int) -> None:
+    metrics = {"groups/without_signal": 1, "reward/mean": 0, "reward/min": 0, "reward/max": 0}
+    for step in range(first, last + 1):
+        RunLog(run_dir, "orchestrator").metrics(step, metrics)
+        RunLog(run_dir, "trainer").metrics(step, {"grad_norm": 0.0})
+
+
 def test_the_live_display_shows_where_the_run_is(make_process, tmp_path: Path) -> None:
     console = make_console(terminal=True)
     run_dir = RunDir(tmp_path)
     plans = [make_process("orchestrator", "")]
-    view = LiveDisplay(console, plans, run_dir.metrics, start_step=0, max_steps=10)
+    view = LiveDisplay(console, plans, run_dir, start_step=0, max_steps=10)
     view.tick()
     assert "starting …" in shown(console)
     orchestrator, trainer = RunLog(run_dir, "orchestrator"), RunLog(run_dir, "trainer")
@@ -107,7 +133,7 @@ def test_the_time_left_needs_two_steps(make_process, tmp_path: Path, monkeypatch
     """First step at 100 s, the third at 120 s: 10 s a step, and of ten steps seven are left."""
     now = [100.0]
     monkeypatch.setattr("tandem.launch.progress.time.monotonic", lambda: now[0])
-    view = LiveDisplay(make_console(), [], tmp_path / "metrics.jsonl", start_step=0, max_steps=10)
+    view = LiveDisplay(make_console(), [], RunDir(tmp_path), start_step=0, max_steps=10)
     trainer = RunLog(RunDir(tmp_path), "trainer")
     trainer.metrics(1, {"loss": 0.5})
     view.tick()
@@ -122,7 +148,7 @@ def test_the_time_left_needs_two_steps(make_process, tmp_path: Path, monkeypatch
 
 def test_the_view_follows_the_option_and_the_terminal(make_process, tmp_path: Path) -> None:
     def view_of(show: str, *, terminal: bool) -> type:
-        view = make_view(make_console(terminal=terminal), show, [], tmp_path / "m", 0, 1)
+        view = make_view(make_console(terminal=terminal), show, [], RunDir(tmp_path), 0, 1)
         view.close()
         return type(view)
 
@@ -134,7 +160,7 @@ def test_the_view_follows_the_option_and_the_terminal(make_process, tmp_path: Pa
 
 def test_a_damaged_line_is_passed_over(tmp_path: Path) -> None:
     console, metrics = make_console(terminal=True), RunDir(tmp_path).metrics
-    view = LiveDisplay(console, [], metrics, 0, 10)
+    view = LiveDisplay(console, [], RunDir(tmp_path), 0, 10)
     append(metrics, '\n{"process": "orchestrator", "st\n[]\n{"process": "orchestrator", "step": 1}\n')
     RunLog(RunDir(tmp_path), "orchestrator").metrics(2, {"reward/mean": 0.75})
     RunLog(RunDir(tmp_path), "trainer").metrics(2, {"loss": 0.1})

@@ -4,9 +4,8 @@ import io
 import shlex
 from pathlib import Path
 
-from rich.console import Console
-
 from tandem.launch.summary import print_summary
+from tandem.utils.console import Console
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -48,6 +47,29 @@ def test_steps_that_a_resumed_run_made_again_count_once(tmp_path: Path) -> None:
     text = summary(tmp_path)
     assert "4 steps in 12 s" in text
     assert "samples/step_000004.jsonl" in text
+
+
+def test_what_was_found_is_told_before_where_the_model_is(tmp_path: Path) -> None:
+    """Truncated up to the sixth step; from the fifth on there are no rewards."""
+    for step in range(1, 9):
+        rewards = {"reward/min": 0, "reward/max": 0 if step >= 5 else 1, "completions/truncated": float(step <= 6)}
+        RunLog(RunDir(tmp_path), "orchestrator").metrics(
+            step, rewards | {"reward/mean": 0, "groups/without_signal": float(step >= 5)}
+        )
+    text = summary(tmp_path)
+    told = (
+        "Since step 7: all groups have equal rewards, nothing is learned: every reward is 0.\nRead samples/: "
+        "if right answers are there, the reward function misses them;"
+    )
+    assert told in text and text.index(told) < text.index("Trained model")
+    assert "Found earlier, and over at the end: all truncated at step 3\n" in text
+
+
+def test_a_healthy_run_has_nothing_found(tmp_path: Path) -> None:
+    log = RunLog(RunDir(tmp_path), "orchestrator")
+    for step in range(1, 9):
+        log_step(log, step, step / 8)
+    assert "Since" not in summary(tmp_path) and "Found" not in summary(tmp_path)
 
 
 def test_a_run_without_metrics(tmp_path: Path) -> None:

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from tandem.config.evaluate import EvaluateConfig
-from tandem.orchestrator.compare import compare, read_results, refuse_other_tasks, short_names, show_results
+from tandem.orchestrator.compare import (
+    compare,
+    read_results,
+    refuse_other_tasks,
+    short_names,
+    show_comparison,
+    show_results,
+)
 from tandem.orchestrator.evaluate import Outcome, fingerprint, results_of
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
@@ -77,3 +84,13 @@ def test_versions_can_be_told_apart_in_a_narrow_terminal(
     show_results([results_of(version, [Outcome(0, [1.0]), Outcome(1, [0.0])], 1.0) for version in versions])
     shown = capsys.readouterr().out
     assert "step_000012" in shown and "step_000013" in shown
+
+
+def test_what_users_code_says_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    error = "ValueError: \x1b]0;mine\x07\nno\u202e"
+    failed = results_of("m\x1b[2J", [Outcome(0, [1.0]), Outcome(1, [], error=error)], 1.0)
+    show_results([failed])
+    show_comparison(failed, failed)
+    shown = capsys.readouterr().out
+    assert r"ValueError: \x1b]0;mine\x07\nno\u202e" in shown and r"against m\x1b[2J" in shown
+    assert all(line.isprintable() for line in shown.split("\n"))

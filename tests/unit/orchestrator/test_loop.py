@@ -56,7 +56,7 @@ class Run:
         async def run() -> None:
             first = resumed_from.step if resumed_from else 0
             trainer = asyncio.ensure_future(self._train(first))
-            forwarder = MetricsForwarder(self.dir.metrics, [])
+            forwarder = MetricsForwarder(self.dir)
             prompts = encode_prompts(self.environment, self.tokenizer, self.config)
             servers = ServerPool([self.server.base_url], lambda url: self.server)
             loop = Orchestrator(
@@ -250,9 +250,24 @@ def test_steps_are_logged_with_what_they_were_made_of(make_run) -> None:
         assert (line["reward/mean"], line["reward/min"], line["reward/max"]) == (0.5, 0.0, 1.0)
         assert line["completion_tokens/total"] == 12
         assert (line["groups/stale"], line["rollouts/failed"], line["tasks/set_aside"]) == (0, 0, 0)
-        assert line["tokens_per_s"] == pytest.approx(12 / line["step_s"])
+        assert 0 < line["tokens_per_s"] <= 12 * line["step"] / sum(one["step_s"] for one in lines[: line["step"]])
         assert 0 < line["batch_s"] < line["step_s"] and line["generate_s"] >= 0 and line["score_s"] >= 0
         assert "reward/shaped_mean" not in line
+
+
+def test_a_run_without_signal_is_told_in_its_lines_and_once_as_an_event(
+    make_run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four steps of two groups: with the fourth, there are enough of them."""
+    with caplog.at_level("INFO"):
+        run = make_run(0.0, 0.0, 0.0).start()
+    (event,) = run.events("finding")
+    assert (event["code"], event["severity"], event["step"]) == ("no_signal", "error", 4)
+    told = "all groups have equal rewards, nothing is learned: every reward is 0"
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    assert [line.split(":")[0] for line in lines if told in line] == ["step 4", "step 4"]
+    assert lines[-1].endswith(f"tokens/s; {told}")
+    assert "Read samples/" in lines[-2] and event["advice"].startswith("Read samples/")
 
 
 def test_failures_are_counted_in_the_metrics_and_kept_in_the_state(make_run) -> None:

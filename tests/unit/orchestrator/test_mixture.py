@@ -84,7 +84,7 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
 
     async def run() -> None:
         prompts = encode_prompts(environment, tokenizer, options)
-        forwarder = MetricsForwarder(run_dir.metrics, [])
+        forwarder = MetricsForwarder(run_dir)
         servers = ServerPool([server.base_url], lambda url: server)
         loop = Orchestrator(options, environment, prompts, tokenizer, servers, "mixed-1", forwarder, None)
         trainer = asyncio.ensure_future(train())

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tandem.utils.log import LineFormatter, printable, write_what_the_terminal_can
+from tandem.utils.log import LineFormatter, printable, say, write_what_the_terminal_can
 
 
 @pytest.fixture
@@ -53,3 +53,9 @@ def test_a_terminal_that_lacks_a_character_gets_another(monkeypatch: pytest.Monk
     write_what_the_terminal_can()
     print("trainer │ 1")
     assert written.getvalue() == b"trainer ? 1\n"
+
+
+def test_what_commands_say_keeps_its_lines_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    say("one\n\ttwo \x1b]0;title\x07\r\u2066")
+    say("three\x9b2J", error=True)
+    assert capsys.readouterr() == ("one\n\ttwo \\x1b]0;title\\x07\\r\\u2066\n", "three\\x9b2J\n")

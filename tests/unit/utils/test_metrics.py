@@ -61,7 +61,7 @@ DAMAGED = (
 def test_damaged_lines_are_neither_read_nor_forwarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = FakeTracker()
     run_dir = RunDir(tmp_path)
-    forwarder = MetricsForwarder(run_dir.metrics, [tracker])
+    forwarder = MetricsForwarder(run_dir, [tracker])
     log = RunLog(run_dir, "trainer")
     log.metrics(1, {"loss": 0.5})
     with run_dir.metrics.open("ab") as file:
@@ -75,7 +75,7 @@ def test_damaged_lines_are_neither_read_nor_forwarded(tmp_path: Path, caplog: py
 
 def test_every_line_is_forwarded_once_to_every_tracker(tmp_path: Path) -> None:
     trackers = [FakeTracker(), FakeTracker()]
-    forwarder = MetricsForwarder(tmp_path / "metrics.jsonl", list(trackers))
+    forwarder = MetricsForwarder(RunDir(tmp_path), trackers)
     forwarder.forward()  # there is no file yet
     run_dir = RunDir(tmp_path)
     RunLog(run_dir, "trainer").metrics(1, {"loss": 0.5})
@@ -90,7 +90,7 @@ def test_every_line_is_forwarded_once_to_every_tracker(tmp_path: Path) -> None:
 
 def test_a_line_that_is_being_written_is_forwarded_when_it_is_whole(tmp_path: Path) -> None:
     tracker, path = FakeTracker(), tmp_path / "metrics.jsonl"
-    forwarder = MetricsForwarder(path, [tracker])
+    forwarder = MetricsForwarder(RunDir(tmp_path), [tracker])
     line = json.dumps({"time": 1.0, "process": "trainer", "step": 1, "loss": 0.5}) + "\n"
     path.write_text(line + line[:20])
     forwarder.forward()
@@ -105,10 +105,37 @@ def test_a_resumed_run_forwards_only_what_is_new(tmp_path: Path) -> None:
     log = RunLog(RunDir(tmp_path), "trainer")
     log.metrics(1, {"loss": 0.5})
     tracker = FakeTracker()
-    forwarder = MetricsForwarder(tmp_path / "metrics.jsonl", [tracker])
+    forwarder = MetricsForwarder(RunDir(tmp_path), [tracker])
     log.metrics(2, {"loss": 0.25})
     forwarder.forward()
     assert tracker.logged == [(2, {"trainer/loss": 0.25})]
+
+
+def test_what_the_rules_find_is_logged_once_also_over_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    log = RunLog(run_dir, "sft")
+    for _ in ("started", "resumed"):
+        forwarder = MetricsForwarder(run_dir)
+        first = len(read_json_lines(run_dir.metrics)) + 1
+        for step in range(first, first + 4):
+            log.metrics(step, {"grad_norm": 0.0})
+            forwarder.forward()
+        assert [finding.code for finding in forwarder.findings] == ["no_gradient"]
+        assert forwarder.remarks == "; the gradient was 0 in the last 3 steps, nothing is learned"
+    (event,) = read_json_lines(run_dir.events)
+    assert event.pop("time") > 0 and event.pop("advice") in caplog.text
+    assert event.pop("message") in caplog.text and caplog.text.count("WARNING") == 1
+    assert event == {"process": "sft", "event": "finding", "step": 3, "code": "no_gradient", "severity": "error"}
+
+
+def test_other_ranks_than_the_first_find_nothing(tmp_path: Path) -> None:
+    forwarder = MetricsForwarder(RunDir(tmp_path), enabled=False)
+    for step in range(4):
+        RunLog(RunDir(tmp_path), "sft").metrics(step, {"grad_norm": 0.0})
+    forwarder.close()
+    assert forwarder.findings == [] and not RunDir(tmp_path).events.exists()
 
 
 def test_without_trackers_nothing_is_opened(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "rl: seq_len = 3 is too short\n"
 
 
+def test_errors_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (UserError("\x1b[2J"), Stopped(15, "\x1b[2J"), Diverged("\x1b[2J"), RuntimeError("\x1b[2J")):
+        with pytest.raises(SystemExit):
+            run_entrypoint("rl", leaving(error))
+        shown = capsys.readouterr().err
+        assert r"\x1b[2J" in shown and "\x1b" not in shown
+
+
 def test_ctrl_c_is_exit_code_130_and_other_errors_are_shown_with_where_they_came_from(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         run_entrypoint("rl", leaving(KeyboardInterrupt()))

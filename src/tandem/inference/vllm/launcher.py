@@ -14,7 +14,7 @@ import socket
 import sys
 
 from tandem.utils.garbage import importing
-from tandem.utils.log import setup_logging
+from tandem.utils.log import say, setup_logging
 from tandem.utils.ports import inherited_socket
 from tandem.utils.processes import die_with_parent
 
@@ -48,7 +48,7 @@ def serve_on(listening: socket.socket) -> None:
     # In which module the function lies that vLLM makes its socket with, and what it takes, differs between versions.
     surroundings = inspect.unwrap(setup_server).__globals__
     if "create_server_socket" not in surroundings:
-        print("this version of vLLM makes its socket in a way we do not know: leaving it to vLLM", file=sys.stderr)
+        say("this version of vLLM makes its socket in a way we do not know: leaving it to vLLM", error=True)
         listening.close()
         return
     surroundings["create_server_socket"] = lambda *address, **options: listening

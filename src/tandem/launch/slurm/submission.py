@@ -21,6 +21,7 @@ from tandem.transport.checkpoints import require_checkpoint
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_atomic, write_json
+from tandem.utils.log import say
 from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import refuse_unwritable
 
@@ -184,10 +185,10 @@ def _hand_over(job: Job, tree: Tree, dry_run: bool, secrets: dict[str, str]) -> 
         write_json(job.config_file, tree)
         write_atomic(script, render(job).encode())
     if dry_run:
-        print(f"dry run: the job script is {script}; nothing was submitted")
+        say(f"dry run: the job script is {script}; nothing was submitted")
         return
     number = submit(script, environment=secrets)
-    print(f"submitted job {number} ({script}); it prints to {job.folder}/slurm-{number}.out")
+    say(f"submitted job {number} ({script}); it prints to {job.folder}/slurm-{number}.out")
 
 
 def _name(slurm: SlurmConfig, output_dir: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tandem.launch.sweep.folder import Run
 from tandem.launch.sweep.states import UNFINISHED, progress_of
 from tandem.utils.errors import UserError
+from tandem.utils.log import say
 from tandem.utils.processes import Stopped
 
 POLL_S = 0.1
@@ -53,7 +54,7 @@ class _Started:
         self.scripts += [run.evaluation_script] if run.evaluates else []
         self.log = Path(run.folder) / "local.out"
         self.went_well = True
-        print(f"{run.name}: started, prints to {self.log}", flush=True)
+        say(f"{run.name}: started, prints to {self.log}")
         self.process = self._start()
 
     def is_over(self) -> bool:
@@ -64,7 +65,7 @@ class _Started:
             self.process = self._start()
             return False
         self.went_well = code == 0
-        print(f"{self.run.name}: {'finished' if self.went_well else f'failed with exit code {code}'}", flush=True)
+        say(f"{self.run.name}: {'finished' if self.went_well else f'failed with exit code {code}'}")
         return True
 
     def _start(self) -> subprocess.Popen[bytes]:

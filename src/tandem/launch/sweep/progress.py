@@ -1,9 +1,10 @@
 """How far `sweep` is with work that takes a while."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+
+from tandem.utils.log import say
 
 EVERY_S = 2.0
 T = TypeVar("T")
@@ -14,6 +15,6 @@ def reported(items: Sequence[T], done: str, clock: Callable[[], float] = time.mo
     told_at = clock()
     for number, item in enumerate(items):
         if clock() - told_at >= EVERY_S:
-            print(f"sweep: {number:,} of {len(items):,} runs {done}", file=sys.stderr, flush=True)
+            say(f"sweep: {number:,} of {len(items):,} runs {done}", error=True)
             told_at = clock()
         yield item

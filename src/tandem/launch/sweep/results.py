@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from tandem.launch.sweep.states import METRICS, Progress
-from tandem.utils.files import write_atomic
-from tandem.utils.metrics import is_number, read_metrics
+from tandem.utils.console import Console
+from tandem.utils.files import is_number, write_atomic
+from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
 
 WIDTH, HEIGHT, LEFT, TOP = 560, 300, 70, 30

@@ -10,8 +10,8 @@ from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.sweep.folder import Run, read_jobs
 from tandem.transport.checkpoints import is_end, last_events
 from tandem.utils.errors import file_damage
-from tandem.utils.files import read_json
-from tandem.utils.metrics import is_number, read_metrics
+from tandem.utils.files import is_number, read_json
+from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
 from tandem.utils.run_lock import read_holder
 

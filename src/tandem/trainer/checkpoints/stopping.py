@@ -11,7 +11,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ import torch
 
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.parallel.ranks import Ranks
+from tandem.utils.log import say
 from tandem.utils.metrics import RunLog
 from tandem.utils.processes import REPEATED_WITHIN_S, Stopped
 
@@ -137,5 +137,5 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _leave(number: int | None, reason: str) -> None:
-    print(f"{reason}: ended at once", file=sys.stderr, flush=True)
+    say(f"{reason}: ended at once", error=True)
     os._exit(128 + (number or 0))

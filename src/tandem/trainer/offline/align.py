@@ -77,7 +77,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
             run_log.metrics(step, stats | speed | {"lr": lr})
             forwarder.forward()
             checkpoints.maybe_save(step, asdict(aligner.shift))
-            progress.show(step, summary(stats, speed["tokens_per_s"]), stats)
+            progress.show(step, summary(stats, speed["tokens_per_s"]) + forwarder.remarks, stats)
 
         trained.publish(weights.publish, version=config.max_steps)
         if isinstance(trained, Trained):
@@ -85,7 +85,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
         checkpoints.finish(config.max_steps, asdict(aligner.shift))
     run_log.event("data", **data.summary)
     run_log.event("finished", step=config.max_steps)
-    progress.close(run_dir.weights / "latest")
+    progress.close(run_dir.weights / "latest", forwarder.findings)
 
 
 class Batches:

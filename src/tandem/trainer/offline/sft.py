@@ -23,6 +23,7 @@ from tandem.trainer.offline.data_log import log_data
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import PackedBatch, TrainingSequence
+from tandem.utils.findings import Finding
 from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir
 
@@ -72,14 +73,15 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
             run_log.metrics(step, stats | speed | {"lr": lr})
             forwarder.forward()
             checkpoints.maybe_save(step)
-            progress.show(step, f"loss {stats['loss']:.4f}, {speed['tokens_per_s']:.0f} tokens/s", stats)
+            told = f"loss {stats['loss']:.4f}, {speed['tokens_per_s']:.0f} tokens/s{forwarder.remarks}"
+            progress.show(step, told, stats)
 
         trained.publish(weights.publish, version=config.max_steps)
         trained.save_adapter(run_dir.adapter, version=config.max_steps)
         checkpoints.finish(config.max_steps)
     run_log.event("data", **data.summary)
     run_log.event("finished", step=config.max_steps)
-    progress.close(run_dir.weights / "latest")
+    progress.close(run_dir.weights / "latest", forwarder.findings)
 
 
 def sft_step(stepper: Stepper[Predictions], batch: PackedBatch, tokens: int) -> StepMetrics:
@@ -127,9 +129,11 @@ class ProgressLine:
         self._last = time.monotonic()
         logger.info("step %d of %d: %s", step, self.max_steps, text)
 
-    def close(self, model: Path) -> None:
+    def close(self, model: Path, findings: Sequence[Finding]) -> None:
         if not self.enabled:
             return
+        for finding in findings:
+            logger.warning("%s", finding)
         if self._eval_losses:
             ends = sorted({min(self._eval_losses), max(self._eval_losses)})
             logger.info("eval loss %s", ", ".join(f"{self._eval_losses[step]:.4f} after step {step}" for step in ends))

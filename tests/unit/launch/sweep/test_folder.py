@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 import pytest
 import yaml
-from rich.console import Console
 from tests.unit.launch.sweep.conftest import Write
 
 from tandem.config.align import AlignConfig
@@ -25,6 +24,7 @@ from tandem.launch.sweep.local import run_here
 from tandem.launch.sweep.results import as_csv, draw, show
 from tandem.launch.sweep.states import Progress, progress_of
 from tandem.launch.sweep.submit import Submitted, submit_runs
+from tandem.utils.console import Console
 from tandem.utils.errors import UserError
 from tandem.utils.files import append_json_line, write_json
 

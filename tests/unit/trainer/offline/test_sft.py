@@ -18,6 +18,7 @@ from tandem.trainer.offline.sft import ProgressLine, sft_loss, train_sft
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
+from tandem.utils.run_dir import RunDir
 
 
 def test_the_loss_is_the_sum_of_negative_log_probs(make_samples) -> None:
@@ -42,7 +43,7 @@ def test_the_loss_falls_and_the_model_is_published(tiny_model: Path, tmp_path: P
     )
     encode = partial(encode_sft_row, tokenizer=Tokenizer(tiny_model))
     data = load_dataset(config.data, encode, seq_len=config.seq_len, seed=config.seed)
-    train_sft(config, data, MetricsForwarder(tmp_path / "metrics.jsonl", []))
+    train_sft(config, data, MetricsForwarder(RunDir(tmp_path)))
     losses = [line["loss"] for line in read_json_lines(tmp_path / "metrics.jsonl")]
     assert losses[0] == pytest.approx(4.6, abs=0.3)  # ln 102: nothing is known
     assert losses[-1] < 2.0
@@ -54,7 +55,7 @@ def test_every_evaluation_is_logged_and_summed_up(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO):
         for step in range(1, 41):
             progress.show(step, f"loss {step}", {"eval/loss": 10 / step} if step % 10 == 0 else {})
-        progress.close(Path("weights"))
+        progress.close(Path("weights"), [])
     shown = [record.getMessage() for record in caplog.records]
     assert shown == [
         "step 1 of 40: loss 1",  # the next would come seconds later
