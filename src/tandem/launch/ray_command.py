@@ -10,7 +10,6 @@ servers file is changed; ranks end together, and the supervisor has them go on f
     python -m tandem.launch.ray_command '{"address": …}' MODULE ARGUMENTS…
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from typing import Any
 from tandem.launch.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
 from tandem.launch.ray_host import Closed, Handle
 from tandem.utils.errors import UserError
-from tandem.utils.files import write_atomic
+from tandem.utils.files import locked, write_atomic
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
 
 logger = logging.getLogger(__name__)
@@ -180,8 +179,7 @@ def announce(placement: Placement, address: str) -> None:
     """The address of this server in the servers file, in place of the one before; others change the file as well."""
     assert placement.servers_file is not None
     path = Path(placement.servers_file)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_suffix(".lock")):
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if not line.endswith(f":{placement.port}")]
         now = [*kept, f"http://{address}:{placement.port}"]

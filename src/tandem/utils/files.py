@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -170,6 +171,14 @@ def parse_json_line(line: bytes | str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait. The lock is the file `path`, which stays."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Follower:
