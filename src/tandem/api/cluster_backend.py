@@ -13,6 +13,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.launch.cluster import Cluster, RemoteWorker, WorkerDied
 from tandem.utils.errors import UserError
 from tandem.utils.hub import is_hub_name
+from tandem.utils.processes import describe_exit
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_lock import TOKEN
 
@@ -65,8 +66,8 @@ class ClusterTrainingBackend(PyTorchTrainingBackend):
             answer = rank.result()
             if answer["exit_code"] != 0 or not self.is_finished:
                 return (
-                    f"the trainer's rank {worker.rank}, {worker.name}, ended with exit code {answer['exit_code']}. Its "
-                    f"last lines ({answer['log']}):\n{answer['last_lines']}"
+                    f"the trainer's rank {worker.rank}, {worker.name}, ended with {describe_exit(answer['exit_code'])}. "
+                    f"Its last lines ({answer['log']}):\n{answer['last_lines']}"
                 )
         return None
 

@@ -24,7 +24,6 @@ from tandem.config.short_names import MODEL, spell_out
 from tandem.config.sources import Tree, extract_files, merge, nest, split_values
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, is_to_be_fetched
-from tandem.utils.log import write_what_the_terminal_can
 
 # Where the parser carries what the files say, apart from what the flags say. No option has such a name.
 FILES = "@"
@@ -96,7 +95,6 @@ def parse(
     short_names: Mapping[str, str] | None = None,
 ) -> C:
     """Parse `argv` (default: the command line); on bad input print one message, then `hint`, and exit with code 2."""
-    write_what_the_terminal_can()
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
         print(render_help(cls, prog, description), end="")

@@ -29,8 +29,8 @@ from typing import Any
 from tandem.launch.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
 from tandem.launch.ray_host import Closed, Handle
 from tandem.utils.errors import UserError
-from tandem.utils.files import locked, write_atomic
-from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
+from tandem.utils.files import MAX_LINE_BYTES, locked, write_atomic
+from tandem.utils.processes import SUPERVISOR_PID, describe_exit, run_entrypoint
 
 logger = logging.getLogger(__name__)
 WORK_FN = "tandem.launch.ray_command:work"
@@ -154,7 +154,7 @@ def run_on(
         if isinstance(outcome, WorkerDied):
             raise outcome
         if outcome != 0:
-            print(f"ray: {worker.name} ended with exit code {outcome}", file=sys.stderr, flush=True)
+            print(f"ray: {worker.name} ended with {describe_exit(outcome)}", file=sys.stderr, flush=True)
             return outcome if outcome > 0 else 128 - outcome
         num_running -= 1
     return 0
@@ -209,7 +209,7 @@ def work(handle: Handle, rank: int, world_size: int) -> None:
 
     def report() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
+        while line := process.stdout.readline(MAX_LINE_BYTES):  # one that does not end comes in pieces
             handle.send({"line": line.rstrip("\n")})
         handle.send({"exit_code": process.wait()})
 
