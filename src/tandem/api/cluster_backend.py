@@ -65,9 +65,10 @@ class ClusterTrainingBackend(PyTorchTrainingBackend):
         for worker, rank in ended.items():
             answer = rank.result()
             if answer["exit_code"] != 0 or not self.is_finished:
+                how = describe_exit(answer["exit_code"])
                 return (
-                    f"the trainer's rank {worker.rank}, {worker.name}, ended with {describe_exit(answer['exit_code'])}. "
-                    f"Its last lines ({answer['log']}):\n{answer['last_lines']}"
+                    f"the trainer's rank {worker.rank}, {worker.name}, ended with {how}. Its last lines "
+                    f"({answer['log']}):\n{answer['last_lines']}"
                 )
         return None
 

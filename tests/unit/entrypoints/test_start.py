@@ -23,9 +23,7 @@ SLOW = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep
 def run(command: list[str], folder: Path) -> tuple[int, str, str]:
     """With the modules of a folder in front of all others: exit code and output."""
     environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT / 'src'}"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=60 * PATIENCE
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60 * PATIENCE)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -46,7 +44,8 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(name: str, as_module: bo
 
 def test_ctrl_c_while_the_configuration_is_read_is_one_line(tmp_path: Path) -> None:
     slow = "".join(f"    {line}\n" for line in SLOW.splitlines())
-    (tmp_path / "sitecustomize.py").write_text(f"import tomllib\ndef load(*_):\n{slow}tomllib.load = tomllib.loads = load\n")
+    text = f"import tomllib\ndef load(*_):\n{slow}tomllib.load = tomllib.loads = load\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
     (tmp_path / "rl.toml").touch()
     command = [sys.executable, "-m", "tandem.entrypoints.rl", "@", str(tmp_path / "rl.toml")]
     assert run(command, tmp_path) == (130, "", "stopped by Ctrl-C\n")

@@ -82,7 +82,7 @@ def test_nothing_is_rewritten_under_a_job_that_waits(write: Write, monkeypatch: 
     monkeypatch.setattr("tandem.launch.sweep.folder.jobs_under_way", lambda: queue)
     entrypoint.write(file)
     before = {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"'lr0.0001' waits or runs as job 12_0, and job.sh would change .*scancel 12_0"):
+    with pytest.raises(UserError, match=r"'lr0.0001' waits or runs as job 12_0, and job.sh would .*scancel 12_0"):
         entrypoint.write(write(TWO, slurm=("time: 2:00:00",), rest=evaluation.format(2)))
     queue = {"13_1": "running"}
     with pytest.raises(UserError, match=r"'lr0.0002' waits or runs as job 13_1, and evaluate.yaml would change"):
