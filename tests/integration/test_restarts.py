@@ -62,11 +62,8 @@ def test_whoever_is_killed_is_started_again_and_the_bits_are_the_same(
         assert run.returncode == 0, output
     assert restarts(whole) == []
     events = restarts(cut)
-    assert [(event["who"], event["why"], event["restart"]) for event in events] == [
-        ("inference", "signal SIGKILL", 1),
-        ("orchestrator", "signal SIGKILL", 1),
-        ("trainer", "signal SIGKILL", 1),
-    ]
+    told = [(event["who"], str(event["why"]).split(",")[0], event["restart"]) for event in events]
+    assert told == [(name, "signal SIGKILL", 1) for name in ("inference", "orchestrator", "trainer")]
     assert "step" not in events[0] and 0 < events[1]["step"] <= events[2]["step"]  # type: ignore[operator]
     assert trained(cut) == list(range(1, MAX_STEPS + 1))
     last = [checksum(run_dir.weights / step_name(MAX_STEPS) / "model.safetensors") for run_dir in (whole, cut)]

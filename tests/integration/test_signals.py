@@ -99,14 +99,17 @@ def test_rl_saves_and_goes_on_in_the_same_bits(starter: Starter, on_policy, tmp_
     cut, whole = RunDir(tmp_path / "cut"), RunDir(tmp_path / "whole")
     arguments = [*on_policy, "--output-dir", str(cut.root)]
     process = starter.start("rl", *arguments, "--max-steps", "100000")
-    wait_for_step(process, cut, 3)
+    wait_for_step(process, cut, 1)
+    assert process.stdout is not None
+    process.stdout.close()  # as in `rl | head`: it trains on
+    wait_for_step(process, cut, max(line["step"] for line in read_metrics(cut)) + 3)
     children = children_of(process.pid)
-    process.terminate()
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 143 and "stopped by" in output, output
+    process.send_signal(signal.SIGHUP)  # and then the window is closed
+    assert process.wait(PATIENCE_S) == 143
     assert len(children) == 3 and not any(is_alive(pid) for pid in children.values())
+    (stopped,) = events(cut, "stopped")
     saved = newest_checkpoint(cut)
-    assert saved is not None and saved >= 2, output
+    assert saved is not None and saved >= 4 and stopped["step"] == saved
 
     last = str(saved + 3)
     done = starter.run("rl", *arguments, "--max-steps", last, "--resume")

@@ -235,9 +235,13 @@ def test_align_over_two_nodes_is_evaluated_after(slurm_cluster: Cluster, tiny_mo
     write_json(tmp_path / "align.json", config)
     dry = slurm_cluster.run(*command("align", "@", str(tmp_path / "align.json"), "--dry-run"))
     assert dry.returncode == 0 and "nothing was submitted" in dry.stdout, dry.stdout + dry.stderr
-    trained = slurm_cluster.run(*command("align", "@", str(tmp_path / "align.json")))
+    trained = slurm_cluster.run(*command("align", "@", str(tmp_path / "align.json"), "--slurm.hold"))
     assert trained.returncode == 0, trained.stdout + trained.stderr
     job = trained.stdout.split()[2]
+    # What is tried meanwhile does not reach the job.
+    other = command("align", "@", str(tmp_path / "align.json"), "--max-steps", "9")
+    assert [slurm_cluster.run(*other, *flags).returncode for flags in ((), ("--dry-run",))] == [2, 0]
+    assert slurm_cluster.run("scontrol", "release", job).returncode == 0
     asked = slurm_cluster.run(
         *command("evaluate", "--model", str(run / "weights" / "latest"), "--env", "reverse-text", "--threads", "1"),
         *("--num-prompts", "2", "--max-tokens", "4", "--output-dir", str(results), "--slurm.time", "0:30:00"),
@@ -247,6 +251,7 @@ def test_align_over_two_nodes_is_evaluated_after(slurm_cluster: Cluster, tiny_mo
     slurm_cluster.wait([job, asked.stdout.split()[2]], 240, tmp_path)
     found = [(event["event"], event.get("ranks")) for event in read_json_lines(run / "events.jsonl")]
     assert found[0] == ("started", 2) and found[-1] == ("finished", None), printed(tmp_path)
+    assert max(line["step"] for line in read_json_lines(run / "metrics.jsonl")) == 2
     (evaluated,) = read_json(results / "results.json")["results"]
     assert 0 <= evaluated["scores"]["reward"] <= 1
 
@@ -261,9 +266,9 @@ def test_rl_goes_on_after_its_time_limit_and_after_its_server_was_killed(rl_run:
         return bool(again) and max(line["step"] for line in rl_run.steps("trainer")) > again[-1]["step"]
 
     rl_run.wait_until(goes_on, "a step after the restart")
-    (log,) = (rl_run.run / "slurm").glob("inference-*.log")
+    (log,) = (rl_run.run / "slurm" / "1").glob("inference-*.log")
     before = log.read_text().count("Application startup complete")
-    assert kill_processes(f"tandem.entrypoints.inference\0@\0{rl_run.run}/slurm/inference.json") == 1
+    assert kill_processes(f"tandem.entrypoints.inference\0@\0{rl_run.run}/slurm/1/inference.json") == 1
     rl_run.gate.touch()
     rl_run.cluster.wait([rl_run.job], 480, rl_run.run)
     assert rl_run.cluster.jobs().get(rl_run.job) == "COMPLETED", printed(rl_run.run)

@@ -27,7 +27,7 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import Follower
 from tandem.utils.hub import fetch_model, is_to_be_fetched
 from tandem.utils.metrics import LINE_KEYS, RunLog, parse_metrics_line
-from tandem.utils.processes import SUPERVISOR_PID
+from tandem.utils.processes import SUPERVISOR_PID, describe_exit
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name, step_of, steps_with
 from tandem.utils.run_lock import hold_run
@@ -209,7 +209,7 @@ class PyTorchTrainingBackend:
         if code is None:
             return None
         log = self.run_dir.log("trainer")
-        return f"the trainer ended with exit code {code}. Its last lines ({log}):\n{last_lines(log)}"
+        return f"the trainer ended with {describe_exit(code)}. Its last lines ({log}):\n{last_lines(log)}"
 
     async def _clear(self) -> None:
         """What the last start has left of it ends."""

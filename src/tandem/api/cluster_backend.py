@@ -13,6 +13,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.launch.cluster import Cluster, RemoteWorker, WorkerDied
 from tandem.utils.errors import UserError
 from tandem.utils.hub import is_hub_name
+from tandem.utils.processes import describe_exit
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_lock import TOKEN
 
@@ -64,9 +65,10 @@ class ClusterTrainingBackend(PyTorchTrainingBackend):
         for worker, rank in ended.items():
             answer = rank.result()
             if answer["exit_code"] != 0 or not self.is_finished:
+                how = describe_exit(answer["exit_code"])
                 return (
-                    f"the trainer's rank {worker.rank}, {worker.name}, ended with exit code {answer['exit_code']}. Its "
-                    f"last lines ({answer['log']}):\n{answer['last_lines']}"
+                    f"the trainer's rank {worker.rank}, {worker.name}, ended with {how}. Its last lines "
+                    f"({answer['log']}):\n{answer['last_lines']}"
                 )
         return None
 

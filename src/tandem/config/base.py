@@ -24,7 +24,7 @@ from tandem.config.short_names import MODEL, spell_out
 from tandem.config.sources import Tree, extract_files, merge, nest, split_values
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, is_to_be_fetched
-from tandem.utils.log import say, write_what_the_terminal_can
+from tandem.utils.log import say
 
 # Where the parser carries what the files say, apart from what the flags say. No option has such a name.
 FILES = "@"
@@ -96,7 +96,6 @@ def parse(
     short_names: Mapping[str, str] | None = None,
 ) -> C:
     """Parse `argv` (default: the command line); on bad input print one message, then `hint`, and exit with code 2."""
-    write_what_the_terminal_can()
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
         say(render_help(cls, prog, description).removesuffix("\n"))

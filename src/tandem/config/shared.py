@@ -136,8 +136,8 @@ class CheckpointConfig(Config):
     """Also keep the checkpoints of every so many steps for good. None: keep no others."""
 
     on_signal_timeout_s: float = Field(default=25.0, ge=0)
-    """On Ctrl-C or SIGTERM the trainer finishes its step and saves a checkpoint, within this time. A second signal
-    ends it at once. SLURM kills 30 s after SIGTERM. 0: end at once and save nothing."""
+    """On Ctrl-C, SIGTERM or SIGHUP the trainer finishes its step and saves a checkpoint, within this time. A second
+    signal ends it at once. SLURM kills 30 s after SIGTERM. 0: end at once and save nothing."""
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> "CheckpointConfig":

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from tandem.envs.wire import Payload, frame, receive
 from tandem.envs.worker import MARK_BYTES, STACK_SIGNAL
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten
-from tandem.utils.processes import kill_tree
+from tandem.utils.processes import describe_exit, kill_tree
 from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
@@ -132,7 +131,7 @@ class Worker:
         except TimeoutError as error:
             raise UserError(f"{error}\n{await self._read_stacks()}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            how = _how_it_ended(await self._exit_code())
+            how = describe_exit(await self._exit_code())
             raise UserError(f"env.id = {self.config.id!r} cannot be created: its process ended with {how}") from None
         finally:
             reading.cancel()
@@ -238,7 +237,7 @@ class Worker:
             over = {number: call for number, call in self._calls.items() if call.is_over(now)}
             if (code := self.process.poll()) is not None:
                 started = {number for number, call in self._calls.items() if call.started is not None}
-                failure = Failure(f"the environment's process ended with {_how_it_ended(code)}")
+                failure = Failure(f"the environment's process ended with {describe_exit(code)}")
                 self._lose({running} if running else started, failure)
             elif over and (running is None or running in over):  # else one that still has time keeps the event loop
                 stacks = await self._read_stacks()
@@ -380,7 +379,3 @@ async def _turn_of(player: Player, asked: Payload) -> Payload:
         return {"context_full": str(error)}
     except ChatRefused as error:
         return {"refused": str(error)}
-
-
-def _how_it_ended(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

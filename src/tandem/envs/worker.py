@@ -240,7 +240,8 @@ def main() -> None:
     parent, connection, mark, stacks = map(int, sys.argv[1:])
     if not die_with_parent(parent):
         raise SystemExit("the process that started this one is gone")
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach every process of a run; the orchestrator decides
+    # They reach every process of a run; the orchestrator decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which children of users' code would inherit
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     channel = Channel(socket.socket(fileno=connection))

@@ -10,7 +10,6 @@ servers file is changed; ranks end together, and the supervisor has them go on f
     python -m tandem.launch.ray_command '{"address": …}' MODULE ARGUMENTS…
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -30,9 +29,9 @@ from typing import Any
 from tandem.launch.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
 from tandem.launch.ray_host import Closed, Handle
 from tandem.utils.errors import UserError
-from tandem.utils.files import write_atomic
+from tandem.utils.files import MAX_LINE_BYTES, locked, write_atomic
 from tandem.utils.log import say
-from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint
+from tandem.utils.processes import SUPERVISOR_PID, describe_exit, run_entrypoint
 
 logger = logging.getLogger(__name__)
 WORK_FN = "tandem.launch.ray_command:work"
@@ -156,7 +155,7 @@ def run_on(
         if isinstance(outcome, WorkerDied):
             raise outcome
         if outcome != 0:
-            say(f"ray: {worker.name} ended with exit code {outcome}", error=True)
+            say(f"ray: {worker.name} ended with {describe_exit(outcome)}", error=True)
             return outcome if outcome > 0 else 128 - outcome
         num_running -= 1
     return 0
@@ -181,8 +180,7 @@ def announce(placement: Placement, address: str) -> None:
     """The address of this server in the servers file, in place of the one before; others change the file as well."""
     assert placement.servers_file is not None
     path = Path(placement.servers_file)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_suffix(".lock")):
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if not line.endswith(f":{placement.port}")]
         now = [*kept, f"http://{address}:{placement.port}"]
@@ -212,7 +210,7 @@ def work(handle: Handle, rank: int, world_size: int) -> None:
 
     def report() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
+        while line := process.stdout.readline(MAX_LINE_BYTES):  # one that does not end comes in pieces
             handle.send({"line": line.rstrip("\n")})
         handle.send({"exit_code": process.wait()})
 

@@ -7,7 +7,6 @@
 A run that has not made a step yet is not restarted: what fails that early is a mistake, and the same again next time.
 """
 
-import time
 from collections import Counter
 
 from tandem.transport.checkpoints import newest_checkpoint, rewind
@@ -33,13 +32,16 @@ class Restarts:
         self.delay_s = delay_s
         self.log = RunLog(run_dir, "rl")
         self._counts: Counter[str] = Counter()
-        self._since = time.time()
+        # Lines of earlier starts are told by their number: clocks may be set back, and differ between machines.
+        self._steps_before = self._count_steps()
+        self._given_up_before = self._count_given_up()
         self._has_begun = False
 
     def next_delay_s(self, name: str, code: int) -> float | None:
         """How long to wait before the process is started again; None: the run has failed."""
-        self._has_begun = self._has_begun or self._made_a_step()
-        is_final = code == USER_ERROR or self._gave_up(name) or not self._has_begun
+        self._has_begun = self._has_begun or self._count_steps() > self._steps_before
+        gave_up = self._count_given_up()[name] > self._given_up_before[name]
+        is_final = code == USER_ERROR or gave_up or not self._has_begun
         if is_final or self._counts[name] >= self.max_restarts:
             return None
         self._counts[name] += 1
@@ -56,13 +58,10 @@ class Restarts:
         went_back = {} if step is None else {"step": step}
         self.log.event("restarted", who=name, why=why, restart=self._counts[name], **went_back)
 
-    def _made_a_step(self) -> bool:
-        lines = read_metrics(self.run_dir)
-        return any(line["process"] == "trainer" and line.get("time", 0) > self._since for line in lines)
+    def _count_steps(self) -> int:
+        return sum(line["process"] == "trainer" for line in read_metrics(self.run_dir))
 
-    def _gave_up(self, name: str) -> bool:
+    def _count_given_up(self) -> Counter[str]:
+        """By process. Nobody takes lines out of events.jsonl."""
         events = read_json_lines(self.run_dir.events)
-        return any(
-            event.get("event") == GAVE_UP and event.get("process") == name and event.get("time", 0) > self._since
-            for event in events
-        )
+        return Counter(str(event.get("process")) for event in events if event.get("event") == GAVE_UP)

@@ -19,7 +19,7 @@ from tandem.launch.plan import ProcessPlan
 from tandem.launch.restarts import Restarts
 from tandem.utils.errors import shorten
 from tandem.utils.ports import handed_over
-from tandem.utils.processes import REPEATED_WITHIN_S, SUPERVISOR_PID
+from tandem.utils.processes import REPEATED_WITHIN_S, SUPERVISOR_PID, describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Supervisor:
             raise RunFailed(self._explain(name, code))
         log = self.plans[name].log
         why = self._why(name, code)
-        logger.warning("the %s process ended with %s and is started again; see %s", name, _how(code), log)
+        logger.warning("the %s process ended with %s and is started again; see %s", name, describe_exit(code), log)
         _signal_groups([self.processes[name]], signal.SIGKILL)  # what it leaves behind would be in the way
         again = WORKERS if name in WORKERS else (name,)
         if name == "orchestrator":
@@ -185,12 +185,12 @@ class Supervisor:
 
     def _explain(self, name: str, code: int) -> str:
         log = self.plans[name].log
-        return f"the {name} process ended with {_how(code)}. Its last lines ({log}):\n{last_lines(log)}"
+        return f"the {name} process ended with {describe_exit(code)}. Its last lines ({log}):\n{last_lines(log)}"
 
     def _why(self, name: str, code: int) -> str:
         """How it ended, and what it said last, where it ended by itself."""
         said = tail(self.plans[name].log, 1) if code > 0 else []
-        return ": ".join([_how(code), *said])
+        return ": ".join([describe_exit(code), *said])
 
     def _signal_all(self, number: signal.Signals) -> None:
         _signal_groups(self.processes.values(), number)
@@ -203,10 +203,6 @@ def _signal_groups(processes: Iterable[subprocess.Popen[bytes]], number: signal.
             os.killpg(process.pid, number)
         except ProcessLookupError:
             continue
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def last_lines(log: Path) -> str:

@@ -10,7 +10,6 @@ Called by rewards/weighted.py, in the environment's process.
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import orjson
 
 from tandem.config.rewards import RewardConfig
 from tandem.utils.places import FailedElsewhere
-from tandem.utils.processes import kill_tree
+from tandem.utils.processes import describe_exit, kill_tree
 
 STARTUP_S = 120.0
 LINE_BYTES = 1 << 20
@@ -104,7 +103,7 @@ class _Worker:
         self.writer.close()
         for _ in range(EXIT_CHECKS):
             if (code := self.process.poll()) is not None:
-                return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+                return describe_exit(code)
             await asyncio.sleep(EXIT_CHECK_S)
         self.kill()
         return "nothing, and was killed"

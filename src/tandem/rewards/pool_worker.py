@@ -45,7 +45,8 @@ def main() -> None:
     parent, connection = map(int, sys.argv[1:])
     if not die_with_parent(parent):
         raise SystemExit("the process that started this one is gone")
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach every process of a run; the orchestrator decides
+    # They reach every process of a run; the orchestrator decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     with socket.socket(fileno=connection) as channel, channel.makefile("rb") as lines:
         request = orjson.loads(next(lines))

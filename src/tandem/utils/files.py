@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard, TypeVar
 
@@ -30,6 +31,8 @@ INDEX = "model.safetensors.index.json"
 # Reading, writing and hashing so much by one thread takes longer than to start others.
 WORTH_THREADS_BYTES = 2**26
 MAX_THREADS = 8
+# What is kept of a line that does not end.
+MAX_LINE_BYTES = 2**20
 
 
 def fsync_path(path: Path) -> None:
@@ -178,25 +181,38 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait. The lock is the file `path`, which stays."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class Follower:
-    """New complete lines of a growing file."""
+    """New complete lines of a growing file, each byte of which is read once. Of a longer line than MAX_LINE_BYTES only
+    the beginning is kept."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._unfinished = b""
 
     def lines(self) -> Iterator[str]:
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with self.path.open("rb", buffering=0) as file:
             # A file that was cut (a run that goes back to a checkpoint) is followed from its new end.
-            self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
+            if (size := os.fstat(file.fileno()).st_size) < self._offset:
+                self._offset, self._unfinished = size, b""
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                yield line.decode(errors="replace").rstrip("\n")
+            while chunk := file.read(MAX_LINE_BYTES):
+                self._offset += len(chunk)
+                *complete, rest = chunk.split(b"\n")
+                for part in complete:
+                    line, self._unfinished = self._unfinished + part, b""
+                    yield line[:MAX_LINE_BYTES].decode(errors="replace")
+                self._unfinished = (self._unfinished + rest)[:MAX_LINE_BYTES]
 
 
 def checksum(path: Path) -> str:

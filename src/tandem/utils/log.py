@@ -10,8 +10,12 @@ import logging
 import re
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from tandem.utils.errors import shorten_lines
+from tandem.utils.errors import NO_ROOM, shorten_lines
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -51,11 +55,43 @@ class LineFormatter(logging.Formatter):
         return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
+class Display(io.FileIO):
+    """Standard output or error as what people look at: its terminal may be closed, its reader gone (`rl | head`), its
+    disk full. What is written then is lost, and the process goes on."""
+
+    is_told = False
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno in NO_ROOM and self.fileno() == 1 and not self.is_told:
+                self.is_told = True
+                print(f"standard output is lost: {error.strerror}", file=sys.stderr, flush=True)
+            return memoryview(data).nbytes
+
+
 def write_what_the_terminal_can() -> None:
-    """A character that the encoding of standard output lacks is written as '?' and does not end the process."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
+    """Nothing that is printed ends the process. A character that the encoding lacks is written as '?'."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            if stream.errors == "strict":
+                stream.reconfigure(errors="replace")
+            if isinstance(raw := getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
+                setattr(sys, name, _shown(stream, Display(raw.fileno(), "wb", closefd=False)))
+
+
+def _shown(stream: io.TextIOWrapper, display: Display) -> io.TextIOWrapper:
+    """A stream like this one, on a display; without a buffer (python -u) where it has none."""
+    stream.flush()
+    return io.TextIOWrapper(
+        display if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(display),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def setup_logging(level: str, name: str | None = None) -> None:

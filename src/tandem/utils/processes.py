@@ -16,12 +16,17 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from tandem.utils.errors import NOT_WRITABLE, Diverged, OutOfMemory, UserError, shorten_lines
-from tandem.utils.log import say
+from tandem.utils.log import say, write_what_the_terminal_can
 
 SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
 PR_SET_PDEATHSIG = 1
 # Schedulers send a signal to all processes of a job, and parents pass it on: within this time it is one.
 REPEATED_WITHIN_S = 1.0
+# As they are installed.
+COMMANDS = (
+    *("rl", "inference", "orchestrator", "trainer", "sft", "align", "sweep", "reward-server", "evaluate", "eval"),
+    "export-model",
+)
 
 
 class Stopped(Exception):
@@ -111,9 +116,38 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def describe_exit(code: int) -> str:
+    """How a process ended, by what `subprocess` says of it."""
+    if code == -signal.SIGKILL:
+        return "signal SIGKILL, most likely from the kernel because memory ran out (`dmesg` tells)"
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
 def is_first_rank() -> bool:
     """Of the processes that torchrun started, the one that writes what is there once; true without torchrun."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def begin_command() -> None:
+    """Called before a command imports anything else, and does nothing in a program that imports a command.
+
+    Until `run_entrypoint`, Ctrl-C ends the process with one line. A closed terminal (SIGHUP) asks a command to end as
+    SIGTERM does, unless `nohup` has it ignored.
+    """
+    command = Path(sys.argv[0]).name
+    if command != "-m" and command not in COMMANDS:  # Python's own word while it looks for the module
+        return
+    write_what_the_terminal_can()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    """Nothing has been started yet, and an exception in the middle of an import may be taken for another one."""
+    print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def run_entrypoint(name: str, body: Callable[[], None]) -> None:
@@ -122,6 +156,8 @@ def run_entrypoint(name: str, body: Callable[[], None]) -> None:
     2: a user's mistake, in one line. 128 + signal: asked to end. 1: anything else.
     """
     die_with_supervisor()
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         body()
     except UserError as error:
@@ -129,7 +165,7 @@ def run_entrypoint(name: str, body: Callable[[], None]) -> None:
     except Stopped as stopped:
         _exit(f"{name}: {stopped}", 128 + stopped.signal_number)
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        _exit(f"{name}: stopped by Ctrl-C", 128 + signal.SIGINT)
     except Exception as error:
         in_one_line = isinstance(error, Diverged | OutOfMemory) or is_torch_out_of_memory(error)
         in_one_line |= isinstance(error, OSError) and error.errno in NOT_WRITABLE

@@ -153,8 +153,11 @@ class RunLock:
     def release(self) -> None:
         self._released.set()
         self._thread.join(BEAT_S)
-        if self.is_own and self._is_in_place():
-            self.path.unlink(missing_ok=True)
+        try:
+            if self.is_own and self._is_in_place():
+                self.path.unlink(missing_ok=True)
+        except OSError as error:  # the run may be ending for the same reason, and its own error is the one to show
+            logger.warning("the lock %s could not be removed: %s", self.path, error.strerror)
         self._file.close()
 
     def _keep(self) -> None:
@@ -311,9 +314,10 @@ def refuse_unwritable(root: Path, option: str = "--output-dir") -> Iterator[None
         if error.errno not in NOT_WRITABLE and not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise
         fix = "free some space, or choose" if error.errno in NO_ROOM else "choose"
-        raise UserError(
-            f"output_dir = {str(root)!r} cannot be written: {error.strerror}; {fix} another {option}"
-        ) from error
+        reason = error.strerror
+        if error.errno == errno.EPERM:  # permissions would be EACCES
+            reason = f"{reason} (it may be immutable: lsattr -d {shlex.quote(str(root))})"
+        raise UserError(f"output_dir = {str(root)!r} cannot be written: {reason}; {fix} another {option}") from error
 
 
 def _this_machine() -> str | None:

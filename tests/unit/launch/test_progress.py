@@ -4,6 +4,8 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 from tandem.launch.progress import LiveDisplay, LogLines, make_view
 from tandem.utils.console import Console
 from tandem.utils.files import Follower
@@ -34,6 +36,20 @@ def test_a_follower_gives_each_whole_line_once(tmp_path: Path) -> None:
     assert list(follower.lines()) == []
     append(path, "o\nthree\n")
     assert list(follower.lines()) == ["two", "three"]
+
+
+def test_a_line_that_does_not_end_is_read_once_and_kept_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.utils.files.MAX_LINE_BYTES", 1000)
+    path, follower = tmp_path / "log", Follower(tmp_path / "log")
+    for _ in range(5):
+        append(path, "x" * 1500)
+        assert list(follower.lines()) == []
+        path.write_text("?" * path.stat().st_size)  # what was read is not looked at again
+    assert len(follower._unfinished) == 1000
+    append(path, "end\nshort\n")
+    assert list(follower.lines()) == ["x" * 1000, "short"]
 
 
 def test_a_follower_may_begin_at_the_end(tmp_path: Path) -> None:

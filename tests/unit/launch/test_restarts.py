@@ -70,7 +70,6 @@ def test_delays_double_and_restarts_are_counted_by_process(run_dir: RunDir) -> N
 
 def test_what_fails_before_the_first_step_is_a_mistake(run_dir: RunDir) -> None:
     RunLog(run_dir, "trainer").metrics(3, {"loss": 0.0})  # of an earlier start
-    time.sleep(0.01)
     restarts = Restarts(run_dir, 3, 0.0)
     assert restarts.next_delay_s("trainer", -9) is None
     RunLog(run_dir, "trainer").metrics(4, {"loss": 0.0})
@@ -85,6 +84,18 @@ def test_what_only_a_user_can_mend_is_not_tried_again(run_dir: RunDir) -> None:
     RunLog(run_dir, "orchestrator").event(GAVE_UP, why="another run has the server")
     assert restarts.next_delay_s("orchestrator", 1) is None
     assert restarts.next_delay_s("inference", 1) is not None
+
+
+def test_a_clock_that_is_set_back_changes_nothing(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does that of a node which is behind: the lines of this start are told from those before by their number."""
+    RunLog(run_dir, "orchestrator").event(GAVE_UP, why="of an earlier start")
+    restarts = Restarts(run_dir, 3, 0.0)
+    an_hour_ago = time.time() - 3600
+    monkeypatch.setattr("tandem.utils.metrics.time.time", lambda: an_hour_ago)
+    RunLog(run_dir, "trainer").metrics(1, {"loss": 0.0})
+    assert restarts.next_delay_s("orchestrator", -9) == 0.0
+    RunLog(run_dir, "orchestrator").event(GAVE_UP, why="another run has the server")
+    assert restarts.next_delay_s("orchestrator", 1) is None
 
 
 def test_a_server_is_started_again_by_itself(make_process, run_dir: RunDir, tmp_path: Path) -> None:

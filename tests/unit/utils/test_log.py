@@ -2,7 +2,11 @@
 
 import io
 import logging
+import os
+import pty
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +63,39 @@ def test_what_commands_say_keeps_its_lines_and_nothing_else(capsys: pytest.Captu
     say("one\n\ttwo \x1b]0;title\x07\r\u2066")
     say("three\x9b2J", error=True)
     assert capsys.readouterr() == ("one\n\ttwo \\x1b]0;title\\x07\\r\\u2066\n", "three\\x9b2J\n")
+
+
+PRINTS = """\
+import sys
+from tandem.utils.log import write_what_the_terminal_can
+write_what_the_terminal_can()
+for stream in (sys.stdout, sys.stderr):
+    for _ in range(3):
+        print("x" * 100_000, file=stream, flush=True)
+open(sys.argv[1], "w").close()
+"""
+
+
+def prints(reached: Path, flags: list[str], stdout: int, stderr: int) -> int:
+    command = [sys.executable, *flags, "-c", PRINTS, str(reached)]
+    return subprocess.run(command, stdout=stdout, stderr=stderr, check=False).returncode
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_output_that_nobody_reads_ends_nothing(tmp_path: Path, flags: list[str]) -> None:
+    """`rl | head`, and a terminal whose window was closed."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    master, terminal = pty.openpty()
+    os.close(master)
+    for number, output in enumerate((pipe, terminal)):
+        assert prints(tmp_path / str(number), flags, output, output) == 0
+        assert (tmp_path / str(number)).exists()
+        os.close(output)
+
+
+def test_a_full_disk_behind_the_output_is_told_once(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full, (tmp_path / "errors").open("wb") as errors:
+        assert prints(tmp_path / "reached", [], full.fileno(), errors.fileno()) == 0
+    told = (tmp_path / "errors").read_text()
+    assert (tmp_path / "reached").exists() and told.count("standard output is lost: No space left on device\n") == 1

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,6 +290,30 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError, match="cannot be written: No space left on device"), hold_run(tmp_path, "rl"):
+        pass
+
+
+@pytest.fixture
+def immutable(tmp_path: Path) -> Iterator[Path]:
+    """A directory that can be made immutable."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if subprocess.run(["chattr", "+i", str(folder)], capture_output=True, check=False).returncode != 0:
+        pytest.skip("chattr +i needs a privilege and a file system that has it")
+    subprocess.run(["chattr", "-i", str(folder)], check=True)
+    yield folder
+    subprocess.run(["chattr", "-i", str(folder)], check=True)
+
+
+def test_a_directory_that_becomes_immutable_does_not_hide_why_a_run_ends(
+    immutable: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError, match="the real reason"), hold_run(immutable, "rl"):
+        subprocess.run(["chattr", "+i", str(immutable)], check=True)
+        raise RuntimeError("the real reason")
+    assert f"the lock {immutable}/trainer.lock could not be removed: Operation not permitted" in caplog.text
+    told = rf"cannot be written: Operation not permitted \(it may be immutable: lsattr -d {immutable}\)"
+    with pytest.raises(UserError, match=told), hold_run(immutable, "rl"):
         pass
 
 

@@ -57,11 +57,22 @@ def submit(script: Path, options: Sequence[str] = (), environment: Mapping[str, 
 
 def jobs_under_way() -> dict[str, str]:
     """The user's jobs that wait or run, tasks of arrays one by one, as `pending` or `running`; none without SLURM."""
+    return {job: UNDER_WAY[state] for job, state, _ in _queue()}
+
+
+def job_below(folder: Path) -> tuple[str, str] | None:
+    """A job that waits or runs and whose script lies below `folder`: its id, and `pending` or `running`."""
+    found = [(job, UNDER_WAY[state]) for job, state, script in _queue() if script.startswith(f"{folder}/")]
+    return found[0] if found else None
+
+
+def _queue() -> list[tuple[str, str, str]]:
+    """Id, state and script (or nothing) of each of the user's jobs that have not ended."""
     if shutil.which("squeue") is None:
-        return {}
-    command = ["squeue", "--array", "--noheader", "--user", getpass.getuser(), "--format", "%i %T"]
+        return []
+    command = ["squeue", "--array", "--noheader", "--user", getpass.getuser(), "--format", "%i %T %o"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise UserError(f"squeue does not answer: {' '.join(done.stderr.split())}")
-    pairs = [line.split() for line in done.stdout.splitlines() if line.strip()]
-    return {job: UNDER_WAY[state] for job, state in pairs if state in UNDER_WAY}
+    jobs = [(*line.split(maxsplit=2), "", "", "") for line in done.stdout.splitlines()]
+    return [(job, state, script) for job, state, script, *_ in jobs if state in UNDER_WAY]

@@ -1,4 +1,8 @@
-"""`rl @ rl.toml --slurm.nodes 2`: the command becomes a job script and is submitted, in place of being run."""
+"""`rl @ rl.toml --slurm.nodes 2`: the command becomes a job script and is submitted, in place of being run.
+
+Each job has a folder of its own, `<output_dir>/slurm/1`, `2`, …, with its script, its configuration and what it prints.
+Nothing in there is written again: a job that waits, or is queued again, runs what it was submitted with.
+"""
 
 import os
 from pathlib import Path
@@ -14,13 +18,13 @@ from tandem.envs.registry import check_names
 from tandem.launch.evaluation import models_of
 from tandem.launch.plan import API_KEY_VAR, SGLANG_KEY_VAR, make_plan, run_config
 from tandem.launch.restarts import delay_before_s
-from tandem.launch.slurm.client import require_slurm, submit
+from tandem.launch.slurm.client import job_below, require_slurm, submit
 from tandem.launch.slurm.job import Job, check_venv, in_script, render
 from tandem.models.files import check_model_dir
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
-from tandem.utils.files import write_atomic, write_json
+from tandem.utils.files import locked, write_atomic, write_json
 from tandem.utils.log import say
 from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import refuse_unwritable
@@ -35,11 +39,11 @@ def is_to_be_submitted(slurm: SlurmConfig | None) -> bool:
 
 
 def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
-    """Write the script and the configuration to `<output_dir>/slurm`, and submit it; a dry run only writes."""
+    """Write the script and the configuration of a new job, and submit it; a dry run only writes."""
     assert config.slurm is not None
     RunDir(config.output_dir).refuse_another_run(resume=config.resume, clean=config.clean)
     _check(command, config)
-    folder = config.output_dir.resolve() / "slurm"
+    folder = new_folder(config.output_dir)
     flags = {"--clean": config.clean, "--resume": config.resume, "--allow-changes": config.allow_changes}
     job = Job(
         name=_name(config.slurm, config.output_dir),
@@ -53,15 +57,24 @@ def submit_run(command: str, config: RLConfig | OfflineConfig) -> None:
         comment=[f"Written by `{command}`; the configuration is in {folder / command}.json"],
     )
     secrets: dict[str, str] = {}
+    files: dict[Path, Tree] = {}
     if isinstance(config, RLConfig):
-        job, secrets = with_servers(job, config)
+        job, secrets, files = with_servers(job, config)
         tree = run_config(config)
     else:
         tree = config.model_dump(mode="json", exclude_unset=True)
         ranks = config.parallel.ranks if "ranks" in config.parallel.model_fields_set else config.slurm.gpus_per_node
         job = job.changed(ranks_per_node=max(1, ranks))
         tree["parallel"] = tree.get("parallel", {}) | {"ranks": job.ranks_per_node}
-    _hand_over(job, {key: value for key, value in tree.items() if key not in NOT_STORED}, config.dry_run, secrets)
+    files[job.config_file] = {key: value for key, value in tree.items() if key not in NOT_STORED}
+    _hand_over(job, files, config.dry_run, secrets)
+
+
+def new_folder(output_dir: Path) -> Path:
+    """Of a job that nobody has written yet: numbered, and not made yet."""
+    jobs = output_dir.resolve() / "slurm"
+    numbers = [int(path.name) for path in jobs.glob("*") if path.name.isdecimal()]
+    return jobs / str(max(numbers, default=0) + 1)
 
 
 def _check(command: str, config: RLConfig | OfflineConfig) -> None:
@@ -115,7 +128,7 @@ def submit_evaluation(config: EvaluateConfig) -> None:
     check_names(config.env)
     if config.endpoint.base_url is None and not waits_for_others(config.slurm):
         check_model_dir(models_of(config)[0])
-    folder = config.output_dir.resolve() / "slurm"
+    folder = new_folder(config.output_dir)
     job = Job(
         name=_name(config.slurm, config.output_dir),
         command="evaluate",
@@ -125,11 +138,12 @@ def submit_evaluation(config: EvaluateConfig) -> None:
         comment=["Written by `evaluate`"],
     )
     tree = config.model_dump(mode="json", exclude_unset=True, exclude={"dry_run"})
-    _hand_over(job, tree, config.dry_run, {})
+    _hand_over(job, {job.config_file: tree}, config.dry_run, {})
 
 
-def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
-    """`rl` on its first node, and servers on others; keys travel in the environment of the job."""
+def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str], dict[Path, Tree]]:
+    """`rl` on its first node, and servers on others; the keys, which travel in the environment of the job; the files
+    that it needs besides its own."""
     slurm = job.slurm
     if slurm.nodes > 1:
         _refuse_one_machine(config, slurm)
@@ -142,28 +156,26 @@ def with_servers(job: Job, config: RLConfig) -> tuple[Job, dict[str, str]]:
                 f"slurm.inference_nodes = {slurm.inference_nodes} without an inference section: the run uses "
                 "servers that are there; leave it out"
             )
-        return job, secrets
+        return job, secrets, {}
     arguments = "" if "port" in config.inference.server.model_fields_set else "--inference.server.port $serving_port"
     ranks = config.trainer.parallel
     if slurm.nodes > 1 and slurm.gpus_per_node > 1 and "ranks" not in ranks.model_fields_set:
         arguments += f" --trainer.parallel.ranks {slurm.gpus_per_node}"
     if slurm.serving_nodes == 0:
-        return job.changed(arguments=arguments), secrets
+        return job.changed(arguments=arguments), secrets, {}
     server = plans["inference"].config
     variable = server["server"]["api_key_var"] or API_KEY_VAR
-    write_json(
-        job.folder / "inference.json",
-        server | {"server": server["server"] | {"api_key_var": variable}, "threads": config.inference.threads},
-    )
+    inference = job.folder / "inference.json"
+    tree = server | {"server": server["server"] | {"api_key_var": variable}, "threads": config.inference.threads}
     # vLLM serves from all GPUs of a node by itself (--inference.vllm.flags.data-parallel-size), ours from one.
     per_node = 1 if config.inference.engine == "vllm" else max(1, slurm.gpus_per_node)
     serving = {
         "serving": slurm.serving_nodes,
         "servers_per_node": per_node,
-        "inference": job.folder / "inference.json",
+        "inference": inference,
         "delays_s": [delay_before_s(restart, config.restart_delay_s) for restart in range(1, config.max_restarts + 1)],
     }
-    return job.changed(arguments=arguments, **serving), secrets
+    return job.changed(arguments=arguments, **serving), secrets, {inference: tree}
 
 
 def _refuse_one_machine(config: RLConfig, slurm: SlurmConfig) -> None:
@@ -177,18 +189,42 @@ def _refuse_one_machine(config: RLConfig, slurm: SlurmConfig) -> None:
         )
 
 
-def _hand_over(job: Job, tree: Tree, dry_run: bool, secrets: dict[str, str]) -> None:
-    script = job.folder / "job.sh"
+def _hand_over(job: Job, files: dict[Path, Tree], dry_run: bool, secrets: dict[str, str]) -> None:
+    script, text, jobs = job.folder / "job.sh", render(job), job.folder.parent
     if not dry_run:
         require_slurm()
     with refuse_unwritable(job.folder):
-        write_json(job.config_file, tree)
-        write_atomic(script, render(job).encode())
-    if dry_run:
-        say(f"dry run: the job script is {script}; nothing was submitted")
-        return
-    number = submit(script, environment=secrets)
+        jobs.mkdir(parents=True, exist_ok=True)
+    with locked(jobs / ".lock"):  # of two commands at once, the second one sees the first one's job
+        if not dry_run:
+            refuse_queued(jobs)
+        with refuse_unwritable(job.folder):
+            _write(job.folder, files, script, text)
+        if dry_run:
+            say(f"dry run: the job script is {script}; nothing was submitted")
+            return
+        number = submit(script, environment=secrets)
     say(f"submitted job {number} ({script}); it prints to {job.folder}/slurm-{number}.out")
+
+
+def refuse_queued(jobs: Path) -> None:
+    """One job at a time for a directory: the second would find another run in it, or fight with the first."""
+    if (found := job_below(jobs)) is not None:
+        number, state = found
+        raise UserError(
+            f"output_dir = {str(jobs.parent)!r} has a job already: {number}, {state}; wait for it, cancel it "
+            f"(scancel {number}), or choose another --output-dir"
+        )
+
+
+def _write(folder: Path, files: dict[Path, Tree], script: Path, text: str) -> None:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise UserError(f"another command has just written a job to {folder}; try again") from None
+    for path, tree in files.items():
+        write_json(path, tree)
+    write_atomic(script, text.encode())
 
 
 def _name(slurm: SlurmConfig, output_dir: Path) -> str:

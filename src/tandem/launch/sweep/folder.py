@@ -12,12 +12,10 @@ output_dir/
 """
 
 import csv
-import fcntl
 import io
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,16 @@ from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree
+from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.slurm.job import Job, render
 from tandem.launch.slurm.submission import with_servers
 from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json, write_atomic, write_json
+from tandem.utils.files import json_text, read_json, write_atomic, write_json
 from tandem.utils.run_lock import refuse_unwritable
 
-EXPERIMENT, SWEEP, JOBS = "experiment.yaml", "sweep.json", "jobs.json"
+EXPERIMENT, SWEEP, JOBS, LOCK = "experiment.yaml", "sweep.json", "jobs.json", ".lock"
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C, where libyaml is there
 CONFIG, SCRIPT, EVALUATION = "config.yaml", "job.sh", "evaluate.sh"
 
@@ -74,9 +73,13 @@ class Run:
 def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment]) -> list[Run]:
     """Everything but the runs themselves. A run that has begun keeps its configuration: another one is refused."""
     jobs = read_jobs(output_dir)
+    under_way = jobs_under_way() if jobs else {}
     for run in runs:
         if run.name in jobs or run.run.exists():
             _refuse_changed(run)
+        for job in jobs.get(run.name, {}).values():
+            if job in under_way:
+                _refuse_rewriting(output_dir, run, job)
     with refuse_unwritable(output_dir, "execution.output_dir"):
         output_dir.mkdir(parents=True, exist_ok=True)
     if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
@@ -91,12 +94,29 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
 
 
 def _write_run(output_dir: Path, run: SubExperiment) -> None:
-    texts = {CONFIG: _config_text(run), SCRIPT: render(training_job(output_dir, run))}
+    for path, content in _files_of(output_dir, run).items():
+        # Not flushed: `sweep` can write it again, and a sweep may have tens of thousands.
+        write_atomic(path, content, flush=False)
+
+
+def _files_of(output_dir: Path, run: SubExperiment) -> dict[Path, bytes]:
+    """All that the jobs of a run are made of."""
+    job, servers = training_job(output_dir, run)
+    texts = {CONFIG: _config_text(run), SCRIPT: render(job)}
     if run.evaluation is not None:
         texts |= {"evaluate.yaml": _yaml(run.evaluation), EVALUATION: render(evaluation_job(output_dir, run))}
-    for name, text in texts.items():
-        # Not flushed: `sweep` can write it again, and a sweep may have tens of thousands.
-        write_atomic(run.folder / name, text.encode(), flush=False)
+    files = {run.folder / name: text.encode() for name, text in texts.items()}
+    return files | {path: json_text(tree) for path, tree in servers.items()}
+
+
+def _refuse_rewriting(output_dir: Path, run: SubExperiment, job: str) -> None:
+    """A job that waits or runs reads these files when it starts, and when it is queued again."""
+    for path, content in _files_of(output_dir, run).items():
+        if not path.exists() or path.read_bytes() != content:
+            raise UserError(
+                f"run {run.name!r} waits or runs as job {job}, and {path.name} would change under it; wait for it, "
+                f"cancel it (scancel {job}), or give the experiment another output_dir"
+            )
 
 
 def read_sweep(output_dir: Path) -> list[Run]:
@@ -118,16 +138,8 @@ def store_jobs(output_dir: Path, kind: str, jobs: Mapping[str, str]) -> None:
     write_json(output_dir / JOBS, stored | {name: stored.get(name, {}) | {kind: job} for name, job in jobs.items()})
 
 
-@contextmanager
-def alone(output_dir: Path) -> Iterator[None]:
-    """One command at a time submits the runs of a sweep."""
-    with (output_dir / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def training_job(output_dir: Path, run: SubExperiment) -> Job:
-    """The run directory is the sweep's own: whatever a job finds there, it continues."""
+def training_job(output_dir: Path, run: SubExperiment) -> tuple[Job, dict[Path, Tree]]:
+    """The run directory is the sweep's own: whatever a job finds there, it continues. With the files of its servers."""
     report = ["python", "-m", "tandem.entrypoints.sweep", str(output_dir / EXPERIMENT), "--status"]
     config = run.config
     assert isinstance(config, RLConfig | OfflineConfig)
@@ -145,7 +157,10 @@ def training_job(output_dir: Path, run: SubExperiment) -> Job:
         comment=[f"{run.algorithm}: {_told(run.variant.varied)}", f"Written by `sweep`; see {output_dir}/summary.txt"],
         after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
     )
-    return with_servers(job, config)[0] if isinstance(config, RLConfig) else job
+    if isinstance(config, RLConfig):
+        job, _, files = with_servers(job, config)
+        return job, files
+    return job, {}
 
 
 def evaluation_job(output_dir: Path, run: SubExperiment) -> Job:

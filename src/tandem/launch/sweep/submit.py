@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tandem.launch.slurm.client import require_slurm, submit
 from tandem.launch.slurm.job import as_pattern, sbatch_lines
-from tandem.launch.sweep.folder import EVALUATION, SCRIPT, Run, alone, store_jobs
+from tandem.launch.sweep.folder import EVALUATION, LOCK, SCRIPT, Run, store_jobs
 from tandem.launch.sweep.states import UNFINISHED, progress_of
-from tandem.utils.files import write_atomic
+from tandem.utils.files import locked, write_atomic
 
 # Options of a job script that are its own, and not those of the array.
 OWN = ("job-name", "output", "error")
@@ -27,7 +27,7 @@ def submit_runs(output_dir: Path, runs: Sequence[Run], *, resume: bool, array: b
     """Submit what was never submitted or, with `resume`, what was stopped or failed."""
     require_slurm()
     wanted = UNFINISHED if resume else ("written",)
-    with alone(output_dir):
+    with locked(output_dir / LOCK):
         items = progress_of(output_dir, runs)
         chosen = [item.run for item in items if item.state in wanted]
         evaluated = [item.run for item in items if item.evaluation in wanted]

@@ -289,10 +289,10 @@ def test_a_dry_run_writes_the_job_and_submits_nothing(
     config = load_config(SFTConfig, [*arguments, "--epochs", "2", "--slurm.gpus-per-node", "4", "--dry-run"])
     submit_run("sft", config)
     assert "nothing was submitted" in capsys.readouterr().out
-    stored = read_json(tmp_path / "run" / "slurm" / "sft.json")
+    stored = read_json(tmp_path / "run" / "slurm" / "1" / "sft.json")
     assert stored["epochs"] == 2 and stored["parallel"] == {"ranks": 4} and "dry_run" not in stored
-    assert "#SBATCH --gpus-per-node=4\n" in (tmp_path / "run" / "slurm" / "job.sh").read_text()
-    assert load_config(SFTConfig, ["@", str(tmp_path / "run" / "slurm" / "sft.json")]).slurm == config.slurm
+    assert "#SBATCH --gpus-per-node=4\n" in (tmp_path / "run" / "slurm" / "1" / "job.sh").read_text()
+    assert load_config(SFTConfig, ["@", str(tmp_path / "run" / "slurm" / "1" / "sft.json")]).slurm == config.slurm
 
 
 def test_what_a_job_would_fail_for_is_refused_before_it_is_submitted(tmp_path: Path, tiny_model: Path) -> None:

@@ -55,17 +55,41 @@ def test_each_run_has_a_script_and_a_configuration(write: Write, tmp_path: Path)
     assert "scheduler.type = linear: the default of transformers" in (output_dir / "summary.txt").read_text()
 
 
-def test_writing_again_changes_nothing_and_another_configuration_is_refused(write: Write) -> None:
+def test_writing_again_changes_nothing_and_another_configuration_is_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output_dir, runs = entrypoint.write(write(TWO))
     before = {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()}
     entrypoint.write(write(TWO))
     assert {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()} == before
     entrypoint.write(write(TWO, "beta: 0.3"))  # nothing has begun
     store_jobs(output_dir, "run", {runs[0].name: "12_0"})
+    monkeypatch.setattr("tandem.launch.sweep.folder.jobs_under_way", dict)
     with pytest.raises(
         UserError, match=r"run 'lr0.0001' was started with another configuration \(loss.beta = 0.3 → 0.4"
     ):
         entrypoint.write(write(TWO, "beta: 0.4"))
+
+
+def test_nothing_is_rewritten_under_a_job_that_waits(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration, that of its evaluation, and its script, which the tasks of an array read when they start."""
+    evaluation = "evaluation:\n  env: reverse-text\n  num_prompts: {}"
+    file = write(TWO, rest=evaluation.format(2))
+    output_dir, runs = entrypoint.write(file)
+    store_jobs(output_dir, "run", {runs[0].name: "12_0"})
+    store_jobs(output_dir, "evaluation", {runs[1].name: "13_1"})
+    queue = {"12_0": "pending"}
+    monkeypatch.setattr("tandem.launch.sweep.folder.jobs_under_way", lambda: queue)
+    entrypoint.write(file)
+    before = {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"'lr0.0001' waits or runs as job 12_0, and job.sh would .*scancel 12_0"):
+        entrypoint.write(write(TWO, slurm=("time: 2:00:00",), rest=evaluation.format(2)))
+    queue = {"13_1": "running"}
+    with pytest.raises(UserError, match=r"'lr0.0002' waits or runs as job 13_1, and evaluate.yaml would change"):
+        entrypoint.write(write(TWO, rest=evaluation.format(3)))
+    assert {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()} == before
+    queue = {}
+    entrypoint.write(write(TWO, slurm=("time: 2:00:00",), rest=evaluation.format(3)))
 
 
 def test_what_all_runs_share_is_read_once(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
