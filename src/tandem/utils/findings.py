@@ -22,6 +22,7 @@ ENOUGH_GROUPS = 8
 TRUNCATED, WITHOUT_SIGNAL = "completions/truncated", "groups/without_signal"
 REWARD_STATISTICS = ("reward/mean", "reward/std", "reward/min", "reward/max", "reward/shaped_mean")
 WATCHED = (TRUNCATED, WITHOUT_SIGNAL, "groups/total", "entropy", "mismatch_kl", "teacher_kl", "grad_norm")
+LONGER = "Try a larger sampling.max_tokens (and seq_len), a prompt that asks for short answers, or sft first"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def check(history: History) -> list[Finding]:
 def no_signal(history: History) -> Finding | None:
     """Groups whose rewards are equal have advantages of 0. Where an objective learns from something else (a critic, a
     teacher model, penalties on length), the gradient decides."""
-    steps = steps_without_exception(history, WITHOUT_SIGNAL)
+    steps = _unbroken_steps(history, WITHOUT_SIGNAL)
     if not steps:
         return None
     norms = [norm for step, norm in history["grad_norm"].values.items() if step in steps]
@@ -144,9 +145,6 @@ def _why_equal(history: History, rewards: set[float], num_steps: int) -> tuple[s
     )
 
 
-LONGER = "Try a larger sampling.max_tokens (and seq_len), a prompt that asks for short answers, or sft first"
-
-
 def no_gradient(history: History) -> Finding | None:
     """Steps without signal are left to the rule on signal: of few groups, some steps have none."""
     norms = history["grad_norm"].last(REPEATED)
@@ -164,7 +162,7 @@ def no_gradient(history: History) -> Finding | None:
 
 
 def all_truncated(history: History) -> Finding | None:
-    steps = steps_without_exception(history, TRUNCATED)
+    steps = _unbroken_steps(history, TRUNCATED)
     if not steps:
         return None
     return Finding("all_truncated", "warning", f"every completion of the last {len(steps)} steps was truncated", LONGER)
@@ -252,7 +250,7 @@ RULES: tuple[Check, ...] = (
 )
 
 
-def steps_without_exception(history: History, share: str) -> list[int]:
+def _unbroken_steps(history: History, share: str) -> list[int]:
     """The last steps in which a share was 1, where they are enough to mean something."""
     values, num_groups = history[share].values, history["groups/total"].values
     steps = list(itertools.takewhile(lambda step: values[step] == 1, reversed(values)))[:NUM_LAST]
