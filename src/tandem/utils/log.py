@@ -67,7 +67,7 @@ class Display(io.FileIO):
         except OSError as error:
             if error.errno in NO_ROOM and self.fileno() == 1 and not self.is_told:
                 self.is_told = True
-                print(f"standard output is lost: {error.strerror}", file=sys.stderr, flush=True)
+                say(f"standard output is lost: {error.strerror}", error=True)
             return memoryview(data).nbytes
 
 

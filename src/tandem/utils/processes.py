@@ -146,7 +146,7 @@ def begin_command() -> None:
 
 def _leave(number: int, _frame: object) -> NoReturn:
     """Nothing has been started yet, and an exception in the middle of an import may be taken for another one."""
-    print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+    say("stopped by Ctrl-C", error=True)
     os._exit(128 + number)
 
 
