@@ -96,6 +96,8 @@ class Clock:
             end = self._turn.when() - seconds
             self._stop_turn()
             self._start_turn(end)
+            if end <= self._loop.time():  # now: code that blocks the loop again at once keeps timers from their turn
+                self._end(self._reason)
 
     def stop(self) -> None:
         self.pause()
