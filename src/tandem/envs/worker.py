@@ -243,7 +243,7 @@ def main() -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             request = runner.run(receive(reader))
             sys.path[:] = request["path"]
-            setup_logging("info", "tandem.rewards")  # what a judge costs, and servers that do not answer
+            setup_logging("info", "tandem")  # what a judge costs, servers and scorers that fail
             config = EnvConfig.model_validate(request["env"])
             environment, answer = make(config)  # outside the event loop: it may run one itself
             if environment is None:
