@@ -1,4 +1,5 @@
-"""The process in which an environment lives: `python -m tandem.envs.worker`, started and ended by envs/process.py.
+"""The process in which an environment lives: `python -m tandem.envs.worker`, started and ended by
+envs/worker_process.py.
 
 Whatever users' code does here, hang, crash, exit, print, it does to this process, and the run goes on in another.
 

@@ -115,21 +115,29 @@ def test_a_process_that_dies_is_replaced(cls: str) -> None:
     assert died == Failure("the environment's process ended with exit code 7")
 
 
+ENDED = {
+    "dies": "the environment's process ended with exit code 7",
+    "crashes": "the environment's process ended with signal SIGSEGV",
+    "holds the interpreter": f"the score took longer than env.score_timeout_s = {LIMIT_S:g} s",
+}
+
+
 @pytest.mark.parametrize(
-    ("cls", "behaviour", "reason"),
+    ("cls", "culprits"),
     [
-        ("Misbehaving", "dies", "the environment's process ended with exit code 7"),
-        ("Sync", "dies", "the environment's process ended with exit code 7"),
-        ("Sync", "crashes", "the environment's process ended with signal SIGSEGV"),
-        ("Sync", "holds the interpreter", f"the score took longer than env.score_timeout_s = {LIMIT_S:g} s"),
-        ("InThreads", "dies", "the environment's process ended with exit code 7"),
+        ("Misbehaving", ["dies"]),
+        ("Sync", ["dies", "crashes"]),
+        ("Sync", ["holds the interpreter"]),
+        ("InThreads", ["crashes"]),
     ],
 )
-def test_of_several_that_run_only_the_culprit_is_blamed(cls: str, behaviour: str, reason: str) -> None:
-    before, culprit, *after = failures(config("waits", behaviour, *["waits"] * 6, cls=cls))
-    assert isinstance(culprit, Failure) and culprit.reason == reason
-    assert culprit.where.endswith("in misbehave") or not culprit.hung
-    assert [before, *after] == [0.5] * 7
+def test_of_several_that_run_only_the_culprits_are_blamed(cls: str, culprits: list[str]) -> None:
+    first, *others = failures(config("waits", *culprits, *["waits"] * 5, cls=cls))
+    blamed, rest = others[: len(culprits)], others[len(culprits) :]
+    for failure, behaviour in zip(blamed, culprits, strict=True):
+        assert isinstance(failure, Failure) and failure.reason == ENDED[behaviour]
+        assert failure.where.endswith("in misbehave") or not failure.hung
+    assert [first, *rest] == [0.5] * 6
 
 
 def test_nobody_is_blamed_for_a_process_that_is_killed_from_outside() -> None:

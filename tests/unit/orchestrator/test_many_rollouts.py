@@ -1,4 +1,4 @@
-"""Tens of thousands of rollouts at once, on cores that are busy: scoring them all takes far longer than one score may."""
+"""Tens of thousands of rollouts at once, on busy cores: scoring them all takes far longer than one score may."""
 
 import asyncio
 import subprocess
