@@ -3,21 +3,26 @@
     async function   a task of the event loop, cancelled at the limit
     sync function    a thread of its own, left behind at the limit
 
-What does not end by that lingers, and the outcome says so. Code that blocks the event loop cannot be helped from
-here: whoever owns the process watches for it and kills it (envs/process.py).
+What does not end by that lingers, and the outcome says so. Code that blocks the event loop, or holds the interpreter
+lock, cannot be ended from here: the owner of the process watches for it and kills it (envs/worker_process.py). Marks
+say whose code runs, in the event loop and in threads.
 """
 
 import asyncio
 import inspect
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.envs.failures import Failure, failure_of, hung_at
+from tandem.envs.fair_loop import MAX_COUNTED_S
+from tandem.envs.marks import Marks
 from tandem.envs.model import Clock
 from tandem.rewards.weighted import RewardsPending
 
@@ -39,31 +44,32 @@ class Outcome:
 
 
 class Calls:
-    """`mark(number)` is told whose turn it is whenever async code of call `number` runs, and 0 afterwards."""
+    """For the event loop that runs when it is made: tasks and threads that it starts from then on are marked."""
 
-    def __init__(self, timeout_s: float, mark: Callable[[int], None]) -> None:
+    def __init__(self, timeout_s: float, marks: Marks) -> None:
         self.timeout_s = timeout_s
-        self.mark = mark
+        self.marks = marks
         self._threads = asyncio.Semaphore(MAX_THREADS)
+        self._clocks: dict[int, Clock] = {}
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._make_task)
+        loop.set_default_executor(_MarkedThreads(marks))
 
-    async def run(
-        self, number: int, function: Callable[..., Any], arguments: list[Any], on_start: Callable[[], None]
-    ) -> Outcome:
-        """Call `function`, sync or async. `on_start` is called when the time begins to run."""
+    async def run(self, number: int, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
+        """Call `function`, sync or async."""
         if inspect.iscoroutinefunction(function):
-            on_start()
             return await self._run_async(number, function(*arguments))
         async with self._threads:
-            on_start()
-            outcome = await self._run_sync(function, arguments)
+            outcome = await self._run_sync(number, function, arguments)
         if inspect.isawaitable(outcome.value):  # a plain function that returns a coroutine
             return await self._run_async(number, outcome.value)
         return outcome
 
-    async def play(self, number: int, episode: Coroutine[Any, Any, Any], clock: Clock) -> Outcome:
+    async def play(self, number: int, episode: Awaitable[Any], clock: Clock) -> Outcome:
         """Run an episode for as long as its clock lets it. Who cancels this cancels the episode."""
         steps = _awaited(episode)
-        task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number), number))
+        task = asyncio.ensure_future(_settled(self._marked(steps, number), number))
+        self._clocks[number] = clock
         clock.start()
         try:
             done, _ = await asyncio.wait([task, clock.over], return_when=asyncio.FIRST_COMPLETED)
@@ -74,29 +80,33 @@ class Calls:
             return await _cancelled(task, Failure(CALLED_OFF))
         finally:
             clock.stop()
+            del self._clocks[number]
 
     async def _run_async(self, number: int, awaitable: Awaitable[Any]) -> Outcome:
-        steps = _awaited(awaitable)
-        task = asyncio.ensure_future(_settled(_Marked(steps, self.mark, number), number))
-        done, _ = await asyncio.wait([task], timeout=self.timeout_s)
-        if done:
-            return task.result()
-        return await _cancelled(task, hung_at(over_limit(self.timeout_s), _suspended_at(steps)))
+        return await self.play(number, awaitable, Clock(self.timeout_s, over_limit(self.timeout_s)))
 
-    def make_task(self, loop: asyncio.AbstractEventLoop, steps: Any, **options: Any) -> asyncio.Task[Any]:
-        """A task factory: tasks that the code of a call starts are marked as that call."""
-        if (number := CALL.get()) and inspect.iscoroutine(steps):
-            steps = _awaited(_Marked(steps, self.mark, number))
-        return asyncio.Task(steps, loop=loop, **options)
-
-    async def _run_sync(self, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
-        thread, ended = _start_thread(function, arguments)
+    async def _run_sync(self, number: int, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
+        thread, ended = _start_thread(self.marks, number, function, arguments)
         done, _ = await asyncio.wait([ended], timeout=self.timeout_s)
         if done:
             return ended.result()
         frame = sys._current_frames().get(thread.ident or 0)
         failure = hung_at(over_limit(self.timeout_s), traceback.extract_stack(frame))
         return Outcome(failure=failure, lingers=True)
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, steps: Any, **options: Any) -> asyncio.Task[Any]:
+        """A task factory: tasks that the code of a call starts are marked as that call."""
+        if (number := CALL.get()) and inspect.iscoroutine(steps):
+            steps = _awaited(self._marked(steps, number))
+        return asyncio.Task(steps, loop=loop, **options)
+
+    def _marked(self, steps: Coroutine[Any, Any, Any], number: int) -> "_Marked":
+        return _Marked(steps, lambda: self.marks.in_loop(number), lambda seconds: self._end_step(number, seconds))
+
+    def _end_step(self, number: int, seconds: float) -> None:
+        self.marks.in_loop(0)
+        if seconds > MAX_COUNTED_S and (clock := self._clocks.get(number)):
+            clock.charge(seconds - MAX_COUNTED_S)
 
 
 async def _cancelled(task: asyncio.Task[Outcome], failure: Failure) -> Outcome:
@@ -112,16 +122,17 @@ def over_limit(timeout_s: float) -> str:
 
 
 def _start_thread(
-    function: Callable[..., Any], arguments: list[Any]
+    marks: Marks, number: int, function: Callable[..., Any], arguments: list[Any]
 ) -> tuple[threading.Thread, asyncio.Future[Outcome]]:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Outcome] = loop.create_future()
 
     def body() -> None:
-        try:
-            outcome = Outcome(function(*arguments))
-        except BaseException as error:
-            outcome = Outcome(failure=failure_of(error))
+        with marks.in_thread(number):
+            try:
+                outcome = Outcome(function(*arguments))
+            except BaseException as error:
+                outcome = Outcome(failure=failure_of(error))
         if not loop.is_closed():
             loop.call_soon_threadsafe(ended.set_result, outcome)
 
@@ -154,25 +165,43 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-class _Marked:
-    """A coroutine that says when it is its turn: what blocks the event loop can then be named from outside."""
+class _MarkedThreads(ThreadPoolExecutor):
+    """The threads of `asyncio.to_thread`: what they run belongs to the call that asks for it."""
 
-    def __init__(self, steps: Coroutine[Any, Any, Any], mark: Callable[[int], None], number: int) -> None:
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(self._run, CALL.get(), fn, args, kwargs)
+
+    def _run(self, number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._marks.in_thread(number):
+            return function(*args, **kwargs)
+
+
+class _Marked:
+    """A coroutine that says when a step of it begins and, with the seconds it took, ends."""
+
+    def __init__(
+        self, steps: Coroutine[Any, Any, Any], on_start: Callable[[], None], on_end: Callable[[float], None]
+    ) -> None:
         self.steps = steps
-        self.mark = mark
-        self.number = number
+        self.on_start = on_start
+        self.on_end = on_end
 
     def __await__(self) -> Generator[Any, Any, Any]:
         resume: Callable[[Any], Any] = self.steps.send
         value: Any = None
         while True:
-            self.mark(self.number)
+            self.on_start()
+            started = time.monotonic()
             try:
                 waited_for = resume(value)
             except StopIteration as end:
                 return end.value
             finally:
-                self.mark(0)
+                self.on_end(time.monotonic() - started)
             try:
                 value = yield waited_for
                 resume = self.steps.send

@@ -89,6 +89,12 @@ def place_in(stacks: str) -> str:
     return innermost([(filename, int(line), name) for filename, line, name in reversed(found)])
 
 
+def stack_of(thread: int, stacks: str) -> str:
+    """What such stacks say of one thread; all of them where it is not among them."""
+    found = re.search(rf"^(?:Current thread|Thread) 0x0*{thread:x}\b.*\n(?:  .*\n?)*", stacks, re.MULTILINE)
+    return found.group() if found else stacks
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """Where a function is defined, as far as that can be known."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)

@@ -1,55 +1,45 @@
 """An environment in a process of its own: users' code can hang, crash or exit, and costs a rollout, not the run.
 
-    score, play ──► worker process ──► reward
-                │        ▲ │ an episode asks for the model's next turn, and is answered
-                │        └─┘
-                │ over its time limit, or gone
-                ▼
-    the call to blame fails with what is known of it; the process is killed with all its children;
-    the other calls go on in a new process
-
-`Worker` is one process from start to end; `EnvironmentProcess` is the environment, whichever process runs it.
+score, play ──► the current process (envs/worker_process.py) ──► reward
+                    │ lost
+                    ▼
+the call that is to blame fails; all others run again in a new process, suspects first (envs/suspects.py)
 """
 
 import asyncio
-import itertools
 import logging
+<<<<<<< HEAD
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+=======
+>>>>>>> h4
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import IO, Any, TypeGuard
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.calls import over_limit
-from tandem.envs.failures import MAX_TRACEBACK, Failure, UserCodeError, place_in
-from tandem.envs.model import ChatRefused, ContextFull, over_turn
+from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.protocol import Player, Score
 from tandem.envs.results import Result
-from tandem.envs.wire import Payload, frame, receive
-from tandem.envs.worker import MARK_BYTES, STACK_SIGNAL
+from tandem.envs.suspects import Suspects
+from tandem.envs.wire import Payload
+from tandem.envs.worker_process import WorkerLost, WorkerProcess
 from tandem.types.rollout import Task
+<<<<<<< HEAD
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.processes import describe_exit, kill_tree
 from tandem.utils.waiting import Deadline
+=======
+from tandem.utils.errors import UserError
+>>>>>>> h4
 
 logger = logging.getLogger(__name__)
-
-# The worker ends calls at their limit itself; one that has not by then cannot.
-GRACE_S = 3.0
-WATCH_S = 0.2
-CLOSE_S = 2.0
-AT_ONCE = 8  # messages that a pass of the event loop takes; thousands may have come, and others wait for it too
-
-
-class WorkerLost(Exception):
-    """The process went down through no fault of this call."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +56,7 @@ def is_played(task: Task) -> TypeGuard[HeldTask]:
     return isinstance(task, HeldTask) and task.is_interactive
 
 
+<<<<<<< HEAD
 @dataclass
 class Call:
     answer: asyncio.Future[Any]
@@ -277,16 +268,19 @@ class Worker:
         return code
 
 
+=======
+>>>>>>> h4
 class EnvironmentProcess:
     """The environment as the orchestrator sees it."""
 
-    def __init__(self, config: EnvConfig, worker: Worker, ready: Payload, name: str) -> None:
+    def __init__(self, config: EnvConfig, worker: WorkerProcess, ready: Payload, name: str) -> None:
         self.config = config
         self.train_tasks = _held_tasks("train", ready, name)
         self.eval_tasks = _held_tasks("eval", ready, name)
         self._fingerprint = ready["fingerprint"]
         self._worker = worker
         self._replacing: asyncio.Task[None] | None = None
+        self._suspects = Suspects()
         self._past_costs: Counter[str] = Counter()  # of processes that ended
 
     @property
@@ -301,20 +295,27 @@ class EnvironmentProcess:
         return await self._until_answered(lambda worker: worker.score(request))
 
     async def play(self, task: Task, player: Player) -> Result:
-        def play(worker: Worker) -> Awaitable[Payload]:
+        def play(worker: WorkerProcess) -> Awaitable[Payload]:
             player.restart()
             return worker.play(_request(task), player)
 
         return Result(**await self._until_answered(play))
 
-    async def _until_answered(self, call: Callable[[Worker], Awaitable[Any]]) -> Any:
+    async def _until_answered(self, call: Callable[[WorkerProcess], Awaitable[Any]]) -> Any:
+        is_suspect = False
         while True:
-            if self._worker.is_lost:
-                await self._replaced()
             try:
-                return await call(self._worker)
-            except WorkerLost:
-                continue
+                if is_suspect:
+                    async with self._suspects.turn():
+                        return await call(await self._live_worker())
+                worker = await self._live_worker()
+                if self._suspects.are_clear:
+                    return await call(worker)
+                await self._suspects.wait_until_clear()
+            except WorkerLost as lost:
+                is_suspect = lost.num_suspects > 0
+                if is_suspect:
+                    self._suspects.add(lost.num_suspects)
 
     async def close(self) -> None:
         if self._replacing is not None:
@@ -322,21 +323,26 @@ class EnvironmentProcess:
             await asyncio.wait([self._replacing])
         await self._worker.close()
 
-    async def _replaced(self) -> None:
-        """Wait for another process. Whoever asks first starts it, and it starts whether or not they go on waiting."""
-        if self._replacing is None or self._replacing.done():
-            self._replacing = asyncio.ensure_future(self._replace())
-        try:
-            await asyncio.shield(self._replacing)
-        except UserError as error:
-            raise UserCodeError(Failure(f"the environment cannot be created again: {error}")) from None
+    async def _live_worker(self) -> WorkerProcess:
+        """Another one, if this one is lost. Whoever asks first starts it, and it starts whether or not they go on
+        waiting."""
+        while self._worker.is_lost:
+            if self._replacing is None or self._replacing.done():
+                self._replacing = asyncio.ensure_future(self._replace())
+            try:
+                await asyncio.shield(self._replacing)
+            except UserError as error:
+                raise UserCodeError(Failure(f"the environment cannot be created again: {error}")) from None
+        return self._worker
 
     async def _replace(self) -> None:
         logger.warning("restarting the environment's process")
         await self._worker.close()
+        if self._worker.has_culprit:
+            self._suspects.acquit()
         self._past_costs.update(self._worker.costs)
         self._worker.costs = {}
-        worker = Worker(self.config)
+        worker = WorkerProcess(self.config)
         try:
             ready = await worker.start(with_tasks=False)
             if ready["fingerprint"] != self._fingerprint:
@@ -351,7 +357,7 @@ class EnvironmentProcess:
 async def open_environment(config: EnvConfig, name: str = "") -> AsyncIterator[EnvironmentProcess]:
     """The environment that `config` names, ended with the block; UserError if it cannot be made. Its tasks have its
     name in a mixture."""
-    worker = Worker(config)
+    worker = WorkerProcess(config)
     environment = None
     try:
         environment = EnvironmentProcess(config, worker, await worker.start(with_tasks=True), name)
@@ -370,6 +376,7 @@ def _held_tasks(split: str, ready: Payload, name: str) -> list[HeldTask]:
 def _request(task: Task) -> Payload:
     assert isinstance(task, HeldTask), "a task of another environment"
     return {"task": [task.split, task.position]}
+<<<<<<< HEAD
 
 
 async def _turn_of(player: Player, asked: Payload) -> Payload:
@@ -379,3 +386,5 @@ async def _turn_of(player: Player, asked: Payload) -> Payload:
         return {"context_full": str(error)}
     except ChatRefused as error:
         return {"refused": str(error)}
+=======
+>>>>>>> h4

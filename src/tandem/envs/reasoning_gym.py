@@ -7,6 +7,7 @@ args = { datasets = [{ name = "chain_sum", weight = 2 }, { name = "leg_counting"
 """
 
 import difflib
+import logging
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -14,6 +15,9 @@ from pydantic import Field, model_validator
 from tandem.config.base import Config
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
+from tandem.utils.places import one_line
+
+logger = logging.getLogger(__name__)
 
 
 class PartArgs(Config):
@@ -65,6 +69,7 @@ class ReasoningGym:
         gym = load_package()
         self._extract = gym.utils.extract_answer
         self._dataset = self._create(gym)
+        self._logged: set[str] = set()  # datasets whose errors were logged
         system = self._system_message(gym)
         tasks = [
             Task(index, [*system, {"role": "user", "content": entry["question"]}], str(entry["answer"]), entry)
@@ -74,7 +79,20 @@ class ReasoningGym:
 
     def score(self, task: Task, completion: str) -> float:
         answer = self._extract(completion, self.args.answer_tag) if self.args.answer_tag else None
-        return self._dataset.score_answer(completion.strip() if answer is None else answer, task.info)
+        try:
+            return self._dataset.score_answer(completion.strip() if answer is None else answer, task.info)
+        except Exception as error:  # some datasets raise where they cannot parse an answer
+            self._dataset.score_answer(task.answer, task.info)  # raises too where the dataset is at fault
+            self._log_once(task, error)
+            return 0.0
+
+    def _log_once(self, task: Task, error: Exception) -> None:
+        name = self.args.dataset or task.info["metadata"]["source_dataset"]
+        if name not in self._logged:
+            self._logged.add(name)
+            logger.warning(
+                "reasoning-gym's %s raises on answers it cannot parse; they get reward 0 (%s)", name, one_line(error)
+            )
 
     def _create(self, gym: Any) -> Any:
         size, parts = self.args.num_train + self.args.num_eval, self.args.datasets

@@ -5,15 +5,16 @@ such a message; the space in front of it tells the reader, since orjson would ro
 """
 
 import asyncio
-import contextlib
 import json
-import socket
 import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import orjson
 
 LENGTH = struct.Struct("!Q")
+AT_ONCE = 8  # messages that a pass of the event loop takes; thousands may have come, and others wait for it too
 
 Payload = dict[str, Any]
 
@@ -35,26 +36,10 @@ async def receive(reader: asyncio.StreamReader) -> Payload:
     return parse(await reader.readexactly(length))
 
 
-class Channel:
-    """The blocking end. One thread may send while another receives."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._file = connection.makefile("rb")
-
-    def send(self, message: Payload) -> None:
-        """Nothing is sent where the other side is gone: `receive` tells that."""
-        with contextlib.suppress(ConnectionError):
-            self._connection.sendall(frame(message))
-
-    def receive(self) -> Payload | None:
-        """The next message; None when the other side is gone, whether it had read all that was sent or not."""
-        try:
-            header = self._file.read(LENGTH.size)
-            if len(header) < LENGTH.size:
-                return None
-            (length,) = LENGTH.unpack(header)
-            content = self._file.read(length)
-        except ConnectionError:
-            return None
-        return parse(content) if len(content) == length else None
+async def messages(reader: asyncio.StreamReader) -> AsyncIterator[Payload]:
+    """All that the other side sends, until it is gone."""
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            for _ in range(AT_ONCE):
+                yield await receive(reader)
+            await asyncio.sleep(0)

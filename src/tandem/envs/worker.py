@@ -1,4 +1,5 @@
-"""The process in which an environment lives: `python -m tandem.envs.worker`, started and ended by envs/process.py.
+"""The process in which an environment lives: `python -m tandem.envs.worker`, started and ended by
+envs/worker_process.py.
 
 Whatever users' code does here, hang, crash, exit, print, it does to this process, and the run goes on in another.
 
@@ -8,8 +9,11 @@ Whatever users' code does here, hang, crash, exit, print, it does to this proces
              {"answer": 1, …}                          the model's next turn, for an episode that has asked
              {"cancel": 8}
     writes   {"ready": …} | {"refused": …}             once
-             {"started": 7}, then {"call": 7, "value": …} | {"call": 7, "failure": …, "lingers": …}; "costs" beside it
+             {"call": 7, "value": …} | {"call": 7, "failure": …, "lingers": …}, with "costs" where they changed
              {"ask": 1, "call": 8, "messages": …, …}   while the episode of call 8 is played
+
+Nothing here waits for the other side to read: the event loop belongs to users' code. Where answers pile up, no further
+calls are taken.
 """
 
 import asyncio
@@ -17,12 +21,10 @@ import copy
 import faulthandler
 import inspect
 import itertools
-import mmap
 import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -32,13 +34,15 @@ from typing import Any
 from tandem.config.environment import EnvConfig
 from tandem.envs.calls import CALLED_OFF, Calls, Outcome
 from tandem.envs.failures import Failure, failure_of, place_of
-from tandem.envs.model import Clock, RemoteModel
+from tandem.envs.fair_loop import FairLoop
+from tandem.envs.marks import Marks
+from tandem.envs.model import Clock, RemoteModel, over_turn
 from tandem.envs.protocol import has
 from tandem.envs.registry import make_environment
 from tandem.envs.results import checked_result, checked_score
 from tandem.envs.tasks import EXAMPLES, describe_tasks, fingerprint
 from tandem.envs.tools import as_schema
-from tandem.envs.wire import Channel, Payload
+from tandem.envs.wire import Payload, frame, messages, receive
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten, shown
@@ -46,7 +50,6 @@ from tandem.utils.log import say, setup_logging
 from tandem.utils.processes import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
-MARK_BYTES = 8
 # The other side waits a little longer than this before it kills.
 CLOSE_S = 1.0
 
@@ -54,42 +57,39 @@ CLOSE_S = 1.0
 class Worker:
     """Answers calls for as long as the other side is there."""
 
-    def __init__(self, environment: Any, config: EnvConfig, channel: Channel, mark: mmap.mmap) -> None:
+    def __init__(self, environment: Any, config: EnvConfig, writer: asyncio.StreamWriter, marks: Marks) -> None:
         self.environment = environment
         self.config = config
-        self.channel = channel
-        self.mark = mark
+        self.writer = writer
+        self.marks = marks
         self._running: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[int, asyncio.Future[Payload]] = {}
         self._numbers = itertools.count(1)
         self._costs: dict[str, float] = {}
 
-    async def serve(self, *, with_tasks: bool) -> None:
+    async def serve(self, reader: asyncio.StreamReader, *, with_tasks: bool) -> None:
         """Set up, say so, and answer until the other side is gone."""
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
         answer = await prepare(self.environment, self.config, with_tasks=with_tasks)
-        self.channel.send(answer)
+        self._send(answer)
         if "ready" not in answer:
             return
         self.tasks: dict[str, Sequence[Task]] = {
             "train": self.environment.train_tasks,
             "eval": self.environment.eval_tasks,
         }
-        calls = Calls(self.config.score_timeout_s, self._set_mark)
-        loop.set_task_factory(calls.make_task)
-
-        def read() -> None:
-            while (payload := self.channel.receive()) is not None:
-                loop.call_soon_threadsafe(self._take, calls, payload)
-            loop.call_soon_threadsafe(gone.set)
-
-        threading.Thread(target=read, daemon=True).start()
-        await gone.wait()
+        calls = Calls(self.config.score_timeout_s, self.marks)
+        async for payload in messages(reader):
+            self._take(calls, payload)
+            with suppress(ConnectionError):  # the reader tells
+                await self.writer.drain()
         try:
             await asyncio.wait_for(_call_hook(self.environment, "close"), CLOSE_S)
         except BaseException as error:  # only the log is there to be told
             with suppress(OSError):
                 say(f"env.id = {self.config.id!r}: close failed: {failure_of(error)}", error=True)
+
+    def _send(self, message: Payload) -> None:
+        self.writer.write(frame(message))
 
     def _take(self, calls: Calls, payload: Payload) -> None:
         if "answer" in payload:
@@ -108,21 +108,20 @@ class Worker:
     def _forget(self, number: int, ended: asyncio.Task[None]) -> None:
         del self._running[number]
         if ended.cancelled():  # before it began; every call is answered
-            self.channel.send({"call": number} | failed(Failure(CALLED_OFF), lingers=False))
+            self._send({"call": number} | failed(Failure(CALLED_OFF), lingers=False))
 
     async def _answer(self, calls: Calls, payload: Payload) -> None:
         number = payload["call"]
         function: Callable[..., Any] = getattr(self.environment, payload["method"])
         arguments = [self._task(payload), *payload["arguments"]]
-        # The start is told before any of the user's code runs, which may be the last that is heard from here.
-        outcome = await calls.run(number, function, arguments, lambda: self.channel.send({"started": number}))
+        outcome = await calls.run(number, function, arguments)
         self._send_reply(number, reply(function, outcome, checked_score))
 
     async def _play(self, calls: Calls, payload: Payload) -> None:
         number, function = payload["call"], self.environment.rollout
-        clock = Clock(self.config.turn_timeout_s, self.config.episode_timeout_s)
+        limit_s = self.config.turn_timeout_s
+        clock = Clock(limit_s, over_turn(limit_s), self.config.episode_timeout_s)
         model = RemoteModel(partial(self._ask, number), clock)
-        self.channel.send({"started": number})
         outcome = await calls.play(number, _begun(function, self._task(payload), model), clock)
         self._send_reply(number, reply(function, outcome, lambda value: asdict(checked_result(value))))
 
@@ -131,14 +130,13 @@ class Worker:
         costs = getattr(self.environment, "reward_costs", dict)()  # of envs/rewarded.py
         if costs != self._costs:
             self._costs, answer = costs, answer | {"costs": costs}
-        with suppress(ConnectionError):  # nobody is there to be told
-            self.channel.send({"call": number} | answer)
+        self._send({"call": number} | answer)
 
     async def _ask(self, call: int, request: Payload) -> Payload:
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self.channel.send({"ask": number, "call": call} | request)
+            self._send({"ask": number, "call": call} | request)
             return await asked
         finally:
             self._asked.pop(number, None)
@@ -148,9 +146,6 @@ class Worker:
         split, position = payload["task"]
         task = self.tasks[split][position]
         return replace(task, messages=copy.deepcopy(task.messages))
-
-    def _set_mark(self, number: int) -> None:
-        self.mark[:MARK_BYTES] = number.to_bytes(MARK_BYTES, "big")
 
 
 def reply(function: Callable[..., Any], outcome: Outcome, check: Callable[[Any], Any]) -> Payload:
@@ -244,22 +239,34 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which children of users' code would inherit
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-    channel = Channel(socket.socket(fileno=connection))
-    request = channel.receive()
-    if request is None:
-        return
-    sys.path[:] = request["path"]
-    setup_logging("info", "tandem.rewards")  # what a judge costs, and servers that do not answer
-    config = EnvConfig.model_validate(request["env"])
-    environment, answer = make(config)
-    if environment is None:
-        channel.send(answer)
-    else:
-        worker = Worker(environment, config, channel, mmap.mmap(mark, MARK_BYTES))
-        asyncio.run(worker.serve(with_tasks=request["with_tasks"]))
+    marks = Marks(mark)
+    with asyncio.Runner(loop_factory=lambda: FairLoop(marks.turn)) as runner:
+        reader, writer = runner.run(_connect(connection))
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            request = runner.run(receive(reader))
+            sys.path[:] = request["path"]
+            setup_logging("info", "tandem")  # what a judge costs, servers and scorers that fail
+            config = EnvConfig.model_validate(request["env"])
+            environment, answer = make(config)  # outside the event loop: it may run one itself
+            if environment is None:
+                writer.write(frame(answer))
+            else:
+                worker = Worker(environment, config, writer, marks)
+                runner.run(worker.serve(reader, with_tasks=request["with_tasks"]))
+            runner.run(_close(writer))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads that users' code left behind do not hold this up
+
+
+async def _connect(connection: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(sock=socket.socket(fileno=connection))
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    """When all is sent."""
+    writer.close()
+    await writer.wait_closed()
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
-from tandem.orchestrator.concurrency import Gate
 from tandem.orchestrator.protocols import PolicyServer
 from tandem.transport.weights.manifest import is_adapter
 from tandem.types.rollout import Completion, SamplingRequest
+from tandem.utils.gate import Gate
 from tandem.utils.metrics import RunLog
 
 logger = logging.getLogger(__name__)

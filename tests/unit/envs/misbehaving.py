@@ -1,6 +1,7 @@
 """An environment whose tasks do what users' code does on a bad day: the answer of a task names it."""
 
 import asyncio
+import ctypes
 import os
 import re
 import subprocess
@@ -43,6 +44,13 @@ class InTasks(Misbehaving):
     async def _late(self, task: Task, completion: str) -> Any:
         await asyncio.sleep(0.2)
         return await super().score(task, completion)
+
+
+class InThreads(Misbehaving):
+    """Its code runs in threads that a call waits for."""
+
+    async def score(self, task: Task, completion: str) -> Any:
+        return await asyncio.to_thread(Sync.score, self, task, completion)  # pyright: ignore[reportArgumentType]
 
 
 class ClosesBadly(Misbehaving):
@@ -99,6 +107,8 @@ def misbehave(behaviour: str) -> float:
         re.match(r"(a+)+$", "a" * 60 + "b")
     if behaviour == "dies":
         os._exit(7)
+    if behaviour == "crashes":
+        ctypes.string_at(0)
     if behaviour == "waits for a child":
         subprocess.run(["sleep", "1000"], check=False)
     raise AssertionError(behaviour)

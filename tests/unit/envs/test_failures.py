@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.envs.failures import PACKAGE, Failure, UserCodeError, failure_of, place_in, place_of, top_reasons
+from tandem.envs.failures import PACKAGE, Failure, UserCodeError, failure_of, place_in, place_of, stack_of, top_reasons
 from tandem.rewards.pool import RewardFailed
 
 
@@ -70,6 +70,14 @@ def test_the_place_in_stacks_is_the_innermost_of_the_users() -> None:
     stacks = f'Thread 1:\n  File "{library}", line 5 in a\n  File "/x/my_env.py", line 12 in inner\n'
     assert place_in(stacks + '  File "/x/my_env.py", line 30 in score\n') == "my_env.py:12 in inner"
     assert place_in("") == ""
+
+
+def test_the_stack_of_one_thread() -> None:
+    waits = 'Thread 0x00007f01 (most recent call first):\n  File "/x/my_env.py", line 3 in waits\n'
+    hangs = 'Current thread 0x00007f0a [main] (most recent call first):\n  File "/x/my_env.py", line 5 in hangs\n'
+    stacks = f"{waits}\n{hangs}"
+    assert stack_of(0x7F01, stacks) == waits and stack_of(0x7F0A, stacks) == hangs
+    assert stack_of(0x7F0, stacks) == stacks
 
 
 def test_where_a_function_is_defined() -> None:

@@ -115,9 +115,54 @@ def test_a_process_that_dies_is_replaced(cls: str) -> None:
     assert died == Failure("the environment's process ended with exit code 7")
 
 
-def test_who_waits_beside_one_that_dies_goes_on_elsewhere() -> None:
-    died, waiting = failures(config("dies", "waits"))
-    assert isinstance(died, Failure) and waiting == 0.5
+ENDED = {
+    "dies": "the environment's process ended with exit code 7",
+    "crashes": "the environment's process ended with signal SIGSEGV",
+    "holds the interpreter": f"the score took longer than env.score_timeout_s = {LIMIT_S:g} s",
+}
+
+
+@pytest.mark.parametrize(
+    ("cls", "culprits"),
+    [
+        ("Misbehaving", ["dies"]),
+        ("Sync", ["dies", "crashes"]),
+        ("Sync", ["holds the interpreter"]),
+        ("InThreads", ["crashes"]),
+    ],
+)
+def test_of_several_that_run_only_the_culprits_are_blamed(cls: str, culprits: list[str]) -> None:
+    first, *others = failures(config("waits", *culprits, *["waits"] * 5, cls=cls))
+    blamed, rest = others[: len(culprits)], others[len(culprits) :]
+    for failure, behaviour in zip(blamed, culprits, strict=True):
+        assert isinstance(failure, Failure) and failure.reason == ENDED[behaviour]
+        assert failure.where.endswith("in misbehave") or not failure.hung
+    assert [first, *rest] == [0.5] * 6
+
+
+def test_nobody_is_blamed_for_a_process_that_is_killed_from_outside() -> None:
+    async def body(environment: EnvironmentProcess) -> None:
+        scoring = [asyncio.ensure_future(environment.score(task, "")) for task in environment.train_tasks]
+        await asyncio.sleep(0.2)
+        environment._worker.process.kill()
+        assert await asyncio.gather(*scoring) == [0.5] * 20
+
+    run_with(config(*["waits"] * 20), body)
+
+
+def test_answers_that_lie_unread_are_not_over_their_limit() -> None:
+    """More than the connection holds: the process must neither wait for the orchestrator, nor be killed for it."""
+
+    async def body(environment: EnvironmentProcess) -> None:
+        good, waits = environment.train_tasks
+        scoring = [asyncio.ensure_future(environment.score(task, "")) for task in [waits] * 100 + [good] * 3000]
+        worker = environment._worker
+        await asyncio.sleep(0.2)
+        time.sleep(LIMIT_S + 2)
+        assert await asyncio.gather(*scoring) == [0.5] * 100 + [1.0] * 3000
+        assert environment._worker is worker
+
+    run_with(config("good", "waits"), body)
 
 
 def test_children_of_a_hung_score_end_with_it() -> None:

@@ -46,6 +46,24 @@ class TestReasoningGym:
         assert all(made.score(task, f"<answer>{task.answer}</answer>") == 1.0 for task in made.eval_tasks)
         assert made.train_tasks[0].messages[0]["role"] == "system"
 
+    def test_an_answer_that_a_dataset_cannot_parse_is_worth_nothing_and_logged_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        names = ["boxnet", "coin_flip", "game_of_life", "prime_factorization"]
+        made = make("reasoning-gym", datasets=[{"name": name} for name in names], num_train=40, num_eval=1)
+        malformed = ["", "x", "[]", "[[]]", '["x"]', '{"a": 1}', "1e999", "2 × x"]
+        for task in made.train_tasks:
+            assert all(made.score(task, f"<answer>{answer}</answer>") < 1.0 for answer in malformed)
+        logged = [record.message for record in caplog.records]
+        assert len(logged) == len(names)
+        assert all(any(f"reasoning-gym's {name} raises" in line for line in logged) for name in names)
+
+    def test_a_dataset_that_raises_on_the_right_answer_too_has_failed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = make("reasoning-gym", dataset="chain_sum", num_train=1, num_eval=1)
+        monkeypatch.setattr(type(made._dataset), "score_answer", lambda *_: {}["lexicon"])
+        with pytest.raises(KeyError, match="lexicon"):
+            made.score(made.train_tasks[0], "7")
+
     @pytest.mark.parametrize(
         ("args", "message"),
         [

@@ -11,12 +11,12 @@ from tandem.orchestrator.concurrency import (
     LEAST,
     START,
     EngineLoad,
-    Gate,
     follow_load,
     make_gate,
     next_limit,
     parse_load,
 )
+from tandem.utils.gate import Gate
 
 NATIVE = """# HELP tandem_sequences_running Sequences that hold a place.
 # TYPE tandem_sequences_running gauge
@@ -65,62 +65,6 @@ def test_without_a_queue_the_limit_grows_where_it_holds_requests_back() -> None:
     assert next_limit(100, EngineLoad(40, 0, 0.5), 40) == 100, "fewer are asked for than it allows"
     assert next_limit(100, EngineLoad(100, 20, 0.5), 100) == 100, "the server has enough to go on with"
     assert next_limit(100, EngineLoad(100, 0, 0.9), 100) == 100, "the KV cache has little room"
-
-
-def test_a_gate_lets_in_first_come_first_served_up_to_its_limit() -> None:
-    async def run() -> None:
-        gate, entered = Gate(4), []
-
-        async def enter(name: str, count: int) -> None:
-            await gate.enter(count)
-            entered.append(name)
-
-        tasks = [asyncio.ensure_future(enter(name, count)) for name, count in (("a", 3), ("b", 2), ("c", 1))]
-        await settle()
-        assert entered == ["a"], "c would fit, and waits behind b"
-        gate.leave(3)
-        await settle()
-        assert entered == ["a", "b", "c"]
-        assert gate.num_inside == 3
-        large = asyncio.ensure_future(enter("large", 9))
-        await settle()
-        gate.leave(3)
-        await asyncio.gather(large, *tasks)
-        assert gate.num_inside == 9, "more samples than the limit enter alone"
-
-    asyncio.run(run())
-
-
-def test_who_stops_waiting_leaves_no_trace() -> None:
-    async def run() -> None:
-        gate = Gate(1)
-        await gate.enter(1)
-        waiting = [asyncio.ensure_future(gate.enter(1)) for _ in range(3)]
-        await settle()
-        waiting[0].cancel()  # while it waits
-        await settle()
-        gate.leave(1)
-        waiting[1].cancel()  # when it has been let in, and has not noticed
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert not waiting[2].cancelled()
-        assert gate.num_inside == 1
-        gate.leave(1)
-        assert gate.num_inside == 0
-
-    asyncio.run(run())
-
-
-def test_a_higher_limit_lets_in_what_waits() -> None:
-    async def run() -> None:
-        gate = Gate(1)
-        await gate.enter(1)
-        waiting = asyncio.ensure_future(gate.enter(1))
-        await settle()
-        assert not waiting.done()
-        gate.limit = 2
-        await waiting
-
-    asyncio.run(run())
 
 
 class Engine:
@@ -178,11 +122,6 @@ def test_a_server_that_tells_nothing_has_no_limit_and_one_set_by_hand_stays() ->
         assert make_gate(32).limit == 32
 
     asyncio.run(run())
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
