@@ -22,6 +22,7 @@ from tests.scale.raylets import HEAD, SECOND, THIRD, Raylets, raylets
 from tandem import Cluster, NodeConfig, UserError, WorkerDied
 from tandem.api import training
 from tandem.launch.cluster import RemoteWorker
+from tandem.launch.ray_command import Placement
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.types.rollout import Group, TrainBatch
 from tandem.utils.files import read_json_lines
@@ -256,3 +257,21 @@ def test_rl_runs_on_the_cluster_and_survives_the_death_of_its_nodes(
     # The rank on the other node may notice first, and end for lack of its peer.
     assert re.search(rf"worker 1 on {THIRD}|worker 0 on {HEAD} ended", output.read_text())
     assert (run_dir.weights / "latest" / "model.safetensors").exists()
+
+
+def test_a_server_s_command_ends_when_the_raylet_of_its_own_node_is_gone(both: Raylets, tmp_path: Path) -> None:
+    """The last test: it kills the head's raylet, which the command is connected to. The supervisor starts it again."""
+    (tmp_path / "serves.py").write_text("import time\nprint('serving', flush=True)\ntime.sleep(600)\n")
+    placement = Placement(both.address, [SECOND], 0, [], port=4000, servers_file=str(tmp_path / "servers"))
+    output = tmp_path / "output"
+    with output.open("w") as printed:
+        process = subprocess.Popen(
+            placement.command("serves", []), stdout=printed, stderr=printed, cwd=tmp_path, env=ENVIRONMENT
+        )
+    try:
+        wait_until(lambda: "serving" in output.read_text(), 120, "the server")
+        both.cluster.head_node.kill_raylet()
+        assert process.wait(120 * PATIENCE) == 1, output.read_text()
+    finally:
+        process.kill()
+        process.wait()

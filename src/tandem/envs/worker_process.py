@@ -12,7 +12,6 @@ Called by envs/process.py, which runs lost calls and suspects again in the next 
 import asyncio
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from tandem.envs.protocol import Player
 from tandem.envs.wire import AT_ONCE, Payload, frame, messages, receive
 from tandem.envs.worker import STACK_SIGNAL
 from tandem.utils.errors import UserError, shorten
-from tandem.utils.processes import kill_tree
+from tandem.utils.processes import describe_exit, kill_tree
 from tandem.utils.waiting import Deadline
 
 # The process ends calls at their limit itself; where its event loop has stood still for longer, it cannot.
@@ -276,8 +275,7 @@ class WorkerProcess:
     async def _how_it_ended(self) -> str:
         if not await self._has_ended():
             return "closed its connection"
-        code = self.process.returncode
-        return f"ended with exit code {code}" if code >= 0 else f"ended with signal {signal.Signals(-code).name}"
+        return f"ended with {describe_exit(self.process.returncode)}"
 
 
 def _at_thread(loss: Failure, thread: int | None) -> Failure:

@@ -5,7 +5,9 @@
                             ▼  signals
 
 A command is run once, or once per rank. If a node dies, a server is started on another one and its address in the
-servers file is changed; ranks end together, and the supervisor has them go on from their checkpoint.
+servers file is changed; ranks end together, and the supervisor has them go on from their checkpoint. If the raylet of
+this process's own node dies, Ray ends all that it has started on others and places nothing more for it: it ends, and
+the supervisor starts it again.
 
     python -m tandem.launch.ray_command '{"address": …}' MODULE ARGUMENTS…
 """
@@ -72,7 +74,7 @@ def run(placement: Placement, module: str, arguments: list[str]) -> None:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         asked.put(number)
 
-    connect(placement.address)
+    ray = connect(placement.address)
     for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
         signal.signal(number, on_signal)
     hosts = placement.nodes
@@ -82,7 +84,7 @@ def run(placement: Placement, module: str, arguments: list[str]) -> None:
                 raise SystemExit(run_on(workers, placement, module, arguments, asked))
             except WorkerDied as error:
                 say(f"ray: {error}", error=True)
-                if not placement.is_server:
+                if not placement.is_server or not has_own_node(ray):
                     raise SystemExit(1) from None
                 hosts = [worker.node.address for worker in workers]
 
@@ -105,6 +107,12 @@ def started(placement: Placement, hosts: list[str]) -> Iterator[list[RemoteWorke
         yield workers
     finally:
         cluster.stop()
+
+
+def has_own_node(ray: Any) -> bool:
+    """Whether the node that this process is connected to is alive."""
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
 
 
 def live_hosts(ray: Any, hosts: list[str]) -> list[str]:
