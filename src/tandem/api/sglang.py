@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.launch.supervisor import last_lines
 from tandem.utils.errors import UserError
 from tandem.utils.ports import listen
-from tandem.utils.processes import die_with_parent, kill_tree
+from tandem.utils.processes import kept, kill_tree
 
 GRACE_S = 10.0
 
@@ -91,11 +90,10 @@ class SGLangEngine(InferenceEngine):
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
             self._sglang = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *(word for pair in words for word in pair)],
+                kept([sys.executable, "-m", "sglang.launch_server", *(word for pair in words for word in pair)]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | self._environment,
-                preexec_fn=partial(die_with_parent, os.getpid()),  # nothing of SGLang's watches us
             )
         return f"http://127.0.0.1:{port}"

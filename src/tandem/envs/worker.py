@@ -47,7 +47,6 @@ from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten, shown
 from tandem.utils.log import say, setup_logging
-from tandem.utils.processes import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR1
 # The other side waits a little longer than this before it kills.
@@ -232,9 +231,7 @@ async def _call_hook(environment: Any, name: str) -> None:
 
 
 def main() -> None:
-    parent, connection, mark, stacks = map(int, sys.argv[1:])
-    if not die_with_parent(parent):
-        raise SystemExit("the process that started this one is gone")
+    connection, mark, stacks = map(int, sys.argv[1:])
     # They reach every process of a run; the orchestrator decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which children of users' code would inherit

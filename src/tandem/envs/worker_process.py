@@ -30,7 +30,7 @@ from tandem.envs.protocol import Player
 from tandem.envs.wire import AT_ONCE, Payload, frame, messages, receive
 from tandem.envs.worker import STACK_SIGNAL
 from tandem.utils.errors import UserError, shorten
-from tandem.utils.processes import describe_exit, kill_tree
+from tandem.utils.processes import describe_exit, kept, kill_tree
 from tandem.utils.waiting import Deadline
 
 # The process ends calls at their limit itself; where its event loop has stood still for longer, it cannot.
@@ -84,8 +84,7 @@ class WorkerProcess:
             self._ours, theirs = socket.socketpair()
             with theirs:
                 descriptors = [theirs.fileno(), mark.fileno(), self._stacks.fileno()]
-                arguments = map(str, [os.getpid(), *descriptors])
-                command = [sys.executable, "-m", "tandem.envs.worker", *arguments]
+                command = kept([sys.executable, "-m", "tandem.envs.worker", *map(str, descriptors)])
                 self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 
     async def start(self, *, with_tasks: bool) -> Payload:

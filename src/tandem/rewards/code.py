@@ -4,7 +4,6 @@ import ast
 import asyncio
 import json
 import os
-import secrets
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 from tandem.rewards.formats import last_fenced
 from tandem.rewards.functions import NoAnswer
 from tandem.utils.sandbox import SandboxResult, run_python
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Case:
 class CodeReward:
     """The share of the tests that pass; without `partial`, 1 where all of them do.
 
-    Tests, in the task's answer: Python that is run behind the program and must not raise, or a JSON list of
-    {"input": …, "output": …}, whose output is compared outside the sandbox.
+    Tests, in the task's answer: Python that is run after the program, in its module, and must not raise; or a JSON list
+    of {"input": …, "output": …}, whose output is compared outside the sandbox.
     """
 
     partial: bool = False
@@ -41,25 +42,24 @@ class CodeReward:
         program = last_fenced(completion) or completion
         cases = parse_cases(answer)
         if cases is None:
-            return float(await self._survives(program, answer))
+            return float(await self._passes(program, answer))
         passed = await asyncio.gather(*(self._prints(program, case) for case in cases))
         return sum(passed) / len(passed) if self.partial else float(all(passed))
 
-    async def _survives(self, program: str, tests: str) -> bool:
-        """A program that exits before its tests does not pass them: what is printed behind them is not known to it."""
-        passed = secrets.token_hex(16)
-        result = await self._run(f"{program}\n\n{tests}\n\nprint('\\n{passed}')\n", "")
-        return result.succeeded and result.stdout.endswith(f"\n{passed}\n")
+    async def _passes(self, program: str, tests: str) -> bool:
+        result = await self._run(program, tests=tests)
+        return result.succeeded and result.passed
 
     async def _prints(self, program: str, case: Case) -> bool:
-        result = await self._run(program, case.input)
+        result = await self._run(program, stdin=case.input)
         return result.succeeded and same_output(result.stdout, case.output)
 
-    async def _run(self, program: str, stdin: str) -> SandboxResult:
+    async def _run(self, program: str, *, stdin: str = "", tests: str | None = None) -> SandboxResult:
         async with self._slots:
             return await run_python(
                 program,
                 stdin=stdin,
+                tests=tests,
                 timeout_s=self.timeout_s,
                 memory_mb=self.memory_mb,
                 allow_unprotected=self.allow_unprotected,
@@ -85,12 +85,18 @@ def parse_cases(answer: str) -> list[Case] | None:
 
 
 def _refuse_broken(tests: str) -> None:
-    """Tests that are no Python would fail whatever the program does."""
+    """Tests that are no Python would fail whatever the program does, and those that only define would pass."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            ast.parse(tests)
+            statements = ast.parse(tests).body
     except (SyntaxError, ValueError) as error:
         raise NoAnswer(f"the tests {tests[:80]!r} are no Python: {error}") from error
+    if all(isinstance(statement, DEFINITIONS) or _is_constant(statement) for statement in statements):
+        raise NoAnswer(f"the tests {tests[:80]!r} run nothing: call what they define, or end in unittest.main()")
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def same_output(printed: str, expected: str) -> bool:

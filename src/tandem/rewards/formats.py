@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.utils.errors import shorten
 
-FENCED = re.compile(r"```(?:\w+)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"(`{3,}|~{3,})[ \t]*[\w+#.-]*[ \t]*\r?\n(.*?)\1", re.DOTALL)
 MAX_CHARS = 200  # of what is wrong with a schema
 
 
@@ -63,6 +63,6 @@ def check_schema(schema: Any) -> None:
 
 
 def last_fenced(text: str) -> str | None:
-    """What stands in the last block between ``` and ```."""
+    """What stands in the last block between ``` and ```, or ~~~ and ~~~."""
     found = FENCED.findall(text)
-    return found[-1] if found else None
+    return found[-1][1] if found else None

@@ -9,7 +9,6 @@ Called by rewards/weighted.py, in the environment's process.
 """
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
@@ -20,11 +19,11 @@ import orjson
 
 from tandem.config.rewards import RewardConfig
 from tandem.utils.places import FailedElsewhere
-from tandem.utils.processes import describe_exit, kill_tree
+from tandem.utils.processes import describe_exit, kept, kill_tree
 
 STARTUP_S = 120.0
 LINE_BYTES = 1 << 20
-EXIT_CHECKS, EXIT_CHECK_S = 20, 0.01
+EXIT_CHECKS, EXIT_CHECK_S = 200, 0.01
 
 
 class RewardFailed(FailedElsewhere):
@@ -76,7 +75,7 @@ class _Worker:
     async def start(cls, rewards: Sequence[RewardConfig]) -> "_Worker":
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "tandem.rewards.pool_worker", str(os.getpid()), str(theirs.fileno())]
+            command = kept([sys.executable, "-m", "tandem.rewards.pool_worker", str(theirs.fileno())])
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         worker = cls(process, await asyncio.open_connection(sock=ours, limit=LINE_BYTES))
         described = {"rewards": [config.model_dump(mode="json") for config in rewards], "path": sys.path}

@@ -24,7 +24,6 @@ from tandem.rewards.calls import Call
 from tandem.rewards.checked import checked_reward
 from tandem.rewards.registry import make_call
 from tandem.utils.places import one_line, own_place
-from tandem.utils.processes import die_with_parent
 
 
 def compute(find: Callable[[int], Call], number: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +41,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def main() -> None:
-    parent, connection = map(int, sys.argv[1:])
-    if not die_with_parent(parent):
-        raise SystemExit("the process that started this one is gone")
+    connection = int(sys.argv[1])
     # They reach every process of a run; the orchestrator decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)

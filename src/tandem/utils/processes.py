@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
+from tandem.utils import keeper
 from tandem.utils.errors import NOT_WRITABLE, Diverged, OutOfMemory, UserError, shorten_lines
+from tandem.utils.keeper import descendants, stat_fields
 from tandem.utils.log import say, write_what_the_terminal_can
 
 SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
@@ -56,39 +58,39 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> boo
     return os.getppid() == parent
 
 
+def kept(command: Sequence[str]) -> list[str]:
+    """The command under a keeper (utils/keeper.py): what it starts ends when it ends, and all of it with this process.
+    On Linux, "with this process" means with the thread that starts it."""
+    return [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), *command]
+
+
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kill a process and all that it started, and wait for its end. Of one that has ended nothing is known any more."""
-    if process.poll() is not None:
-        return
-    tree = descendants(process.pid)
-    process.kill()
-    process.wait()
-    for pid in tree:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill a process that is `kept`, with all that it started, and wait for its end."""
+    if process.poll() is None:
+        process.send_signal(keeper.END_SIGNAL)
+        try:
+            process.wait(keeper.SWEEP_S + 1)
+        except subprocess.TimeoutExpired:  # somebody has stopped the keeper
+            kill_all(process.pid)
+            process.wait()
 
 
-def descendants(pid: int) -> list[int]:
-    """The children of a process, their children, and so on. Linux only; elsewhere none are found."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        if fields := _stat(int(folder.name)):
-            children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found = children.get(pid, [])[:]
-    for child in found:  # grows as it is walked
-        found += children.get(child, [])
-    return found
+def kill_all(pid: int) -> None:
+    """A process and whatever is below it now."""
+    for each in (*descendants(pid), pid):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(each, signal.SIGKILL)
 
 
 def process_state(pid: int) -> str | None:
     """One letter as `ps` shows it (R, S, T, Z, …); None where there is no such process, or no /proc."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields[0] if fields else None
 
 
 def start_time(pid: int) -> int | None:
     """When a process was started, in ticks since boot: with the pid, it names a process for good."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[19]) if fields else None
 
 
@@ -101,14 +103,6 @@ def process_exists(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _stat(pid: int) -> list[str]:
-    """What /proc/pid/stat says after the name of the process, which may hold anything."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def usable_cores() -> int:

@@ -1,7 +1,7 @@
 """Untrusted Python in a process of its own: no network, no files but its folder's, no other processes, bounded in all.
 
     run_python ─► a folder ─► sandbox_child.py: Landlock (files), seccomp (system calls), rlimits ─► the code
-         └── watches time, output, threads and disk; kills the process, and removes the folder
+         └── watches time, output, threads and disk (sandbox_disk.py); kills the process, and removes the folder
 
 Needs Linux on x86-64 or aarch64 with Landlock (5.13 or newer), and no privileges. Elsewhere it refuses: see
 `why_unprotected`. Code in the sandbox can read Python's library and installed packages, and see which files exist.
@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -31,7 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.utils.errors import shorten
+from tandem.utils.keeper import END_SIGNAL, descendants
+from tandem.utils.processes import kept, kill_all
 from tandem.utils.sandbox_child import CREATE_RULESET, STATUS, VERSION_ONLY
+from tandem.utils.sandbox_disk import is_over
+from tandem.utils.sandbox_tests import passes
 from tandem.utils.seccomp import ARCHITECTURES, make_filter
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -40,7 +45,6 @@ WATCH_S = 0.05
 DRAIN_S = 5.0
 STREAM_BYTES = 1 << 16
 MAX_THREADS = 64
-MAX_FILES = 1000
 MAX_OPEN_FILES = 128
 # What programs read besides Python's own folders: shared libraries, time zones, random numbers.
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
@@ -62,6 +66,7 @@ class SandboxResult:
     exit_code: int
     stopped: str | None = None  # the limit it went over: "time", "output", "threads" or "disk"
     wall_s: float = 0.0
+    passed: bool = False  # the tests that it was given
 
     @property
     def timed_out(self) -> bool:
@@ -115,6 +120,7 @@ async def run_python(
     code: str,
     *,
     stdin: str = "",
+    tests: str | None = None,
     files: Mapping[str, str | bytes] | None = None,
     timeout_s: float = 10.0,
     memory_mb: int = 512,
@@ -122,7 +128,8 @@ async def run_python(
     disk_mb: int = 64,
     allow_unprotected: bool = False,
 ) -> SandboxResult:
-    """Run `code` as a script, in a new folder that holds `files` and is removed afterwards.
+    """Run `code` as a script, in a new folder that holds `files` and is removed afterwards. `tests` are Python that is
+    run in the same module when the code has ended, and passes where it does not raise (utils/sandbox_tests.py).
 
     Raises SandboxUnavailable where the code cannot be confined, unless `allow_unprotected`: then only limits hold.
     """
@@ -137,7 +144,7 @@ async def run_python(
             _write(folder, name, content)
         is_protected = reason is None
         request = _request(folder, main, limits, protected=is_protected)
-        return await _Run(folder, limits, is_protected).to_end(request, stdin)
+        return await _Run(folder, limits, is_protected).to_end(request, stdin, tests)
     finally:
         await asyncio.to_thread(_remove, folder)
 
@@ -152,7 +159,7 @@ def _write(folder: Path, name: str, content: str | bytes) -> None:
 
 def _request(folder: Path, main: Path, limits: Limits, *, protected: bool) -> dict[str, Any]:
     return {
-        "parent": os.getpid(),
+        "parent": os.getpid() if protected else None,  # else it has a keeper
         "folder": str(folder),
         "main": str(main),
         "readable": readable_paths(),
@@ -182,42 +189,55 @@ class _Run:
         self.stopped: str | None = None
         self._bytes_left = limits.output_kb << 10  # of both streams together
 
-    async def to_end(self, request: dict[str, Any], stdin: str) -> SandboxResult:
+    async def to_end(self, request: dict[str, Any], stdin: str, tests: str | None) -> SandboxResult:
         loop = asyncio.get_running_loop()
-        transport, protocol = await loop.subprocess_exec(
-            lambda: SubprocessStreamProtocol(limit=STREAM_BYTES, loop=loop),
-            *(sys.executable, "-P", "-s", "-B", str(CHILD), json.dumps(request)),
-            cwd=self.folder,
-            env=_environment(self.folder),
-            start_new_session=True,
-        )
-        process = Process(transport, protocol, loop)
-        try:
-            return await self._run(process, stdin)
-        finally:
-            self._kill(process)
-            transport.close()
-            await process.wait()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                channel = None if tests is None else theirs.fileno()
+                request |= {"channel": channel}
+                command = [sys.executable, "-P", "-s", "-B", str(CHILD), json.dumps(request)]
+                transport, protocol = await loop.subprocess_exec(
+                    lambda: SubprocessStreamProtocol(limit=STREAM_BYTES, loop=loop),
+                    *(command if self.is_protected else kept(command)),
+                    cwd=self.folder,
+                    env=_environment(self.folder),
+                    start_new_session=True,
+                    pass_fds=[] if channel is None else [channel],
+                )
+            process = Process(transport, protocol, loop)
+            try:
+                return await self._run(process, stdin, tests, ours)
+            finally:
+                await self._end(process)
+                transport.close()
 
-    async def _run(self, process: Process, stdin: str) -> SandboxResult:
+    async def _run(self, process: Process, stdin: str, tests: str | None, channel: socket.socket) -> SandboxResult:
         assert process.stdin and process.stdout and process.stderr
         await _ready(process.stderr)
         started = time.monotonic()
         stdout, stderr = bytearray(), bytearray()
         reading = asyncio.gather(self._read(process.stdout, stdout), self._read(process.stderr, stderr))
         ended = asyncio.gather(_feed(process.stdin, stdin), process.wait())
+        testing = asyncio.ensure_future(passes(channel, tests))
         try:
             await self._watch(process, ended, started + self.limits.timeout_s)
             wall_s = time.monotonic() - started
-            self._kill(process)
-            await asyncio.wait([reading, ended], timeout=DRAIN_S)  # what it left behind may keep its output open
+            await self._end(process)
+            await asyncio.wait([reading, ended, testing], timeout=DRAIN_S)  # a daemon may keep its output open
         finally:
-            for task in (reading, ended):
+            for task in (reading, ended, testing):
                 task.cancel()
                 await asyncio.wait([task])
-        written = [output.decode(errors="replace") for output in (stdout, stderr)]
         assert process.returncode is not None, "killed, and still there"
-        return SandboxResult(*written, exit_code=process.returncode, stopped=self.stopped, wall_s=wall_s)
+        return SandboxResult(
+            stdout.decode(errors="replace"),
+            stderr.decode(errors="replace"),
+            process.returncode,
+            stopped=self.stopped,
+            wall_s=wall_s,
+            passed=not testing.cancelled() and testing.result(),
+        )
 
     async def _read(self, stream: asyncio.StreamReader, output: bytearray) -> None:
         """What is written, up to the limit; the rest is thrown away until the process is gone."""
@@ -225,11 +245,15 @@ class _Run:
             output += chunk[: max(self._bytes_left, 0)]
             self._bytes_left -= len(chunk)
 
-    def _kill(self, process: Process) -> None:
-        """Where nothing protects, the process may have children, which can be there when it has ended."""
-        if process.returncode is None or not self.is_protected:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+    async def _end(self, process: Process) -> None:
+        """Kill it. Where nothing protects, it may have started others, which its keeper kills."""
+        if process.returncode is None and not self.is_protected:
+            process.send_signal(END_SIGNAL)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), DRAIN_S)
+        if process.returncode is None:
+            kill_all(process.pid)
+        await process.wait()
 
     async def _watch(self, process: Process, ended: asyncio.Future[Any], deadline: float) -> None:
         """Until the process has ended, or is over one of its limits."""
@@ -239,15 +263,17 @@ class _Run:
             if self._bytes_left < 0:
                 self.stopped = "output"
             elif ended.done() or process.returncode is not None:
-                if _is_over(self.folder, None, self.limits.disk_mb << 20):  # since it was last looked at
+                if is_over(self.folder, [], self.limits.disk_mb << 20):  # since it was last looked at
                     self.stopped = "disk"
                 return
             elif left <= 0:
                 self.stopped = "time"
-            elif _num_threads(process.pid) > MAX_THREADS:
-                self.stopped = "threads"
-            elif _is_over(self.folder, process.pid, self.limits.disk_mb << 20):
-                self.stopped = "disk"
+            else:
+                pids = [process.pid] if self.is_protected else descendants(process.pid)
+                if sum(map(_num_threads, pids)) > MAX_THREADS:
+                    self.stopped = "threads"
+                elif is_over(self.folder, pids, self.limits.disk_mb << 20):
+                    self.stopped = "disk"
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -290,47 +316,6 @@ def _num_threads(pid: int) -> int:
     except OSError:
         return 0
     return int(found[1]) if found else 0
-
-
-def _is_over(folder: Path, pid: int | None, max_bytes: int) -> bool:
-    """Whether the files in `folder` and those removed but held open are too many, too large, or not to be looked at.
-    Without a process, none are held open."""
-    pending, num_files, size_bytes = [str(folder)], 0, 0 if pid is None else _removed_bytes(pid)
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    num_files += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-                    else:
-                        size_bytes += _size_bytes(entry)
-                    if num_files > MAX_FILES or size_bytes > max_bytes:
-                        return True
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        except OSError:  # a path that is too long, a folder without rights
-            return True
-    return size_bytes > max_bytes
-
-
-def _size_bytes(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:  # removed meanwhile
-        return 0
-
-
-def _removed_bytes(pid: int) -> int:
-    """The size of files that no folder holds any more and the process does. They have no other place to be counted."""
-    sizes: dict[tuple[int, int], int] = {}
-    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:  # it may have ended
-        for entry in entries:
-            with suppress(OSError):  # closed meanwhile
-                file = entry.stat()
-                if file.st_nlink == 0:
-                    sizes[file.st_dev, file.st_ino] = file.st_size
-    return sum(sizes.values())
 
 
 def _remove(folder: Path) -> None:

@@ -1,19 +1,26 @@
 """The process in which untrusted Python runs: it takes away its own rights, then runs the code. See utils/sandbox.py.
 
 A script on its own, started by its path: nothing of this package can be imported here, or by the code that runs.
-Its one argument is JSON; on its error output it says "ready", or why not, before any of the code runs.
+Its one argument is JSON; on its error output it says "ready", or why not, before any of the code runs. Tests of the
+code come over a socket when the code has ended (utils/sandbox_tests.py).
 """
 
 import base64
+import builtins
 import ctypes
+import importlib
+import io
 import json
 import os
 import resource
 import signal
 import sys
 import traceback
+import types
 
 STATUS = "\x01sandbox: "
+LENGTH_BYTES = 8  # in front of every test
+MOST_CHARS = 1000  # of an error that a test raised
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x20080522
@@ -113,10 +120,10 @@ def protect(request: dict) -> None:
 def prepare(request: dict) -> str:
     """ "ready", or why the code must not run."""
     try:
-        if sys.platform == "linux":
+        if request["parent"] is not None:
             libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        if os.getppid() != request["parent"]:
-            return "the process that started this one is gone"
+            if os.getppid() != request["parent"]:
+                return "the process that started this one is gone"
         set_limits(request["limits"])
         if request["filter"] is not None:
             protect(request)
@@ -125,23 +132,100 @@ def prepare(request: dict) -> str:
     return "ready"
 
 
+def make_main(path: str) -> dict:
+    """The namespace of a new `__main__`, as Python makes it for a script: pickle and unittest look there."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    return vars(module)
+
+
+def run_program(source: bytes, scope: dict, *, has_tests: bool) -> None:
+    """What it raises, it raises. With tests it may leave, or ask for more input than there is: they come next."""
+    try:
+        exec(compile(source, "main.py", "exec", dont_inherit=True), scope)
+    except (SystemExit, EOFError):
+        if not has_tests:
+            raise
+
+
+def answer_tests(channel: io.FileIO, scope: dict) -> None:
+    """Tests come one at a time, each when the last is answered with a line: empty where it passed, else the error."""
+    said = ""
+    while True:
+        channel.write(" ".join(said.splitlines()).encode(errors="replace") + b"\n")
+        source = read_exactly(channel, int.from_bytes(read_exactly(channel, LENGTH_BYTES), "big"))
+        if not source:
+            return
+        said = run_tests(source, scope)
+
+
+def read_exactly(channel: io.FileIO, num_bytes: int) -> bytes:
+    """Less where the other side is gone."""
+    content = b""
+    while len(content) < num_bytes and (chunk := channel.read(num_bytes - len(content))):
+        content += chunk
+    return content
+
+
+def run_tests(source: bytes, scope: dict) -> str:
+    """What went wrong: they raised, or ran unittest or doctest, which need not raise where a test fails."""
+    results = collect_made("unittest", "TestResult") if b"unittest" in source else []
+    runners = collect_made("doctest", "DocTestRunner") if b"doctest" in source else []
+    try:
+        exec(compile(source, "tests.py", "exec", dont_inherit=True), scope)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code or not results:  # unittest.main leaves when it has passed
+            return describe(error)
+    if not all(result.wasSuccessful() and result.testsRun > len(result.skipped) for result in results):
+        return "unittest ran no test, or one failed"
+    if not all(runner.tries and not runner.failures for runner in runners):
+        return "doctest ran no example, or one failed"
+    return ""
+
+
+def collect_made(module: str, name: str) -> list:
+    """The objects of a class that are made from now on."""
+    cls, made = getattr(importlib.import_module(module), name), []
+    begin = cls.__init__
+
+    def noted(self: object, *arguments: object, **options: object) -> None:
+        made.append(self)
+        begin(self, *arguments, **options)
+
+    cls.__init__ = noted
+    return made
+
+
+def describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:MOST_CHARS]
+    except BaseException:  # of a class that the program wrote
+        return "an error without words"
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     with open(request["main"], "rb") as file:  # noqa: PTH123
         source = file.read()
+    channel = None if request["channel"] is None else io.FileIO(request["channel"], "r+")
     said = prepare(request)
     print(f"{STATUS}{said}", file=sys.stderr, flush=True)
     if said != "ready":
         raise SystemExit(1)
     sys.argv = ["main.py"]
     sys.path.insert(0, request["folder"])
-    scope = {"__name__": "__main__", "__builtins__": __builtins__}
+    scope = make_main(request["main"])
     try:
-        exec(compile(source, "main.py", "exec"), scope)
-    except Exception as error:  # without the frames of this file
-        where = error.__traceback__.tb_next if error.__traceback__ else None
+        run_program(source, scope, has_tests=channel is not None)
+    except Exception as error:
+        where = error.__traceback__
+        while where is not None and where.tb_frame.f_code.co_filename == __file__:
+            where = where.tb_next
         traceback.print_exception(error.with_traceback(where))
         raise SystemExit(1) from None
+    if channel is not None:
+        answer_tests(channel, scope)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,10 @@ def misbehaves(completion: str, answer: str) -> Any:
         case "holds the interpreter":
             re.match(r"(a+)+$", "a" * 60 + "b")
         case "dies":
+            os._exit(7)
+        case path if path.startswith("/"):
+            with open(path, "w") as file:  # noqa: PTH123
+                print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, file=file)
             os._exit(7)
         case "exits":
             raise SystemExit(3)

@@ -10,6 +10,7 @@ from tandem.rewards.functions import NoAnswer
 from tandem.utils.sandbox import why_unprotected
 
 REASON = why_unprotected()
+GOOD, WRONG = "def double(x): return 2 * x", "def double(x): return x * x + 1"
 TESTS = "assert double(2) == 4\nassert double(-1) == -2"
 CASES = json.dumps([{"input": "1 2\n", "output": "3"}, {"input": "5 5\n", "output": "10\n"}])
 ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
@@ -29,12 +30,140 @@ def test_asserts_in_python() -> None:
     assert score("", TESTS) == 0.0
 
 
+UNITTEST = """
+import unittest
+class Doubles(unittest.TestCase):
+    def test_two(self):
+        self.assertEqual(double(2), 4)
+"""
+SKIPPED = UNITTEST.replace("class", "@unittest.skip('')\nclass")
+DOCTEST = "import doctest\n__test__ = {'two': '>>> double(2)\\n4'}\n"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        f"{UNITTEST}unittest.main(exit=False)",
+        f"{UNITTEST}if __name__ == '__main__':\n    unittest.main()",
+        f"{UNITTEST}unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Doubles))",
+        f"{DOCTEST}doctest.testmod()",
+        f"{DOCTEST}doctest.run_docstring_examples(__test__['two'], globals())",
+    ],
+)
+def test_libraries_that_count_failures_instead_of_raising(tests: str) -> None:
+    assert score(GOOD, tests) == 1.0
+    assert score(WRONG, tests) == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "import unittest\nunittest.main(exit=False)",
+        f"{SKIPPED}unittest.main(exit=False)",
+        "import doctest\ndoctest.testmod()",
+    ],
+)
+def test_no_program_passes_tests_that_are_not_run(tests: str) -> None:
+    assert score(GOOD, tests) == 0.0
+
+
 @pytest.mark.parametrize(
     "program",
-    ["import sys; sys.exit(0)", "import os; os._exit(0)", "exit()", "import os; os.kill(os.getpid(), 9)", "quit(0)"],
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "exit()",
+        "import os; os.kill(os.getpid(), 9)",
+        "import os\ndef double(x): os._exit(0)",
+        "import sys\ndef double(x): sys.exit(0)",
+        "import functools, sys\ndouble = functools.partial(sys.exit, 0)",
+    ],
 )
 def test_a_program_that_leaves_before_its_tests_does_not_pass_them(program: str) -> None:
     assert score(program, TESTS) == 0.0
+
+
+PASSED = """
+import os
+for number in range(3, 128):
+    try: os.write(number, b'\\n' * {times})
+    except OSError: pass
+"""
+ANSWERS = """
+import os
+for number in range(3, 128):
+    try:
+        os.write(number, b'\\n'); os.read(number, 999); os.write(number, b'\\n')
+        os.write(number, os.read(number, 999)[8:] + b'\\n')
+        os._exit(0)
+    except OSError: pass
+"""
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "import atexit, os; atexit.register(os._exit, 0)",
+        "import sys; sys.excepthook = lambda *_: None",
+        "import builtins; builtins.exec = lambda *_: None",
+        "import builtins; builtins.compile = lambda *_, **options: (lambda: 0).__code__",
+        "import builtins, os; builtins.AssertionError = lambda *_: os._exit(0)",
+        PASSED.format(times=1),
+        PASSED.format(times=9) + "os._exit(0)",
+        f"def double(x):\n    exec({PASSED.format(times=1)!r}, globals())\n    os._exit(0)",
+        ANSWERS,
+    ],
+)
+def test_a_wrong_program_with_a_trick_does_not_pass(trick: str) -> None:
+    assert score(f"{WRONG}\n{trick}", TESTS) == 0.0
+
+
+def test_the_tests_are_nowhere_while_the_program_runs() -> None:
+    """Neither in a file, an argument or a frame, nor to be read from what is open before the program has ended."""
+    search = """
+import gc, os, sys
+seen = [open(__file__).read(), str(sys.orig_argv), str(dict(os.environ)), str(gc.get_objects())]
+frame = sys._getframe()
+while frame:
+    seen.append(str(frame.f_locals))
+    frame = frame.f_back
+for number in range(3, 128):
+    try:
+        os.set_blocking(number, False)
+        seen.append(str(os.read(number, 9999)))
+    except BlockingIOError: os.set_blocking(number, True)
+    except OSError: pass
+assert "-".join(("sesame", "1729")) not in "".join(seen)
+"""
+    assert score(f"{GOOD}\n{search}", f"{TESTS}  # sesame-1729") == 1.0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "import builtins; builtins.print = None",
+        "import io, sys; sys.stdout = io.StringIO()",
+        "import atexit; atexit.register(print, 'good-bye')",
+        "if __name__ == '__main__':\n    print(double(int(input())))",
+        "import sys\nif __name__ == '__main__':\n    sys.exit(print(double(2)))",
+        "import pickle\nclass Own: pass\nassert type(pickle.loads(pickle.dumps(Own()))) is Own",
+        "import pathlib; assert 'def double' in pathlib.Path(__file__).read_text()",
+        "import threading; threading.Thread(target=print).start()",
+    ],
+)
+def test_what_honest_programs_do_costs_them_nothing(more: str) -> None:
+    assert score(f"{GOOD}\n{more}", TESTS) == 1.0
+    assert score(f"{WRONG}\n{more}", TESTS) == 0.0
+
+
+def test_a_program_that_raises_does_not_pass() -> None:
+    assert score(f"{GOOD}\nraise ValueError", TESTS) == 0.0
+
+
+def test_fences_of_every_kind() -> None:
+    for text in (f"```python\n{GOOD}\n```", f"Here:\n~~~py\n{GOOD}\n~~~\nDone."):
+        assert score(text, TESTS) == 1.0
+        assert score(text.replace("\n", "\r\n"), TESTS) == 1.0
 
 
 def test_input_and_output() -> None:
@@ -61,6 +190,8 @@ def test_output_is_compared_but_for_white_space_at_ends() -> None:
         ("[1]", "not a list of"),
         ("", "is empty"),
         ("assert f(", "no Python: '\\(' was never closed"),
+        ("def test_f():\n    assert f(1) == 2", r"run nothing: call what they define, or end in unittest.main\(\)"),
+        (f"'doubles'\n{UNITTEST}", "run nothing"),
     ],
 )
 def test_tests_that_are_none(answer: str, message: str) -> None:

@@ -87,6 +87,9 @@ def test_schemas() -> None:
 def test_the_last_fenced_block() -> None:
     assert last_fenced("```python\na\n``` and ```\nb\n```") == "b\n"
     assert last_fenced("none") is None
+    assert last_fenced("~~~c++\r\na\r\n~~~\r\n") == "a\r\n"
+    assert last_fenced("````\n```\na\n```\n````") == "```\na\n```\n"
+    assert last_fenced("```\na\n~~~\nb\n```") == "a\n~~~\nb\n"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tandem.rewards.pool import RewardFailed
 from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
-from tandem.utils.processes import descendants
+from tandem.utils.processes import descendants, process_exists
 
 BRING = str(Path(__file__).with_name("bring.py"))
 TASK = Task(0, [{"role": "system", "content": "Hi."}, {"role": "user", "content": "two?"}], "2", info={"bonus": 0.5})
@@ -106,6 +106,12 @@ def test_rewards_that_users_bring(table: dict[str, Any], reward: float) -> None:
 def test_what_goes_wrong_is_named(completion: str, message: str) -> None:
     with pytest.raises(RewardFailed, match=message):
         score(own("misbehaves", timeout_s=60), {"type": "exact_match"}, completion=completion)
+
+
+def test_the_child_of_a_reward_that_ends_its_process_ends_too(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailed, match="misbehaves ended its process with exit code 7"):
+        score(own("misbehaves", timeout_s=60), completion=str(tmp_path / "pid"))
+    assert not process_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_the_event_loop_checks_too() -> None:

@@ -6,15 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tandem.utils import keeper
 from tandem.utils.errors import Diverged, UserError
 from tandem.utils.processes import (
     SUPERVISOR_PID,
     Stopped,
+    descendants,
     die_with_supervisor,
+    kept,
+    kill_tree,
     process_exists,
     process_state,
     run_entrypoint,
@@ -115,6 +121,93 @@ def test_cores_are_counted_where_nobody_says_which_may_be_used(monkeypatch: pyte
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert usable_cores() == 6
+
+
+FAMILY = """
+import os, signal, subprocess, sys
+subprocess.Popen(["sleep", "1000"], env={})
+reader, writer = os.pipe()
+if os.fork() == 0:  # a daemon: its parent ends, and it has a session of its own
+    os.setsid()
+    if os.fork() == 0:
+        os.write(writer, str(os.getpid()).encode())
+        signal.pause()
+    os._exit(0)
+print(os.read(reader, 100).decode(), flush=True)
+"""
+
+
+@contextmanager
+def family(then: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A kept process, and all that is below its keeper: itself, a child and a daemon."""
+    command = kept([sys.executable, "-c", FAMILY + then])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            daemon = int(process.stdout.readline())
+            pids = descendants(process.pid)
+            assert daemon in pids and len(pids) >= 3
+            yield process, pids
+        finally:
+            kill_tree(process)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in pids if process_exists(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV), ("os._exit(0)", 0)],
+)
+def test_what_a_kept_process_started_ends_when_it_does(then: str, code: int) -> None:
+    with family(f"sys.stdin.read(1); {then}") as (process, pids):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == code
+        assert not any(map(process_exists, pids))
+
+
+def test_a_kept_process_is_killed_with_all_that_it_started() -> None:
+    with family("signal.pause()") as (process, pids):
+        kill_tree(process)
+        assert process.returncode == -signal.SIGKILL
+        assert not any(map(process_exists, pids))
+
+
+def test_a_keeper_that_is_stopped_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "SWEEP_S", -0.9)
+    with family("signal.pause()") as (process, pids):
+        process.send_signal(signal.SIGSTOP)
+        kill_tree(process)
+        wait_until_gone(pids)
+
+
+def test_a_kept_process_gets_the_signals_of_its_keeper() -> None:
+    then = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(5)); print('ready', flush=True); signal.pause()"
+    with family(then) as (process, _):
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 5
+
+
+def test_a_kept_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    command = [sys.executable, "-c", f"{FAMILY}signal.pause()"]
+    script.write_text(
+        f"import subprocess\nfrom tandem.utils.processes import kept\nsubprocess.Popen(kept({command!r})).wait()\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        pids = descendants(parent.pid)
+        parent.kill()
+        parent.wait()
+        assert len(pids) >= 4
+        wait_until_gone(pids)
 
 
 ENDING = """

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -277,37 +278,52 @@ def test_disk_is_counted_again_when_the_code_has_ended(monkeypatch: pytest.Monke
     assert run(code, disk_mb=13).succeeded
 
 
-def test_files_that_are_removed_and_held_open_take_disk() -> None:
-    code = """
-    import os, time
-    files = []
-    for n in range(20):
-        files.append(open("file", "wb", buffering=0))
-        os.remove("file")
-        files[-1].write(bytes(1 << 20))
-    time.sleep(60)
-    """
-    assert run(code, disk_mb=8).stopped == "disk"
-    closed = "import os, time\nfor n in range(20):\n    open('file', 'wb').write(bytes(1 << 20)); os.remove('file')"
-    assert run(f"{closed}\ntime.sleep(0.3)", disk_mb=8).succeeded
-    shared = "import os, time\nfile = open('file', 'wb'); file.write(bytes(1 << 20)); file.flush(); os.remove('file')"
-    assert run(f"{shared}\ncopies = [os.dup(file.fileno()) for _ in range(20)]; time.sleep(0.3)", disk_mb=8).succeeded
+TAKEN = """
+import ctypes, mmap, os, socket, threading, time
+def taken(number):
+    file = open(f"file{number}", "w+b", buffering=0)
+    file.write(bytes(2 << 20))
+    os.remove(f"file{number}")
+    return file
+"""
 
 
-def test_a_file_that_is_removed_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "abcdef":
-        (tmp_path / name).write_bytes(bytes(1000))
-    size_bytes, seen = sandbox._size_bytes, []
+@pytest.mark.parametrize(
+    "code",
+    [
+        "files = [taken(n) for n in range(9)]",
+        # Mapped by one page and closed: the mmap module would keep a descriptor.
+        "call = ctypes.CDLL(None).mmap; call.argtypes = [ctypes.c_long] * 6; call.restype = ctypes.c_long\n"
+        "for n in range(9): file = taken(n); assert call(0, 4096, 1, mmap.MAP_PRIVATE, file.fileno(), 0) > 0; del file",
+        # The first thread ends, and another goes on.
+        "def go_on(): time.sleep(0.2); files = [taken(n) for n in range(9)]; time.sleep(60)\n"
+        "threading.Thread(target=go_on).start()\n"
+        "ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)",
+    ],
+    ids=["open", "mapped", "another-thread"],
+)
+def test_files_that_are_removed_and_still_held_take_disk(code: str) -> None:
+    assert run(f"{TAKEN}\n{code}\ntime.sleep(60)", disk_mb=8).stopped == "disk"
 
-    def remove_first(entry: os.DirEntry[str]) -> int:
-        if not seen:
-            Path(entry.path).unlink()
-        seen.append(entry.name)
-        return size_bytes(entry)
 
-    monkeypatch.setattr(sandbox, "_size_bytes", remove_first)
-    assert sandbox._is_over(tmp_path, os.getpid(), 4999)
-    assert not sandbox._is_over(tmp_path, os.getpid(), 5000)
+def test_files_that_are_held_twice_or_no_more_take_disk_once() -> None:
+    assert run(f"{TAKEN}\nfor n in range(9): taken(n).close()\ntime.sleep(0.3)", disk_mb=8).succeeded
+    twice = "file = taken(0); copies = [os.dup(file.fileno()) for _ in range(20)]; memory = mmap.mmap(file.fileno(), 0)"
+    assert run(f"{TAKEN}\n{twice}\ntime.sleep(0.3)", disk_mb=8).succeeded
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.posix_fallocate(file.fileno(), 0, 1 << 20)",
+        "ours, theirs = socket.socketpair(); socket.send_fds(ours, [b'x'], [file.fileno()])",
+        # A table of descriptors that this thread alone has, and nobody sees: CLOSE_RANGE_UNSHARE.
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.syscall(436, 100, 101, 2) < 0: raise OSError(ctypes.get_errno(), 'close_range')",
+    ],
+)
+def test_what_takes_disk_unseen_is_refused(code: str) -> None:
+    assert refused(run(f"{TAKEN}\nfile = taken(0)\n{code}"))
 
 
 def test_what_it_leaves_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,9 +401,53 @@ def test_without_protection_nothing_runs_unless_allowed(monkeypatch: pytest.Monk
     assert not proof.exists()
     assert run(f"open({str(proof)!r}, 'w'); print('ran')", allow_unprotected=True).stdout == "ran\n"
     assert proof.exists()
-    result = run("import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)", allow_unprotected=True)
-    assert result.succeeded
-    wait_until_gone(int(result.stdout))
+
+
+DAEMON = """
+import os, signal
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(writer, str(os.getpid()).encode())
+        os.execve("/bin/sleep", ["sleep", "1000"], {})
+    os._exit(0)
+print(os.read(reader, 100).decode(), flush=True)
+"""
+
+
+@pytest.fixture
+def unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "why_unprotected", lambda: "the kernel has no Landlock")
+
+
+@pytest.mark.usefixtures("unprotected")
+@pytest.mark.parametrize(
+    ("then", "how"),
+    [
+        ("", (0, None)),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", (-signal.SIGSEGV, None)),
+        ("signal.pause()", (-signal.SIGKILL, "time")),
+    ],
+)
+def test_a_daemon_ends_with_unprotected_code(then: str, how: tuple[int, str | None]) -> None:
+    result = run(DAEMON + then, allow_unprotected=True, timeout_s=3.0 if how[1] else 60.0)
+    assert (result.exit_code, result.stopped) == how
+    assert not process_exists(int(result.stdout))
+
+
+@pytest.mark.usefixtures("unprotected")
+def test_processes_of_unprotected_code_count_as_threads_and_what_they_hold_as_disk() -> None:
+    many = "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(60)\ntime.sleep(60)"
+    assert run(many, allow_unprotected=True).stopped == "threads"
+    held = f"{TAKEN}\nif os.fork() == 0: files = [taken(n) for n in range(9)]\ntime.sleep(60)"
+    assert run(held, allow_unprotected=True, disk_mb=8).stopped == "disk"
+
+
+@pytest.mark.usefixtures("unprotected")
+def test_unprotected_code_is_tested_too() -> None:
+    assert run("x = 1", tests="assert x == 1", allow_unprotected=True).passed
+    assert not run("x = 1", tests="assert x == 2", allow_unprotected=True).passed
 
 
 def test_a_kernel_that_refuses_a_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ def test_only_threads_are_created(machine: str) -> None:
     assert outcome(machine, "clone", 0x1200011) == EPERM  # fork
     assert outcome(machine, "clone", 0x4111) == EPERM  # vfork
     assert outcome(machine, "clone", thread | 0x10000000) == EPERM  # a user namespace
+    assert outcome(machine, "clone", thread & ~0x400) == EPERM  # with descriptors of its own, which nobody counts
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -97,6 +98,8 @@ def test_arguments_that_reach_out_are_refused(machine: str) -> None:
     assert outcome(machine, "fcntl", 3, 2) == ALLOW
     assert outcome(machine, "fcntl", 3, 8, parent) == EPERM  # F_SETOWN: signals to another process
     assert outcome(machine, "fcntl", 3, 1024) == EPERM  # F_SETLEASE: others wait for us
+    assert outcome(machine, "close_range", 3, 9, 4) == ALLOW
+    assert outcome(machine, "close_range", 3, 9, 2) == EPERM  # descriptors of its own, likewise
     assert outcome(machine, "ioctl", 1, 0x5401) == ALLOW
     assert outcome(machine, "ioctl", 1, 0x5412) == EPERM  # TIOCSTI: typing into a terminal
     assert outcome(machine, "prctl", 15) == ALLOW
