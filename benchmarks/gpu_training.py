@@ -28,7 +28,7 @@ from tandem.models.decoder import Decoder
 from tandem.models.spec import ModelSpec
 from tandem.trainer.build import make_stepper
 from tandem.trainer.model.language_model import LanguageModel
-from tandem.trainer.model.memory import tokens_per_microbatch
+from tandem.trainer.model.memory import plan_tokens
 from tandem.trainer.model.step import Predictions
 from tandem.trainer.model.throughput import memory_bytes
 from tandem.trainer.offline.sft import sft_loss
@@ -106,7 +106,7 @@ def ours(shape: dict[str, Any], work: Work, **parallel: Any) -> Step:
     options = OptimizerConfig(), parallel_config, Ranks.single(DEVICE)
     stepper = make_stepper(model, decoder.layers, config, *options, Predictions)
     batch = work.packed()
-    tokens = tokens_per_microbatch(stepper, 0, least=4096, deterministic=False)
+    tokens = plan_tokens(stepper, 0, least=4096, deterministic=False)
     micro_batches = divide(batch, 0, 1, tokens)
     return lambda: stepper.step(micro_batches, sft_loss, batch.num_loss_tokens)
 

@@ -80,7 +80,7 @@ def test_one_node_trains_on_when_an_engine_and_the_trainer_are_killed(
     metrics = asyncio.run(example.main(args))
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5] and victims == {}
     restarts = [line for line in read_json_lines(run_dir.events) if line["event"] == "trainer_restarted"]
-    assert len(restarts) == 1 and "the trainer ended with exit code" in restarts[0]["reason"]
+    assert len(restarts) == 1 and "the trainer ended with signal SIGKILL" in restarts[0]["reason"]
     starts = [line for line in read_json_lines(run_dir.events) if line["event"] == "started"]
     assert [line["ranks"] for line in starts] == [1, 1]
     assert not any("tandem.entrypoints" in command_of(pid) for pid in descendants(os.getpid()))
