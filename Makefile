@@ -2,7 +2,7 @@
 # make test    lint, types, import layers and all tests
 # make check   only lint, types and import layers
 # make setup   only make the environment (.venv), and compile the CPU kernels
-# make mutants whether the unit tests notice 200 small mistakes in the code; a quarter of an hour, not part of make test
+# make mutants whether the unit tests notice 300 mistakes drawn at random; about an hour, not part of make test
 # make vllm    vLLM's CPU build in an environment of its own (.venv-vllm, 2 GB); its tests are skipped without it
 
 PYTHON ?= python3
