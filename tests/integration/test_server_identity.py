@@ -169,11 +169,12 @@ def test_no_task_is_lost_or_trained_twice_when_generation_and_training_overlap(
 def test_of_two_servers_one_may_die_and_return_and_every_task_is_trained_as_often_as_planned(
     starter: Starter, serve: Serve, arguments: Run, url: str, tmp_path: Path
 ) -> None:
-    """While it is away the other does its work; when it is back it takes part again, with the newest weights."""
+    """While it is away the other does its work; when it is back it takes part again, with the newest weights. A third
+    one is never there."""
     other_port = free_port()
     serve()
     mortal = serve(other_port)
-    addresses = f"{url},http://127.0.0.1:{other_port}"
+    addresses = f"http://127.0.0.1:{free_port()},{url},http://127.0.0.1:{other_port}"
     num_steps = 2 * STEPS  # enough to stop it on its way, however late a busy machine sees where it is
     options = ["--max-steps", str(num_steps), "--orchestrator.client.base-url", addresses]
     process = starter.start("rl", *arguments("run", *options))
@@ -242,25 +243,35 @@ def test_of_two_runs_on_one_port_the_second_is_refused(starter: Starter, rl_argu
     assert len(disagreement) >= 2 and max(disagreement) < 1e-6
 
 
-def test_a_run_whose_server_is_taken_by_another_ends_and_names_it(
-    starter: Starter, serve: Serve, arguments: Run, tmp_path: Path
+def test_a_server_that_a_run_trains_with_is_refused_to_another_until_that_run_has_ended(
+    starter: Starter, serve: Serve, arguments: Run, url: str, tmp_path: Path
 ) -> None:
-    """Two runs, one with LoRA, are given one server by mistake: the one trains what is its own, the other ends."""
+    """Two runs, one with LoRA, are given one server by mistake. The first is killed, goes on at once, and ends."""
     serve()
     on_policy = ["--orchestrator.max-staleness", "0"]
-    first = starter.start("rl", *arguments("first", *on_policy, *LORA, "--max-steps", "100000"))
-    wait_for_batch(tmp_path / "first", 2, first)
-    second = starter.run("rl", *arguments("second", *on_policy, "--max-steps", "6", "--seed", "7"))
-    assert second.returncode == 0, second.stdout
-    output, _ = first.communicate(timeout=120 * PATIENCE)
-    assert first.returncode == 1
-    (started,) = [
-        event
-        for event in read_json_lines(RunDir(tmp_path / "second").events)
-        if event["event"] == "started" and "run" in event
-    ]
-    assert f"have been replaced by run '{started['run']}'" in output
-    assert started["run"].startswith("second-") and "Traceback" not in output
-    for name in ("first", "second"):
+    first = starter.start(
+        "rl", *arguments("first", *on_policy, *LORA, "--max-steps", "100000", "--checkpoint.every", "1")
+    )
+    wait_for_batch(tmp_path / "first", 3, first)
+    others = arguments("second", *on_policy, "--max-steps", "2", "--seed", "7")
+    refused = starter.run("rl", *others)
+    assert refused.returncode == 2 and "Traceback" not in refused.stdout, refused.stdout
+    assert f"rl: orchestrator.client.base_url = '{url}': the server there refuses this run: " in refused.stdout
+    assert f"run '{run_name(tmp_path / 'first')}' ({tmp_path / 'first'} on " in refused.stdout
+    assert not (tmp_path / "second").exists()
+    wait_for_batch(tmp_path / "first", batches(tmp_path / "first")[-1] + 2, first)
+    first.kill()
+    first.communicate()
+    last = batches(tmp_path / "first")[-1] + 2
+    resumed = starter.run("rl", "--resume", str(tmp_path / "first"), "--max-steps", str(last), "--allow-changes")
+    assert resumed.returncode == 0 and "waiting for" not in resumed.stdout, resumed.stdout
+    second = starter.run("rl", *others)
+    assert second.returncode == 0 and "waiting for" not in second.stdout, second.stdout
+    for name, num_steps in (("first", last), ("second", 2)):
         assert max(metrics(tmp_path / name, "trainer", "mismatch_kl")) < 1e-6
-    assert metrics(tmp_path / "second", "trainer") == list(range(1, 7))
+        assert metrics(tmp_path / name, "trainer") == list(range(1, num_steps + 1))
+
+
+def run_name(run: Path) -> str:
+    """As the servers of its last start know it."""
+    return [event["run"] for event in read_json_lines(RunDir(run).events) if "run" in event][-1]

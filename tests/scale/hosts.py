@@ -2,12 +2,13 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,33 @@ def why_no_hosts() -> str | None:
 
 
 class Host:
-    def __init__(self, namespace: str, address: str) -> None:
-        self.namespace = namespace
-        self.address = address
+    def __init__(self, mark: str, number: int, bridge: str) -> None:
+        self.namespace = f"tandem-{mark}-{number}"
+        self.address = f"{SUBNET}.{number}"
+        self.hardware_address = f"02:00:00:00:00:{number:02x}"
+        self.link = f"tv{mark}{number}"
+        self.bridge = bridge
+
+    def power_on(self) -> None:
+        _ip("netns", "add", self.namespace)
+        end = ["name", "eth0", "address", self.hardware_address, "netns", self.namespace]
+        _ip("link", "add", self.link, "type", "veth", "peer", *end)
+        _ip("link", "set", self.link, "master", self.bridge, "up")
+        _ip("-n", self.namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+        _ip("-n", self.namespace, "link", "set", "lo", "up")
+
+    def lose_power(self) -> None:
+        """Nobody on the network hears of it: the link is gone before the processes, and their connections, are."""
+        _ip("link", "del", self.link)
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _ip("netns", "del", self.namespace)
+
+    def pids(self) -> list[int]:
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in listed.stdout.split()]
 
     def command(self, arguments: list[str]) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *arguments]
@@ -87,18 +112,12 @@ def make_two_hosts() -> Iterator[list[Host]]:
     """Names are drawn anew, so that runs side by side do not meet; the addresses are their own in each bridge."""
     mark = uuid.uuid4().hex[:6]
     bridge = f"tb{mark}"
-    hosts = [Host(f"tandem-{mark}-{number}", f"{SUBNET}.{number}") for number in (1, 2)]
+    hosts = [Host(mark, number, bridge) for number in (1, 2)]
     try:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
-        for number, host in enumerate(hosts, start=1):
-            link = f"tv{mark}{number}"
-            _ip("netns", "add", host.namespace)
-            _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
-            _ip("link", "set", link, "master", bridge, "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", host.namespace, "link", "set", "eth0", "up")
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
+        for host in hosts:
+            host.power_on()
         yield hosts
     finally:
         for host in hosts:

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -112,10 +114,8 @@ def test_a_host_that_is_lost_is_named_within_the_deadline(
     while not (tmp_path / "weights" / "step_000003").exists():
         assert time.monotonic() < deadline and processes[0].poll() is None, end(processes, 1)
         time.sleep(0.1)
-    namespace = two_hosts[1].namespace
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
-    for pid in listed.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+    for pid in two_hosts[1].pids():
+        os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     output = end(processes, timeout_s=60)[0]
     assert processes[0].returncode != 0
@@ -164,3 +164,73 @@ def answers(http: httpx.Client) -> bool:
         return http.get("/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+NUM_ASKED = 6
+ASKING = str(Path(__file__).with_name("asking.py"))
+
+
+@contextmanager
+def serving(host: Host, model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tandem.entrypoints.inference", "--model.name", str(model), "--seq-len", "64"]
+    command += ["--host", "0.0.0.0", "--allow-unauthenticated", "--threads", "1"]
+    with subprocess.Popen(host.command(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@contextmanager
+def asked_and_silent(hosts: list[Host], model: Path, folder: Path, *limits: str) -> Iterator[subprocess.Popen[str]]:
+    """The second host has asked the server on the first, which is paused: no byte comes on their connections."""
+    url = f"http://{hosts[0].address}:8000"
+    command = hosts[1].command([sys.executable, ASKING, url, str(model), str(folder), str(NUM_ASKED), *limits])
+    pipe = subprocess.PIPE
+    with hosts[0].client(8000, timeout=60) as http:
+        wait_until(lambda: answers(http), 120, "the server")
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as asking:
+            try:
+                assert asking.stdin is not None and asking.stdout is not None
+                assert asking.stdout.readline() == "ready\n"
+                http.post("/pause")
+                asking.stdin.write("\n")
+                asking.stdin.flush()
+                wait_until(lambda: num_waiting(http) == NUM_ASKED, 60, "the requests")
+                yield asking
+            finally:
+                asking.kill()
+
+
+def num_waiting(http: httpx.Client) -> int:
+    (line,) = [line for line in http.get("/metrics").text.splitlines() if line.startswith("tandem_sequences_waiting")]
+    return int(float(line.split()[-1]))
+
+
+def outcome(asking: subprocess.Popen[str]) -> str:
+    return asking.communicate(timeout=60 * PATIENCE)[0]
+
+
+def test_a_server_that_loses_its_power_is_missed_and_asked_again_when_it_is_back(
+    two_hosts: list[Host], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its machine closes no connection. One that is there and silent is not missed."""
+    first, _ = two_hosts
+    with serving(first, tiny_model), asked_and_silent(two_hosts, tiny_model, tmp_path) as asking:
+        first.lose_power()
+        first.power_on()
+        with serving(first, tiny_model):
+            said = outcome(asking)
+            assert said.endswith(f"{NUM_ASKED} answers\n"), said
+            check_that_only_the_dead_are_missed(two_hosts, tiny_model, tmp_path)
+    assert [event["event"] for event in read_json_lines(tmp_path / "events.jsonl")] == ["server_restored"]
+
+
+def check_that_only_the_dead_are_missed(hosts: list[Host], model: Path, folder: Path) -> None:
+    outage_s, dead_s = 1, 3
+    with asked_and_silent(hosts, model, folder, str(outage_s), str(dead_s)) as asking:
+        time.sleep(2 * dead_s)
+        assert asking.poll() is None, outcome(asking)
+        hosts[0].lose_power()
+        said = outcome(asking)
+    assert f"lost: waited {outage_s} s for the inference server at http://{hosts[0].address}:8000; " in said, said

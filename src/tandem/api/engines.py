@@ -22,9 +22,9 @@ from tandem.config.explain import explain_validation_error
 from tandem.config.inference import InferenceConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.launch.server import ServerProcess
+from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
 from tandem.transport.weights.manifest import is_adapter
-from tandem.types.identity import new_run_name
 from tandem.types.rollout import Completion, Message, SamplingRequest
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient
@@ -33,6 +33,7 @@ from tandem.utils.hub import fetch_model, is_to_be_fetched
 SLOTS = 64  # prompts under way in one engine
 OUTAGE_S = 60.0
 KEY_VARIABLE = "TANDEM_ENGINE_KEY"
+LEASE_FILE = "server_lease.txt"
 
 
 class InferenceEngine:
@@ -113,6 +114,8 @@ class InferenceEngine:
 
     async def close(self) -> None:
         if self._client is not None:
+            if self.base_url is not None:
+                await self._client.release()
             await self._client.close()
         if self._server is not None:
             await self._server.stop()
@@ -186,20 +189,26 @@ class InferenceEngine:
                 await self._server.wait_until_well(http, self._check_processes)
             finally:
                 await http.close()
-        self._client = InferenceClient(self._client_config, new_run_name(self._folder), url)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        key_file = self._folder / LEASE_FILE
+        claim = RunClaim.of(self._folder, key_file)
+        claim.keep(key_file)
+        self._client = InferenceClient(self._client_config, claim, url)
         self._client.on_trouble = self._check
         await self._client.wait_until_ready()
         if self.base_url is not None:
-            await self._check_roots()
+            await self._check_access()
         await self._guarded(self._load(self.model_dir, 0))
 
-    async def _check_roots(self) -> None:
-        """One that others have started may not know our run directory."""
-        for root in self._roots:
-            try:
+    async def _check_access(self) -> None:
+        """One that others have started may not know our run directory, or another run holds it."""
+        try:
+            await self._running.meet()
+            await self._running.check_free()
+            for root in self._roots:
                 await self._running.check_root(Path(root))
-            except InferenceError as error:
-                raise UserError(f"{self.name} refuses this run: {error}") from error
+        except InferenceError as error:
+            raise UserError(f"{self.name} refuses this run: {error}") from error
 
     async def _server_config(self) -> dict[str, Any]:
         """Nobody but us has its key, so it may load weights from wherever we say."""

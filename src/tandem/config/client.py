@@ -58,6 +58,10 @@ class ClientConfig(KeyOptions):
             raise ValueError(f"{value!r} names a server twice; give each once")
         return ",".join(urls)
 
+    def told(self, url: str) -> str:
+        """The option that names this server, as an error shows it."""
+        return f"base_url = {url!r}" if self.servers_file is None else f"servers_file = '{self.servers_file}' ({url})"
+
     @property
     def base_urls(self) -> list[str]:
         """Where the servers are at the start."""

@@ -32,6 +32,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.tokenizer import Tokenizer
     from tandem.envs.mixture import open_environments
     from tandem.orchestrator.advantages import try_advantages
+    from tandem.orchestrator.claim import RunClaim
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
@@ -41,7 +42,6 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.orchestrator.tasks import encode_prompts
     from tandem.transport.checkpoints import start_step
     from tandem.transport.rollouts.filesystem import MARKER
-    from tandem.types.identity import new_run_name
     from tandem.utils.log import setup_logging
     from tandem.utils.metrics import GAVE_UP, RunLog, open_forwarder, refuse_missing_trackers
 
@@ -60,13 +60,18 @@ def orchestrate(config: OrchestratorConfig) -> None:
             run_dir.create()
             known = whole_config(config, run_dir)
             forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), config=known, start_step=step)
-            run_name = new_run_name(run_dir.root)
-            servers = ServerPool(config.client.base_urls, partial(InferenceClient, config.client, run_name))
+            claim = RunClaim.of(run_dir.root, run_dir.server_lease)
+            claim.keep(run_dir.server_lease)
+            servers = ServerPool(config.client.base_urls, partial(InferenceClient, config.client, claim))
+            is_over = SUPERVISOR_PID not in os.environ  # else `rl` may start it again, and gives them back in the end
             try:
                 await Orchestrator(
-                    config, environment, prompts, tokenizer, servers, run_name, forwarder, resumed_from
+                    config, environment, prompts, tokenizer, servers, claim.name, forwarder, resumed_from
                 ).run()
+                is_over = True
             finally:
+                if is_over:
+                    await servers.release()
                 await servers.close()
                 forwarder.close()
 

@@ -114,6 +114,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
     from tandem.launch.deployment import MEANINGS
+    from tandem.launch.given_servers import release_given_servers
     from tandem.launch.progress import make_view
     from tandem.launch.ray_plan import write_servers
     from tandem.launch.restarts import Restarts
@@ -132,6 +133,7 @@ def run(config: RLConfig, start_step: int) -> None:
         say(f"deployment {plan.deployment}: {MEANINGS[plan.deployment]}")
     listening = preflight.take_ports(plan.config)
     if config.clean:
+        release_given_servers(plan.config)
         run_dir.clean()
     if config.resume:
         removed = rewind(run_dir, start_step)
@@ -156,6 +158,8 @@ def run(config: RLConfig, start_step: int) -> None:
         view.close()
         say(f"rl: stopped by {error}; {how_to_go_on(run_dir, own_command('rl'))}", error=True)
         raise SystemExit(128 + error.signal_number) from None
+    finally:
+        release_given_servers(plan.config)
     view.close()
     print_summary(console, run_dir, time.monotonic() - started)
 

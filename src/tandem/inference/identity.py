@@ -1,8 +1,8 @@
 """What every answer says of the server: which process it comes from, its model, its weights, and whose they are.
 
-A run names itself when it loads weights or an adapter. Two runs at one server would train on each other's tokens, so
-an answer names every run whose weights served while it was made, and a run that was displaced cannot come back: its
-next update is refused.
+A run names itself when it loads weights or an adapter. Two runs at one server would train on each other's tokens. So
+no weights of others are loaded while a run holds the server (inference/lease.py); an answer names every run whose
+weights served while it was made; and a run that was displaced cannot come back: its next update is refused.
 
 Used by the API of the native and SGLang engines and by vllm/middleware.py, in vLLM's environment.
 """
@@ -16,6 +16,7 @@ from functools import lru_cache
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.inference.engine import EngineBusy
+from tandem.inference.lease import Lease
 from tandem.types.identity import NO_RUN, ServerIdentity, describe_run
 
 
@@ -25,6 +26,7 @@ class Identity:
     def __init__(self, model: str, version: Callable[[], int]) -> None:
         self.instance = uuid.uuid4().hex
         self.model = model
+        self.lease = Lease()
         self._version = version
         self._runs = [NO_RUN]  # whose weights have served, one after another
         self._adapters: set[str] = set()  # names under which adapters have served
@@ -55,10 +57,13 @@ class Identity:
 
     @asynccontextmanager
     async def change(self, run: str | None, adapter: str | None = None) -> AsyncIterator[None]:
-        """Around a change of the weights, or of the adapter of that name. Raises EngineBusy for a displaced run."""
+        """Around a change of the weights, or of the adapter of that name. Raises EngineBusy for a displaced run, and
+        where another one holds the server."""
         async with self._one_change:
             # An adapter under a new name changes no running request.
             keeps_owner = run is None and adapter is not None and adapter not in self._adapters
+            if not keeps_owner:
+                self.lease.refuse_others(run)
             owner = self._runs[-1] if keeps_owner else run or NO_RUN
             if owner != self._runs[-1]:
                 self._refuse_displaced(owner)

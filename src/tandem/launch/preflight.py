@@ -1,41 +1,32 @@
 """Everything that can be refused before a process is started. No torch."""
 
-import json
 import socket
 import sys
-import urllib.request
-from urllib.parse import urlsplit
 
 from tandem.config.changes import review_changes
-from tandem.config.client import ClientConfig
-from tandem.config.inference import LOOPBACK_HOSTS
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments
 from tandem.inference.vllm.serve import check_vllm
+from tandem.launch.given_servers import check_given_servers
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import check_frozen_model, check_model_dir, check_positions, embedding_size
 from tandem.orchestrator.advantages import try_advantages
-from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.tasks import encode_prompts
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import refuse_fewer_steps, require_checkpoint
-from tandem.types.identity import new_run_name
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.event_loop import run_beside
 from tandem.utils.imports import is_import_path
-from tandem.utils.log import say
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
 from tandem.utils.registry import load_callable, load_function
 from tandem.utils.run_dir import RunDir
-
-HEALTH_TIMEOUT_S = 5
 
 
 def check(config: RLConfig) -> int:
@@ -131,44 +122,7 @@ def _check_server(config: RLConfig) -> None:
                 load_callable(config.inference.engine, "inference.engine")
             check_model_dir(config.model.name)
         return
-    for url in config.orchestrator.client.base_urls:
-        if _check_address(url):
-            run_beside(_check_access(url, config.orchestrator.client, RunDir(config.output_dir)))
-
-
-def _check_address(url: str) -> bool:
-    """An inference server must be there; it may still be loading its model, and answer later. Whether it answers."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as response:
-            health = json.load(response)
-    except TimeoutError:
-        say(f"the server at {url} does not answer yet; the orchestrator will wait for it")
-        return False
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"orchestrator.client.base_url = {url!r}: no inference server answers there ({error}); start one with "
-            f"`inference @ …`{_reachable(url)}, or give `rl` an inference section so that it starts one"
-        ) from error
-    if not isinstance(health, dict) or "instance" not in health:
-        raise UserError(
-            f"orchestrator.client.base_url = {url!r}: that is not one of our inference servers; start one with "
-            "`inference @ …` and give its address"
-        )
-    return True
-
-
-async def _check_access(url: str, config: ClientConfig, run_dir: RunDir) -> None:
-    """A server that outlives runs must take our key, and weights from our run directory."""
-    client = InferenceClient(config, new_run_name(run_dir.root), url)
-    try:
-        await client.check_access(run_dir.weights, "orchestrator.client")
-    finally:
-        await client.close()
-
-
-def _reachable(url: str) -> str:
-    """What a server on another machine needs besides."""
-    return "" if urlsplit(url).hostname in LOOPBACK_HOSTS else " --host 0.0.0.0 --api-key-var …"
+    check_given_servers(config)
 
 
 def take_ports(config: RLConfig) -> dict[str, socket.socket]:

@@ -6,6 +6,8 @@ loaded into, and only from those weights.
 
     answer ─► another instance            InstanceChanged: weight_sync.py loads the weights again
           └─► weights of another run      ServerLost: the run ends
+
+Before weights are loaded the server is claimed, and again and again after that, so that no other run loads its own.
 """
 
 import asyncio
@@ -19,6 +21,7 @@ from typing import Any
 import orjson
 
 from tandem.config.client import ClientConfig
+from tandem.orchestrator.claim import Hold, RunClaim
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad, parse_load
 from tandem.types.identity import ServerIdentity, describe_run
 from tandem.types.rollout import Completion, SamplingRequest, require_logprobs
@@ -49,14 +52,15 @@ class ServerGone(ServerLost):
 
 
 class InferenceClient:
-    """Made inside a running event loop, closed by whoever made it. `run` names the run to the server. `on_trouble` is
-    called whenever the server is found not to be well.
+    """Made inside a running event loop, closed by whoever made it. `claim` is what the server is told of the run.
+    `on_trouble` is called whenever the server is found not to be well.
 
     A server is met, given weights and then adopted: only an adopted one is asked for completions."""
 
-    def __init__(self, config: ClientConfig, run: str, base_url: str) -> None:
+    def __init__(self, config: ClientConfig, claim: RunClaim, base_url: str) -> None:
         self.config = config
-        self.run = run
+        self.claim = claim
+        self.run = claim.name
         self.on_trouble: Callable[[], None] = lambda: None
         self._http = HttpClient(base_url, config.resolve_api_key(), timeout_s=config.timeout_s)
         self.base_url = self._http.base_url
@@ -65,17 +69,29 @@ class InferenceClient:
         self._met: str | None = None  # that is given weights
         self._owns = False  # whether the one that was met has weights of this run
         self._versions: set[int] = set()  # that it has been given
+        self._claimed: str | None = None  # the instance that has been claimed
+        self._hold = Hold(self._http, claim)
+        self._open: dict[asyncio.Timeout, str | None] = {}  # requests, by the instance each is meant for
         self._looking = asyncio.Lock()
         self._seen: tuple[float, str] = (0.0, "")  # when a server was last well, and which
 
     async def close(self) -> None:
+        self._hold.end()
         await self._http.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it was asked for something that has not come."""
+        return bool(self._open)
+
+    async def release(self) -> None:
+        await self._hold.release()
 
     async def wait_until_ready(self) -> None:
         deadline = Deadline(
             what=f"the inference server at {self.base_url}",
             timeout_s=self.config.startup_timeout_s,
-            hint="is it running, and is client.base_url right? see logs/inference.log",
+            hint=f"is it running, and is client.{self.config.told(self.base_url)} right? see logs/inference.log",
         )
         await self._look_until_well(deadline)
 
@@ -136,17 +152,22 @@ class InferenceClient:
         body = {"path": str(folder.resolve()), "version": 0, "check_only": True}
         await self._post("/update_weights", body, self._met)
 
+    async def check_free(self) -> None:
+        """Raises InferenceError while another run holds the server that was met."""
+        await self._post("/claim", self.claim.body | {"check_only": True}, self._met)
+
     async def check_access(self, folder: Path, section: str = "client") -> None:
-        """The same as an error of the user's; `section` is where the address of the server was given."""
+        """Both, as an error of the user's; `section` is where the address of the server was given."""
         while True:
             try:
-                return await self.check_root(folder)
+                await self.check_root(folder)
+                return await self.check_free()
             except InstanceChanged:
                 continue
             except InferenceError as error:
                 key = f"; give its key with --{section}.api-key-var" if " 401: " in str(error) else ""
                 raise UserError(
-                    f"{section}.base_url = {self.base_url!r}: the server there refuses this run: {error}{key}"
+                    f"{section}.{self.config.told(self.base_url)}: the server there refuses this run: {error}{key}"
                 ) from None
 
     async def load_adapter(self, path: Path, version: int) -> None:
@@ -162,6 +183,10 @@ class InferenceClient:
         self.model = {"model": ADAPTER}
 
     async def _load(self, route: str, body: dict[str, Any]) -> None:
+        if self._claimed != self._met:
+            await self._post("/claim", self.claim.body, self._met)
+            self._claimed = self._met
+            self._hold.begin()
         self._versions.add(body["version"])  # before: tokens of it may arrive before the answer does
         await self._post(route, body | {"run": self.run}, self._met)
         self._owns = True
@@ -169,10 +194,19 @@ class InferenceClient:
     async def _post(self, route: str, body: dict[str, Any], instance: str | None) -> dict[str, Any]:
         """The answer of `instance`. Sent again after what was no fault of the request."""
         send_again = partial(self._send_again, route, instance)
+        until_gone = asyncio.timeout(None)  # which `_look` ends
         try:
-            reply = await self._http.post(route, body, self.config.retries, send_again)
+            async with until_gone:
+                self._open[until_gone] = instance
+                reply = await self._http.post(route, body, self.config.retries, send_again)
         except RequestFailed as error:
             raise InferenceError(str(error)) from error
+        except TimeoutError:
+            if not until_gone.expired():
+                raise
+            raise self._changed(instance) from None
+        finally:
+            self._open.pop(until_gone, None)
         return orjson.loads(reply.body)
 
     async def _send_again(self, route: str, instance: str | None, reply: Reply | None, problem: str) -> bool:
@@ -256,7 +290,17 @@ class InferenceClient:
         identity = ServerIdentity.from_headers(reply.headers)
         if identity is None:
             raise self._nameless()
+        self._end_requests_to_others(identity.instance)
         return identity.instance
+
+    def _end_requests_to_others(self, instance: str) -> None:
+        """A machine that lost its power closes no connection: nothing else may tell that no answer will come."""
+        if self.instance not in (None, instance):
+            self._changed(self.instance)
+        for until_gone, meant_for in list(self._open.items()):
+            if meant_for != instance:
+                del self._open[until_gone]
+                until_gone.reschedule(asyncio.get_running_loop().time())
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -52,8 +52,17 @@ class Server(PolicyServer, Protocol):
 
     async def wait_until_ready(self) -> None: ...
 
-    async def check_access(self, folder: Path) -> None:
-        """Raises UserError unless it takes our key, and weights from below this folder."""
+    async def check_access(self, folder: Path, section: str = ...) -> None:
+        """Raises UserError unless it takes our key, weights from below this folder, and no other run holds it."""
+        ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it was asked for something that has not come."""
+        ...
+
+    async def release(self) -> None:
+        """Give it back: another run may have it."""
         ...
 
     async def close(self) -> None: ...

@@ -75,7 +75,8 @@ class Replica:
             request.cancel()
 
     async def keep(self) -> None:
-        """Returns when it has gone away unnoticed. Run this while there are others to be asked in its place."""
+        """Returns when it has gone away unnoticed. A server that was started again is noticed by its client, which
+        ends what the one before was asked for."""
         num_misses = 0
         while self.is_present and num_misses < MAX_MISSES:
             await asyncio.sleep(LOOK_S)

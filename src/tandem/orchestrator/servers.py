@@ -22,7 +22,7 @@ class ServerPool:
     def __init__(self, urls: Collection[str], connect: Callable[[str], Server]) -> None:
         self.connect = connect
         self.by_url = {url: connect(url) for url in urls}
-        self._removed: list[Server] = []
+        self._removed: dict[Server, asyncio.Task[None]] = {}  # each is given back when it has nothing to do
 
     def __iter__(self) -> Iterator[Server]:
         return iter(self.by_url.values())
@@ -30,7 +30,13 @@ class ServerPool:
     def __str__(self) -> str:
         return ", ".join(self.by_url)
 
+    async def release(self) -> None:
+        """The run is over: another one may have its servers."""
+        await asyncio.gather(*(server.release() for server in self))
+
     async def close(self) -> None:
+        for leaving in self._removed.values():
+            leaving.cancel()
         for server in [*self, *self._removed]:
             await server.close()
 
@@ -84,8 +90,14 @@ class ServerPool:
         for url in [url for url in self.by_url if url not in urls]:
             server = self.by_url.pop(url)
             policy.remove(server)
-            self._removed.append(server)
+            self._removed[server] = asyncio.ensure_future(_give_back(server))
             policy.run_log.event("server_removed", server=url)
+
+
+async def _give_back(server: Server) -> None:
+    while server.is_busy:
+        await asyncio.sleep(POLL_S)
+    await server.release()
 
 
 async def _get_ready(server: Server, weights_folder: Path) -> None:

@@ -22,6 +22,11 @@ RUN_HEADER = "x-tandem-run"
 NO_RUN = "-"  # in place of a run: the server's own weights, or those of a client that named no run
 RUN_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 RunName = Annotated[str, Field(pattern=RUN_PATTERN)]
+LEASE_PATTERN = r"^[A-Za-z0-9]{16,128}$"
+LeaseKey = Annotated[str, Field(pattern=LEASE_PATTERN)]
+
+LEASE_S = 60.0  # how long a run that is not heard of keeps its server
+BEAT_S = 2.0  # how often a run is heard of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tandem.types.identity import RunName
+from tandem.types.identity import LeaseKey, RunName
 
 MAX_SAMPLES = 1024
 MAX_LOGPROBS = 20
@@ -257,6 +257,25 @@ class UpdateWeightsRequest(ApiModel):
 
     check_only: bool = False
     """Load nothing; only say whether weights may be loaded from there."""
+
+
+class ClaimRequest(ApiModel):
+    run: RunName
+    """The start of a run that is to hold the server. It is refused while another run does, and has to claim it again
+    and again to keep it."""
+
+    lease: LeaseKey
+    """The same at every start of one run, and known to that run alone: its next start gets the server at once."""
+
+    place: str = Field("", max_length=1024)
+    """Where that run is, for people who want to use its server."""
+
+    check_only: bool = False
+    """Take nothing; only say whether the server could be taken."""
+
+
+class ReleaseRequest(ApiModel):
+    lease: LeaseKey
 
 
 class PauseRequest(ApiModel):

@@ -10,15 +10,34 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from multidict import CIMultiDict
 
 KEEP_S = 15.0  # how long a connection is kept without a request
 KNOWN_S = 10.0  # how long the addresses of a name are
 CONNECT_S = 10.0  # for each of several addresses
+PROBE_S = 10  # a connection on which nothing comes is probed so often
+DEAD_S = 60  # without any sign of the other machine's kernel
 MAX_HEAD_BYTES = 2**16
 NO_BODY = (204, 304)
+
+
+def watch_peer(connection: "SocketOptions") -> None:
+    """Have the kernel end the connection where the other machine is gone: one that lost its power, or its network,
+    closes none. A machine that is there answers the probes, however long its programs are silent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_KEEPCNT": DEAD_S // PROBE_S - 1}
+    options["TCP_USER_TIMEOUT"] = DEAD_S * 1000  # the same for data that is not acknowledged
+    for name, value in options.items():
+        if hasattr(socket, name):  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class SocketOptions(Protocol):
+    """Of a socket, or of what an event loop shows of one."""
+
+    def setsockopt(self, level: int, option: int, value: int, /) -> object: ...
 
 
 class NotHttp(ConnectionError):
@@ -148,6 +167,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's, as in a Ray worker, is none by its class
+        watch_peer(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None or self._waiting.done():  # more than was asked for

@@ -4,6 +4,7 @@ aiohttp is imported with the first request that needs it: most processes have no
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from tandem.utils.connections import Answer, Connections
+from tandem.utils.connections import Answer, Connections, watch_peer
 from tandem.utils.files import json_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class HttpClient:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s),
-                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                connector=aiohttp.TCPConnector(limit=self._max_connections, socket_factory=_watched_socket),
                 read_bufsize=self._max_line_bytes,
             )
         return self._session
@@ -144,6 +145,13 @@ class HttpClient:
             if not is_wanted:
                 break
         raise RequestFailed(f"{self.base_url}{route} failed: {problem}")
+
+
+def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    watch_peer(made)
+    return made
 
 
 @dataclass(frozen=True)

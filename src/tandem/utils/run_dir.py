@@ -50,6 +50,11 @@ class RunDir:
         return self.root / "failures.jsonl"
 
     @property
+    def server_lease(self) -> Path:
+        """The key by which every start of this run gets the servers that it holds."""
+        return self.config / "server_lease.txt"
+
+    @property
     def stop_request(self) -> Path:
         """There as soon as somebody has asked for the end of the run."""
         return self.root / "stop"

@@ -2,9 +2,6 @@
 
 import shutil
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -167,36 +164,6 @@ def test_a_port_is_taken_for_the_server_and_kept(good, free_port: int) -> None:
         preflight.take_ports(good())
     client = {"base_url": f"http://127.0.0.1:{free_port}"}
     assert preflight.take_ports(good(inference=None, orchestrator={"client": client})) == {}
-
-
-@contextmanager
-def answering(answer: bytes) -> Iterator[str]:
-    """The address of something that says `answer` to whoever asks, or nothing for the while."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def serve() -> None:
-            with listening.accept()[0] as connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-        if answer:
-            threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-def test_something_else_than_a_server_of_ours(good) -> None:
-    said = b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"status": "ok"}'
-    with answering(said) as url, pytest.raises(UserError, match="that is not one of our inference servers"):
-        preflight.check(good(inference=None, orchestrator={"client": {"base_url": url}}))
-
-
-def test_a_server_that_is_still_loading_is_waited_for_later(
-    good, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(preflight, "HEALTH_TIMEOUT_S", 0.1)
-    with answering(b"") as url:
-        assert preflight.check(good(inference=None, orchestrator={"client": {"base_url": url}})) == 0
-    assert f"the server at {url} does not answer yet" in capsys.readouterr().out
 
 
 def test_a_server_that_does_not_answer(good, free_port: int) -> None:

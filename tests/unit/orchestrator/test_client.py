@@ -14,6 +14,7 @@ import pytest
 
 from tandem.config.client import ClientConfig
 from tandem.orchestrator import client as client_module
+from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad
 from tandem.types.identity import ServerIdentity
@@ -22,21 +23,24 @@ from tandem.utils.errors import UserError
 
 DROP = 0  # instead of a status: close the connection without an answer
 RUN = "mine-1"
+CLAIM = RunClaim(RUN, "0123456789abcdef", "/runs/mine on gpu7")
 
 
 class FakeServer:
     """Answers requests with the planned (status, body) one after the other, the last one again and again; looks at
-    its health likewise."""
+    its health, and claims, likewise."""
 
     def __init__(self) -> None:
         self.plan: list[tuple[int, Any]] = [(200, {})]
         self.health: list[tuple[int, Any]] = [(200, {})]
         self.metrics: list[tuple[int, Any]] = [(404, {})]
+        self.claims: list[tuple[int, Any]] = [(200, {})]
         self.identity: ServerIdentity | None = ServerIdentity("first", "models/little", 7, (RUN,))
         self.on_request: Callable[[], None] = lambda: None  # before a request is answered
         self.on_look: Callable[[], None] = lambda: None
         self.num_looks = 0
         self.requests: list[tuple[str, dict[str, str], Any]] = []
+        self.claimed: list[tuple[str, Any]] = []  # and given back
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
@@ -53,6 +57,10 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+                if self.path in ("/claim", "/release"):
+                    server.claimed.append((self.path, body))
+                    self.answer(server.claims)
+                    return
                 server.requests.append((self.path, dict(self.headers), body))
                 server.on_request()
                 self.answer(server.plan)
@@ -114,9 +122,9 @@ def with_client(
     url = server if isinstance(server, str) else server.url
 
     async def run() -> Any:
-        client = InferenceClient(ClientConfig(base_url=url, **options), RUN, url)
+        client = InferenceClient(ClientConfig(base_url=url, **options), CLAIM, url)
         if adopted:
-            client._met, client._owns, client._versions = "first", True, {7}
+            client._met, client._claimed, client._owns, client._versions = "first", "first", True, {7}
             client.adopt()
         try:
             return await body(client)
@@ -363,6 +371,41 @@ def test_a_server_is_met_given_weights_and_adopted(server: FakeServer, tmp_path:
         assert client.instance == "second" and len(await generate(client)) == 2
 
     with_client(server, run, adopted=False)
+    assert server.claimed[0] == ("/claim", {"run": RUN, "lease": CLAIM.lease, "place": CLAIM.place})
+
+
+def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_given_back(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    async def run(client: InferenceClient) -> int:
+        await client.meet()
+        await client.update_weights(tmp_path, 7)
+        await client.update_weights(tmp_path, 8)
+        while len(server.claimed) < 4:  # it is heard of without asking for anything
+            await asyncio.sleep(0)
+        await client.release()
+        return len(server.claimed)
+
+    server.plan = [(200, {})]
+    num_told = with_client(server, run, adopted=False)
+    *claims, last = server.claimed
+    assert len(server.claimed) == num_told and last == ("/release", {"lease": CLAIM.lease})
+    assert {path for path, _ in claims} == {"/claim"} and not any("check_only" in body for _, body in claims)
+
+
+def test_a_server_that_another_run_holds_is_given_nothing(server: FakeServer, tmp_path: Path) -> None:
+    async def load(client: InferenceClient) -> None:
+        await client.meet()
+        await client.update_weights(tmp_path, 7)
+
+    server.claims = [(409, {"error": {"message": "run 'theirs-1' (/runs/theirs on gpu8) uses this server"}})]
+    with pytest.raises(InferenceError, match="409: run 'theirs-1'"):
+        with_client(server, load, adopted=False)
+    assert server.requests == []
+    told = rf"^orchestrator\.client\.base_url = '{server.url}': the server there refuses this run: .*run 'theirs-1'"
+    with pytest.raises(UserError, match=told):
+        with_client(server, lambda client: client.check_access(tmp_path, "orchestrator.client"), adopted=False)
+    assert server.claimed[-1][1]["check_only"] is True
 
 
 def test_what_was_under_way_before_a_restart_stays_meant_for_the_old_instance(server: FakeServer) -> None:
@@ -420,3 +463,31 @@ def test_an_error_of_something_on_the_way_is_no_answer_of_the_server(server: Fak
     server.on_look = lambda: setattr(server, "identity", identity)
     assert len(with_client(server, generate)) == 2
     assert len(server.requests) == 2
+
+
+def test_a_new_instance_ends_what_the_one_before_was_asked_for(server: FakeServer) -> None:
+    """Its machine lost its power: no connection was closed, and no answer will come."""
+    held = threading.Event()
+
+    def hold() -> None:
+        held.wait()
+
+    server.on_request = hold
+
+    async def run(client: InferenceClient) -> None:
+        asking = [asyncio.ensure_future(generate(client)) for _ in range(3)]
+        try:
+            while len(server.requests) < 3:
+                assert await client.is_well()
+            assert client.is_busy and not any(task.done() for task in asking)
+            restarted(server)()
+            assert await client.is_well()
+            for task in asking:
+                with pytest.raises(InstanceChanged):
+                    await asyncio.wait_for(task, 60)
+            assert client.instance is None and not client.is_busy
+        finally:
+            held.set()
+
+    with_client(server, run)
+    assert len(server.requests) == 3  # sent again by nobody here

@@ -1,6 +1,8 @@
 """Connections that are kept, against a server that says byte for byte what it is told to."""
 
 import asyncio
+import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -9,7 +11,7 @@ from aiohttp import web
 from tests.patience import PATIENCE
 from tests.ports import free_port
 
-from tandem.utils import connections
+from tandem.utils import connections, http
 from tandem.utils.connections import Answer, Connections, NotHttp, Parser
 from tandem.utils.http import HttpClient, Unreachable
 
@@ -287,3 +289,28 @@ def test_an_idle_connection_keeps_nothing_of_the_answer() -> None:
         assert len(idle._parser._data) == 0
 
     use(server, ask)
+
+
+def test_the_kernel_watches_for_the_end_of_the_other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every connection, those of aiohttp included."""
+    watched: list[socket.socket] = []
+    monkeypatch.setattr(http, "watch_peer", lambda made: watched.append(made) or connections.watch_peer(made))
+
+    def check(connection: socket.socket) -> None:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) != 0
+        if sys.platform.startswith("linux"):
+            named = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            read = [connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in named]
+            assert read == [10, 10, 5, 60_000]
+
+    async def ask(pool: Connections) -> None:
+        await pool.request("GET", "/")
+        (idle,) = pool._idle
+        check(idle.transport.get_extra_info("socket"))
+        client = HttpClient(f"http://{pool.host}:{pool.port}", timeout_s=60)
+        async with client.open("GET", "/") as response:
+            assert await response.read() == b"ok"
+            check(watched[0])
+        await client.close()
+
+    use(Bytes(OK, OK), ask)

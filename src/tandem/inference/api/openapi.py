@@ -100,6 +100,8 @@ ANSWERS: dict[str, Schema] = {
     "/is_paused": table({"is_paused": TRUTH}),
     "/pause": table({"status": {"const": "paused"}, "paused": TRUTH}),
     "/resume": table({"status": {"const": "resumed"}, "paused": TRUTH}),
+    "/claim": table({"run": TEXT}),
+    "/release": table({"released": {"const": True}}),
     "/update_weights": table({"version": WHOLE}),
     "/reset_prefix_cache": table({"success": TRUTH}),
     "/load_lora_adapter": LOADED,
@@ -141,13 +143,13 @@ OF_ALL = {
 TOO_MUCH = {"429": "Too many requests wait; come back after Retry-After seconds."}
 NO_MODEL = {"404": "The model is not served here."}
 NO_ADAPTER = {"404": "The adapter is not loaded."}
-BUSY = {"409": "The engine is busy with something that contradicts this."}
+BUSY = {"409": "The engine is busy with something that contradicts this, or another run holds the server."}
 GENERATION = ("/v1/completions", "/v1/chat/completions")
 OPEN = ("/health",)
 MORE: dict[str, dict[str, str]] = {
     **dict.fromkeys((*GENERATION, "/tokenize"), NO_MODEL | TOO_MUCH),
     **dict.fromkeys(("/v1/models/{model}", "/detokenize"), NO_MODEL),
-    **dict.fromkeys(("/pause", "/update_weights", "/load_lora_adapter", "/v1/load_lora_adapter"), BUSY),
+    **dict.fromkeys(("/claim", "/pause", "/update_weights", "/load_lora_adapter", "/v1/load_lora_adapter"), BUSY),
     **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), NO_ADAPTER),
 }
 """Statuses beside those that all routes have."""

@@ -24,10 +24,12 @@ from tandem.inference.api.submission import generate
 from tandem.inference.engine import AdapterRefused, GenerationRequest, UpdateMode, WeightUpdateRefused
 from tandem.types.chat import ChatCompletionRequest, TokenizeRequest
 from tandem.types.openai import (
+    ClaimRequest,
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
     PauseRequest,
+    ReleaseRequest,
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
@@ -191,6 +193,18 @@ def control_routes(context: ApiContext) -> APIRouter:
     @routes.get("/is_paused")
     async def is_paused() -> Response:
         return Answer({"is_paused": engine.paused})
+
+    @routes.post("/claim")
+    async def claim(body: ClaimRequest) -> Response:
+        """Hold the server for a run: while it is alive, weights of others are refused."""
+        await context.identity.lease.claim(body)
+        return Answer({"run": body.run})
+
+    @routes.post("/release")
+    async def release(body: ReleaseRequest) -> Response:
+        """Give the server back, if it is held by the run of this lease."""
+        context.identity.lease.release(body.lease)
+        return Answer({"released": True})
 
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeightsRequest) -> Response:

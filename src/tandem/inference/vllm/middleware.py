@@ -1,7 +1,7 @@
 """Our part of vLLM's HTTP server. Everything passes through here first:
 
 API key ─► /health /is_paused /pause /resume         answered here, and so are
-      │    /update_weights /reset_prefix_cache
+      │    /claim /release /update_weights /reset_prefix_cache
       │    /load_lora_adapter /unload_lora_adapter   (also below /v1)
       └──► /v1/completions /v1/chat/completions      vLLM's answer, with the version of every token
       └──► anything else                             vLLM's; errors in the shape all our engines give
@@ -36,7 +36,14 @@ from tandem.inference.vllm.prompts import client_error, refuse_unknown_tokens
 from tandem.inference.vllm.settings import Settings
 from tandem.inference.vllm.versions import TrackedRequest, VersionLedger, listen
 from tandem.inference.weight_check import ServedModel
-from tandem.types.openai import LoadAdapterRequest, PauseRequest, UnloadAdapterRequest, UpdateWeightsRequest
+from tandem.types.openai import (
+    ClaimRequest,
+    LoadAdapterRequest,
+    PauseRequest,
+    ReleaseRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsRequest,
+)
 from tandem.utils.serving.auth import RequireApiKey
 from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import Answer, error_answer
@@ -47,7 +54,8 @@ GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 LOAD_PATHS = ("/load_lora_adapter", "/v1/load_lora_adapter")
 UNLOAD_PATHS = ("/unload_lora_adapter", "/v1/unload_lora_adapter")
 LEAVE_S = 1  # for answers that are complete to be sent
-CONTROL_PATHS = ("/pause", "/resume", "/update_weights", "/reset_prefix_cache", *LOAD_PATHS, *UNLOAD_PATHS)
+OWN_PATHS = ("/claim", "/release", "/pause", "/resume", "/update_weights", "/reset_prefix_cache")
+CONTROL_PATHS = (*OWN_PATHS, *LOAD_PATHS, *UNLOAD_PATHS)
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
@@ -163,6 +171,13 @@ class Routes:
 
     async def _change(self, vllm: Vllm, request: Request) -> Response:
         route = request.url.path
+        if route == "/claim":
+            claim = ClaimRequest.model_validate_json(await request.body())
+            await self.identity.lease.claim(claim)
+            return Answer({"run": claim.run})
+        if route == "/release":
+            self.identity.lease.release(ReleaseRequest.model_validate_json(await request.body()).lease)
+            return Answer({"released": True})
         if route == "/update_weights":
             body = UpdateWeightsRequest.model_validate_json(await request.body())
             path = self._roots.resolve(body.path, WeightUpdateRefused)

@@ -184,3 +184,20 @@ def test_runs_name_themselves_and_are_named(client: TestClient, tmp_path: Path) 
     for wrong in ("", "-", "a, b", "a\nb"):
         refused = client.post("/update_weights", json=body | {"run": wrong})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "run"
+
+
+def test_weights_are_for_the_run_that_holds_the_server(client: TestClient, engine: FakeEngine, tmp_path: Path) -> None:
+    mine = {"run": "mine-1", "lease": "0123456789abcdef"}
+    assert client.post("/claim", json=mine | {"place": "/runs/mine on gpu7"}).json() == {"run": "mine-1"}
+    weights = {"path": str(tmp_path), "version": 1}
+    assert client.post("/update_weights", json=weights | {"run": "mine-1"}).status_code == 200
+    for route, body in (
+        ("/update_weights", weights),
+        ("/update_weights", weights | {"run": "theirs-1"}),
+        ("/load_lora_adapter", {"lora_name": "policy", "lora_path": str(tmp_path), "run": "theirs-1"}),
+    ):
+        answer = client.post(route, json=body)
+        assert answer.status_code == 409 and "run 'mine-1' (/runs/mine on gpu7)" in answer.json()["error"]["message"]
+    assert len(engine.calls) == 1
+    assert client.post("/release", json={"lease": mine["lease"]}).json() == {"released": True}
+    assert client.post("/update_weights", json=weights | {"run": "theirs-1"}).status_code == 200

@@ -205,6 +205,9 @@ ASKED: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ),
     ("post", "/v1/completions", NEEDED["/v1/completions"] | {"model": "large"}, 404),
     ("post", "/v1/chat/completions", NEEDED["/v1/chat/completions"] | CHAT_ANSWER, 200),
+    ("post", "/claim", {"run": "mine", "lease": "0" * 16}, 200),
+    ("post", "/claim", {"run": "mine", "lease": "short"}, 400),
+    ("post", "/release", {"lease": "0" * 16}, 200),
     ("post", "/pause", None, 200),
     ("post", "/resume", None, 200),
     ("post", "/reset_prefix_cache", None, 200),
@@ -237,13 +240,17 @@ JSON = st.recursive(
     max_leaves=12,
 )
 NAMES = sorted(
-    {field for _, field in FIELDS} | set(REFUSED) | {"path", "version", "mode", "lora_name", "lora_path", "tokens"}
+    {field for _, field in FIELDS}
+    | set(REFUSED)
+    | {"path", "version", "mode", "lora_name", "lora_path", "tokens", "run", "lease", "place"}
 )
 BODIES = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), JSON, max_size=6)
 PATHS = [
     *MODELS,
     "/tokenize",
     "/detokenize",
+    "/claim",
+    "/release",
     "/update_weights",
     "/load_lora_adapter",
     "/unload_lora_adapter",

@@ -83,3 +83,16 @@ def test_a_wrong_body_is_explained_as_by_our_own_routes(client: TestClient, engi
         error = answer.json()["error"]
         assert (answer.status_code, error["message"], error["param"]) == (400, message, param)
     assert engine.calls == []
+
+
+def test_weights_are_for_the_run_that_holds_the_server(
+    client: TestClient, engine: ServedEngine, tiny_model: Path
+) -> None:
+    assert client.post("/claim", json={"run": "mine-1", "lease": "0123456789abcdef"}).json() == {"run": "mine-1"}
+    weights = {"path": str(tiny_model), "version": 0, "run": "theirs-1"}
+    refused = client.post("/update_weights", json=weights)
+    assert refused.status_code == 409 and "run 'mine-1' uses this server" in refused.json()["error"]["message"]
+    assert engine.calls == []
+    assert client.post("/claim", json={"run": "mine-1"}).json()["error"]["param"] == "lease"
+    assert client.post("/release", json={"lease": "0123456789abcdef"}).json() == {"released": True}
+    assert client.post("/update_weights", json=weights).status_code == 200
