@@ -3,10 +3,12 @@
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,16 @@ def test_health_is_answered_while_huge_texts_come(server: httpx.Client) -> None:
     [answer] = answers
     assert answer.status_code == 400 and "bytes and cannot fit" in answer.json()["error"]["message"]
     assert longest < 5  # encoding it took a hundred times as long as reading it
+
+
+def test_headers_without_an_end_cost_nobody_anything(server: httpx.Client) -> None:
+    with socket.create_connection((server.base_url.host, server.base_url.port), timeout=60) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nA: ")
+        with suppress(ConnectionError):  # once what was sent is too much
+            for _ in range(64):
+                connection.sendall(b"x" * 2**20)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
+    assert server.get("/health").status_code == 200
 
 
 def test_web_pages_and_other_places_are_refused(server: httpx.Client, model: Path) -> None:

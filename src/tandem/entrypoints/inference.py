@@ -113,10 +113,10 @@ def open_server(
         from tandem.inference.api.app import create_app
         from tandem.inference.api.context import ApiOptions
         from tandem.inference.api.prompts import SamplingDefaults
-        from tandem.inference.browsers import names_of
-        from tandem.inference.connections import make_server
         from tandem.inference.roots import weight_roots
         from tandem.inference.vocabulary import compare_vocabularies
+        from tandem.utils.serving.browsers import names_of
+        from tandem.utils.serving.protocol import make_server
 
     model_dir = config.model.name
     tokenizer = Tokenizer(model_dir)

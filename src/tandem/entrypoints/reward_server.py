@@ -14,6 +14,7 @@ from tandem.utils.processes import run_entrypoint, run_process
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.middleware import Middleware
 
 DRAIN_TIMEOUT_S = 5.0
 
@@ -37,38 +38,19 @@ def serve(config: RewardServerConfig) -> None:
     socket = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
     # FastAPI, and torch for a reward model, take long to import: only once the configuration is known to be good.
-    from tandem.inference.connections import make_server
+    from tandem.rewards.server import create_app, guards_of
+    from tandem.utils.serving.protocol import make_server
 
-    app = goal_app(config, api_key) if config.model is None else reward_model_app(config, api_key)
+    middleware = guards_of(config.server, api_key)
+    app = create_app(config, middleware) if config.model is None else reward_model_app(config, middleware)
     timeout_s = config.server.receive_timeout_s
     make_server(app, receive_timeout_s=timeout_s, drain_timeout_s=DRAIN_TIMEOUT_S).run(sockets=[socket])
 
 
-def goal_app(config: RewardServerConfig, api_key: str | None) -> "FastAPI":
-    from starlette.middleware import Middleware
-
-    from tandem.inference.browsers import RefuseForeignPages, RequireJson, names_of
-    from tandem.inference.closing import AnswerWhenClosing
-    from tandem.rewards.server import create_app, limit_body
-    from tandem.utils.serving.auth import RequireApiKey
-
-    server = config.server
-    names = names_of(server.host, server.allowed_hosts) if api_key is None else None
-    middleware = [
-        Middleware(AnswerWhenClosing),
-        Middleware(RefuseForeignPages, names=names),
-        Middleware(RequireApiKey, api_key=api_key),
-        limit_body(server),
-        Middleware(RequireJson),
-    ]
-    return create_app(config, middleware)
-
-
-def reward_model_app(config: RewardServerConfig, api_key: str | None) -> "FastAPI":
+def reward_model_app(config: RewardServerConfig, middleware: "list[Middleware]") -> "FastAPI":
     import torch
 
     from tandem.data.tokenizer import Tokenizer
-    from tandem.inference.browsers import names_of
     from tandem.inference.reward_model.app import create_app
     from tandem.inference.reward_model.scores import ScoreModel
     from tandem.inference.vocabulary import compare_vocabularies
@@ -87,16 +69,12 @@ def reward_model_app(config: RewardServerConfig, api_key: str | None) -> "FastAP
     tokenizer = Tokenizer(config.model.name)
     compare_vocabularies(tokenizer, spec.vocab_size, config.model.name)
     model = ScoreModel(scorer, device, config.tokens_per_batch)
-    server = config.server
     return create_app(
         model.scores,
         tokenizer,
         vocab_size=spec.vocab_size,
         seq_len=config.seq_len,
-        api_key=api_key,
-        max_body_bytes=server.max_body_mb << 20,
-        receive_timeout_s=server.receive_timeout_s,
-        host_names=names_of(server.host, server.allowed_hosts) if api_key is None else None,
+        middleware=middleware,
         options=config,
     )
 

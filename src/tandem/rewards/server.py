@@ -29,8 +29,9 @@ from tandem.rewards.batcher import Batcher
 from tandem.rewards.goals import BadGoal, Goal, GoalSpace, Vector, make_goals
 from tandem.utils.errors import UserError
 from tandem.utils.log import say
-from tandem.utils.serving.auth import RequireApiKey
-from tandem.utils.serving.limits import LimitBody
+from tandem.utils.serving.browsers import names_of
+from tandem.utils.serving.guards import guards
+from tandem.utils.serving.protocol import bound_every_connection
 from tandem.utils.serving.responses import error_answer
 
 OPTIONS_VAR, KEY_VAR = "TANDEM_GOALS", "TANDEM_API_KEY"
@@ -137,8 +138,13 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> F
     return app
 
 
-def limit_body(server: ServerConfig) -> Middleware:
-    return Middleware(LimitBody, max_bytes=server.max_body_mb << 20, timeout_s=server.receive_timeout_s)
+def guards_of(server: ServerConfig, api_key: str | None) -> list[Middleware]:
+    return guards(
+        api_key=api_key,
+        host_names=names_of(server.host, server.allowed_hosts) if api_key is None else None,
+        max_body_bytes=server.max_body_mb << 20,
+        receive_timeout_s=server.receive_timeout_s,
+    )
 
 
 @cache
@@ -155,11 +161,8 @@ def _configured_app() -> FastAPI:
     config = load_config(RewardServerConfig, ["@", path] if path else [])
     if config.model is not None:
         raise UserError(f"model.name in {path} is served by `reward-server @ {path}`, or as a goal: docs/rewards.md")
-    middleware = [
-        Middleware(RequireApiKey, api_key=os.environ.get(KEY_VAR) or config.server.resolve_api_key()),
-        limit_body(config.server),
-    ]
-    return create_app(config, middleware)
+    bound_every_connection(config.server.receive_timeout_s)
+    return create_app(config, guards_of(config.server, os.environ.get(KEY_VAR) or config.server.resolve_api_key()))
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ redirects, no compression. aiohttp takes three times the CPU for that (docs/log.
 """
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -19,7 +20,10 @@ KNOWN_S = 10.0  # how long the addresses of a name are
 CONNECT_S = 10.0  # for each of several addresses
 PROBE_S = 10  # a connection on which nothing comes is probed so often
 DEAD_S = 60  # without any sign of the other machine's kernel
-MAX_HEAD_BYTES = 2**16
+MAX_HEAD_BYTES = 2**16  # of headers and trailers, those that we send and those that we take
+MAX_HEADERS = 100
+CHUNK_LINE_BYTES = 16  # that every chunk of a body may have around it
+HEX = re.compile(rb"[0-9a-fA-F]{1,16}")
 NO_BODY = (204, 304)
 
 
@@ -62,6 +66,7 @@ class Parser:
         self._length: int | None = None  # of the body; None: it is in chunks, or ends with the connection
         self._is_chunked = False
         self._chunks = bytearray()
+        self._num_around = 0  # bytes of headers and of what is around chunks
 
     def feed(self, data: bytes) -> Answer | None:
         """The answer, if this was the last of it. Raises NotHttp."""
@@ -88,18 +93,19 @@ class Parser:
 
     def _read_head(self) -> bool:
         """Whether it is all there."""
-        end = self._data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._data) > MAX_HEAD_BYTES:
-                raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")
-            return False
-        first, *lines = self._data[:end].decode("utf-8", "surrogateescape").split("\r\n")
-        del self._data[: end + 4]
-        version, status = first[:8], int(first[8:12])
-        if version not in ("HTTP/1.1", "HTTP/1.0"):
-            raise ValueError(f"it begins with {version!r}")
-        if status < 200:
-            return self._read_head()  # the answer itself is still to come
+        while True:
+            if (end := self._find(b"\r\n\r\n")) < 0:
+                return False
+            self._count(end + 4)
+            first, *lines = self._data[:end].decode("utf-8", "surrogateescape").split("\r\n", MAX_HEADERS + 1)
+            del self._data[: end + 4]
+            version, status = first[:8], int(first[8:12])
+            if version not in ("HTTP/1.1", "HTTP/1.0"):
+                raise ValueError(f"it begins with {version!r}")
+            if status >= 200:  # else the answer itself is still to come
+                break
+        if len(lines) > MAX_HEADERS:
+            raise ValueError(f"more than {MAX_HEADERS} headers")
         split = (line.partition(":") for line in lines)
         self.headers = CIMultiDict((name, value.strip()) for name, _, value in split)
         self.status = status
@@ -123,17 +129,33 @@ class Parser:
 
     def _read_chunks(self) -> bool:
         """Whether they are all there."""
-        while (line := self._data.find(b"\r\n")) >= 0:
-            size = int(self._data[:line].partition(b";")[0], 16)
+        while (line := self._find(b"\r\n")) >= 0:
+            size = self._data[:line].partition(b";")[0].strip()
+            if not HEX.fullmatch(size):
+                raise ValueError(f"a chunk's size is {bytes(size[:20])!r}")
+            size = int(size, 16)
             if size == 0:
-                end = self._data.find(b"\r\n\r\n", line)  # behind headers that may follow
+                end = self._find(b"\r\n\r\n", line)  # behind headers that may follow
                 self.may_continue &= end < 0 or end + 4 == len(self._data)
                 return end >= 0
             if len(self._data) < line + 2 + size + 2:
                 return False
+            self._count(line - CHUNK_LINE_BYTES - 2 * size)
             self._chunks += self._data[line + 2 : line + 2 + size]
             del self._data[: line + 2 + size + 2]
         return False
+
+    def _find(self, ending: bytes, start: int = 0) -> int:
+        """Where headers or a line end; -1 where that is still to come."""
+        end = self._data.find(ending, start, start + MAX_HEAD_BYTES)
+        if end < 0 and len(self._data) - start > MAX_HEAD_BYTES:
+            self._count(MAX_HEAD_BYTES + 1)
+        return end
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_around = max(0, self._num_around + num_bytes)
+        if self._num_around > MAX_HEAD_BYTES:
+            raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")
 
 
 class Connection(asyncio.Protocol):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from starlette.middleware import Middleware
 from tests.ports import free_port
 
 from tandem.config.goals import GoalConfig, GoalOptions
@@ -21,9 +21,9 @@ from tandem.rewards import measures, server
 from tandem.rewards.batcher import Batcher
 from tandem.rewards.goals import BadGoal, GoalSpace, make_goals
 from tandem.rewards.server import create_app
+from tandem.utils.connections import MAX_HEAD_BYTES
 from tandem.utils.errors import UserError
-from tandem.utils.serving.auth import RequireApiKey
-from tandem.utils.serving.limits import LimitBody
+from tandem.utils.serving.guards import guards
 
 PLUGINS = str(Path(__file__).with_name("goal_plugins.py"))
 CALLS = GoalConfig(type=f"{PLUGINS}:Calls")
@@ -141,11 +141,8 @@ def test_scoring_that_wants_to_exit_fails_its_request(error: type[BaseException]
 
 
 def test_the_key_and_the_size_of_a_body() -> None:
-    guards = [
-        Middleware(RequireApiKey, api_key="secret"),
-        Middleware(LimitBody, max_bytes=100, timeout_s=60),
-    ]
-    app = create_app(options(VOWELS), guards)
+    given = guards(api_key="secret", host_names=None, max_body_bytes=100, receive_timeout_s=60)
+    app = create_app(options(VOWELS), given)
     with TestClient(app) as client:
         assert client.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -208,8 +205,24 @@ def test_uvicorn_starts_it_with_several_workers(tmp_path: Path) -> None:
             )
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert response.read() == b'{"length":[2.0],"vowels":[3.0]}'
+            refuses_what_the_reward_server_refuses(port)
         finally:
             process.terminate()
+
+
+def refuses_what_the_reward_server_refuses(port: int) -> None:
+    for headers, status in (
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"A": "x" * MAX_HEAD_BYTES}, 431),
+    ):
+        headers = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/goalspace", b'{"texts": ["a"]}', headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=60)
+        assert refused.value.code == status and b'"error"' in refused.value.read()
+        refused.value.close()
 
 
 async def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -250,7 +263,7 @@ def test_the_key_of_the_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     toml.write_text('[server]\nport = 8100\napi_key = "secret"\n[[goals]]\ntype = "length"\n')
     monkeypatch.setenv("TANDEM_GOALS", str(toml))
     server._app.cache_clear()
-    with TestClient(server.app) as client:
+    with TestClient(server.app, "http://127.0.0.1") as client:
         assert client.get("/goals").status_code == 401
         assert client.get("/goals", headers={"Authorization": "Bearer secret"}).status_code == 200
     server._app.cache_clear()
@@ -265,7 +278,7 @@ def test_uvicorn_takes_bodies_as_large_as_the_reward_server_does(
     monkeypatch.setenv("TANDEM_GOALS", str(toml))
     server._app.cache_clear()
     headers = {"Content-Type": "application/json"}
-    with TestClient(server.app) as client:
+    with TestClient(server.app, "http://127.0.0.1") as client:
         escaped = json.dumps({"texts": ["\N{GRINNING FACE}" * 10] * 2})
         assert client.post("/goalspace", content=escaped, headers=headers).status_code == 200
         refused = client.post("/goalspace", content=" " * (1 << 20) + escaped, headers=headers)

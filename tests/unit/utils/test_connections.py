@@ -96,12 +96,19 @@ def test_transports_of_other_event_loops_do() -> None:
 
 CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=1\r\nabc\r\n2\r\nde\r\n0\r\nLate: yes\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n" + OK
+PIECES = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000 + b"0\r\n\r\n"
 NOTHING = b"HTTP/1.1 204 No Content\r\nX: 1\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     ("said", "status", "body"),
-    [(OK, 200, b"ok"), (CHUNKS, 200, b"abcde"), (CONTINUE, 200, b"ok"), (NOTHING, 204, b"")],
+    [
+        (OK, 200, b"ok"),
+        (CHUNKS, 200, b"abcde"),
+        (PIECES, 200, b" " * 20_000),
+        (CONTINUE, 200, b"ok"),
+        (NOTHING, 204, b""),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_answer_is_read_however_it_is_cut(said: bytes, status: int, body: bytes, size: int) -> None:
@@ -120,8 +127,17 @@ def test_an_answer_is_read_however_it_is_cut(said: bytes, status: int, body: byt
         b"HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-6\r\n\r\n",
         b"x" * (2**16 + 1),
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 101 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nA: " + b"x" * 2**16 + b"\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * (2**16 + 1),
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"x" * 2**16 + b"\r\n \r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + (b"1;" + b"x" * 1000 + b"\r\n \r\n") * 100,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 20_000,
     ],
+    ids=range(14),
 )
 def test_what_is_not_http_is_an_error(said: bytes) -> None:
     with pytest.raises(NotHttp, match="the answer is not HTTP"):

@@ -22,12 +22,9 @@ from tandem.inference.api.metrics import CountRequests
 from tandem.inference.api.openapi import describe
 from tandem.inference.api.routes import control_routes, generation_routes, information_routes, package_version
 from tandem.inference.api.short_way import ShortWay
-from tandem.inference.browsers import RefuseForeignPages, RequireJson
-from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.engine import Engine
 from tandem.inference.identity import Identify
-from tandem.utils.serving.auth import RequireApiKey
-from tandem.utils.serving.limits import LimitBody
+from tandem.utils.serving.guards import guards
 
 if TYPE_CHECKING:
     from tandem.inference.grammars import Grammars
@@ -59,11 +56,12 @@ def create_app(
     layers = [
         Middleware(Identify, identity=context.identity),
         Middleware(CountRequests, metrics=context.metrics),
-        Middleware(AnswerWhenClosing),
-        Middleware(RefuseForeignPages, names=options.host_names),
-        Middleware(RequireApiKey, api_key=options.api_key),
-        Middleware(LimitBody, max_bytes=options.max_body_bytes, timeout_s=options.receive_timeout_s),
-        Middleware(RequireJson),
+        *guards(
+            api_key=options.api_key,
+            host_names=options.host_names,
+            max_body_bytes=options.max_body_bytes,
+            receive_timeout_s=options.receive_timeout_s,
+        ),
         Middleware(ShortWay, api=app, routes=[route for route in generation.routes if isinstance(route, APIRoute)]),
     ]
     stack = app.build_middleware_stack()

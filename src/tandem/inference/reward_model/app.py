@@ -17,8 +17,6 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.inference.api.errors import BadRequest, add_error_handlers
 from tandem.inference.api.messages import refuse_size
 from tandem.inference.api.text import Encoders
-from tandem.inference.browsers import RefuseForeignPages, RequireJson
-from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.reward_model.texts import ScoreAll, TextScores
 from tandem.inference.text_size import TextLimit, size_of
 from tandem.inference.vocabulary import explain_beyond, token_beyond
@@ -27,8 +25,6 @@ from tandem.rewards.goals import Goal
 from tandem.rewards.server import GoalService
 from tandem.types.openai import ApiModel
 from tandem.utils.errors import UserError
-from tandem.utils.serving.auth import RequireApiKey
-from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import Answer
 
 Tokens = Sequence[int]
@@ -51,10 +47,7 @@ def create_app(
     *,
     vocab_size: int,
     seq_len: int,
-    api_key: str | None,
-    max_body_bytes: int,
-    receive_timeout_s: float = 60.0,
-    host_names: frozenset[str] | None = None,
+    middleware: Sequence[Middleware] = (),
     options: GoalOptions | None = None,
 ) -> FastAPI:
     measure = TextScores(score_all, tokenizer, vocab_size, seq_len)
@@ -68,17 +61,7 @@ def create_app(
             yield
         worker.cancel()
 
-    app = FastAPI(
-        title="Tandem reward server",
-        lifespan=lifespan,
-        middleware=[
-            Middleware(AnswerWhenClosing),
-            Middleware(RefuseForeignPages, names=host_names),
-            Middleware(RequireApiKey, api_key=api_key),
-            Middleware(LimitBody, max_bytes=max_body_bytes, timeout_s=receive_timeout_s),
-            Middleware(RequireJson),
-        ],
-    )
+    app = FastAPI(title="Tandem reward server", lifespan=lifespan, middleware=list(middleware))
     add_error_handlers(app)
     goals.add_routes(app)
     encoders, encode = Encoders(), TextEncoder(tokenizer, vocab_size, seq_len)

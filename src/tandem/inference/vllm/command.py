@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.browsers import names_of
 from tandem.inference.roots import weight_roots
 from tandem.inference.vllm.installation import Installation
 from tandem.inference.vllm.settings import API_KEY, Settings
 from tandem.utils.hub import served_names
+from tandem.utils.serving.browsers import names_of
 
 LAUNCHER = "tandem.inference.vllm.launcher"
 MIDDLEWARE = "tandem.inference.vllm.middleware.TandemMiddleware"

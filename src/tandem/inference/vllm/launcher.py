@@ -61,20 +61,17 @@ if __name__ == "__mp_main__":
         import vllm  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 
-def end_half_sent_requests() -> None:
-    """Connections as our own servers have them: vLLM takes uvicorn's default, which waits for ever."""
-    import uvicorn.config
-
-    from tandem.inference.connections import TimedProtocol
+def bound_connections() -> None:
+    """As our own servers do; vLLM takes uvicorn's default."""
     from tandem.inference.vllm.settings import Settings
+    from tandem.utils.serving.protocol import bound_every_connection
 
-    TimedProtocol.receive_timeout_s = Settings.from_environment().receive_timeout_s
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{TimedProtocol.__module__}:{TimedProtocol.__name__}"
+    bound_every_connection(Settings.from_environment().receive_timeout_s)
 
 
 def main() -> None:
     setup_logging(os.environ["VLLM_LOGGING_LEVEL"], "tandem")
-    end_half_sent_requests()
+    bound_connections()
     from vllm.entrypoints.cli.main import main as vllm_main  # pyright: ignore[reportMissingImports]
 
     listening = inherited_socket()

@@ -23,8 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.inference.api.errors import REFUSALS, BadRequest, answer_refusal, explain_invalid
 from tandem.inference.api.pause import pause_request
-from tandem.inference.browsers import RefuseForeignPages, not_json
-from tandem.inference.closing import AnswerWhenClosing
 from tandem.inference.control.updates import ControlPlane
 from tandem.inference.engine import AdapterRefused, EngineError, UpdateMode, WeightUpdateRefused
 from tandem.inference.identity import Identify, Identity
@@ -45,6 +43,8 @@ from tandem.types.openai import (
     UpdateWeightsRequest,
 )
 from tandem.utils.serving.auth import RequireApiKey
+from tandem.utils.serving.browsers import RefuseForeignPages, not_json
+from tandem.utils.serving.closing import AnswerWhenClosing
 from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import Answer, error_answer
 

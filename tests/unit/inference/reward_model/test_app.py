@@ -6,18 +6,19 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fastapi.testclient import TestClient
 from tokenizers import Tokenizer as FastTokenizer
 
+from tandem.config.inference import ServerConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.reward_model.app import create_app
 from tandem.inference.reward_model.scores import ScoreModel
 from tandem.models.reward_model import new_scorer, scorer_config
 from tandem.rewards.batcher import Batcher
+from tandem.rewards.server import guards_of
 from tandem.transport.weights.filesystem import WeightsPublisher
 
 CPU = torch.device("cpu")
@@ -108,8 +109,8 @@ def client(tiny_model: Path, tmp_path: Path) -> Iterator[TestClient]:
     grown.add_special_tokens(["<pad2>"])
     grown.save(str(tmp_path / "model" / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path / "model")
-    limits: Any = {"vocab_size": vocab_size, "seq_len": 20, "max_body_bytes": 1 << 20}
-    app = create_app(lengths, tokenizer, api_key="secret", **limits)
+    middleware = guards_of(ServerConfig(api_key="secret", max_body_mb=1), "secret")
+    app = create_app(lengths, tokenizer, vocab_size=vocab_size, seq_len=20, middleware=middleware)
     with TestClient(app, headers={"Authorization": "Bearer secret"}) as opened:
         yield opened
 

@@ -28,6 +28,17 @@ FAKE_VLLM = {
     "@instrument\ndef setup_server():\n    return create_server_socket(('127.0.0.1', 1)OPTIONS)",
 }
 
+# As vLLM starts uvicorn: by names, which are looked up after the launcher has done its part.
+FAKE_SERVER = """
+import asyncio, uvicorn
+from uvicorn.server import ServerState
+def main():
+    config = uvicorn.Config(print)
+    config.load()
+    protocol = config.http_protocol_class(config, ServerState(), {}, asyncio.new_event_loop())
+    print(type(protocol).__name__, protocol.receive_timeout_s)
+"""
+
 SETTINGS = Settings(Path("model"), "model", None, 1000, 60.0, (), frozenset()).to_environment()
 
 
@@ -37,9 +48,13 @@ def port() -> int:
 
 
 def launch(
-    folder: Path, environment: dict[str, str], descriptors: list[int], socket_options: str = ", reuse_port=False"
+    folder: Path,
+    environment: dict[str, str],
+    descriptors: list[int],
+    socket_options: str = ", reuse_port=False",
+    **modules: str,
 ) -> str:
-    for name, text in FAKE_VLLM.items():
+    for name, text in (FAKE_VLLM | {f"vllm/entrypoints/cli/{name}.py": text for name, text in modules.items()}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.replace("OPTIONS", socket_options))
     path = os.pathsep.join([str(folder), *sys.path])
@@ -59,6 +74,10 @@ def test_vllm_serves_on_the_socket_it_is_given(tmp_path: Path, port: int, socket
         number = listening.fileno()
         assert launch(tmp_path, {LISTENING_FD: str(number)}, [number], socket_options) == str(port)
     assert launch(tmp_path, {}, []) != str(port)
+
+
+def test_its_connections_are_bounded_as_ours(tmp_path: Path) -> None:
+    assert launch(tmp_path, {}, [], main=FAKE_SERVER) == "BoundedProtocol 60.0"
 
 
 def test_the_port_is_held_while_vllm_is_started(

@@ -9,7 +9,7 @@ from tests.unit.inference.api.conftest import hello_engine, write_tokenizer
 
 from tandem.inference.api.app import create_app
 from tandem.inference.api.context import ApiOptions
-from tandem.inference.browsers import names_of
+from tandem.utils.serving.browsers import names_of
 
 PORT = 8000
 POSTS = ("/v1/completions", "/pause", "/resume", "/update_weights", "/load_lora_adapter", "/tokenize", "/nowhere")

@@ -17,9 +17,9 @@ from tests.unit.inference.api.fake_engine import FakeEngine
 
 from tandem.inference.api.app import create_app
 from tandem.inference.api.context import ApiOptions
-from tandem.inference.connections import make_server
 from tandem.utils.ports import listen
 from tandem.utils.serving import limits
+from tandem.utils.serving.protocol import make_server
 
 TIMEOUT_S = 0.5
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
