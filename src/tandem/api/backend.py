@@ -19,7 +19,7 @@ from tandem.config.explain import explain_validation_error
 from tandem.config.trainer import TrainerConfig
 from tandem.launch.supervisor import last_lines
 from tandem.models.files import check_model_dir
-from tandem.transport.checkpoints import newest_checkpoint, prepare_run
+from tandem.transport.checkpoints import drop_lines_after, newest_checkpoint, prepare_run
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.types.rollout import TrainBatch
@@ -184,6 +184,8 @@ class PyTorchTrainingBackend:
         start = newest_checkpoint(self.run_dir) or 0
         for folder in [path for path in self.run_dir.weights.glob("step_*") if (step_of(path) or 0) > start]:
             shutil.rmtree(folder)
+        drop_lines_after(self.run_dir.metrics, start, "trainer")
+        self._metrics = Follower(self.run_dir.metrics)
         await self._launch_again(self.config.model_copy(update={"resume": start > 0}))
 
     async def _launch_again(self, config: TrainerConfig) -> None:

@@ -163,16 +163,21 @@ async def _loop(
     if manager.evaluator is not None and not done:
         history.append({"step": 0, "eval/reward": await _watched(backend, manager.evaluate(0, backend.run_dir))})
     generating = asyncio.ensure_future(manager.generate_batch())
+    started = time.monotonic()
     try:
         for step in range(done + 1, config.num_steps + 1):
-            started = time.monotonic()
+            waiting = time.monotonic()
             groups = await _watched(backend, generating)
-            generated_s = time.monotonic() - started
+            generated = time.monotonic()
             left_out, state = manager.filter.take_metrics(), _state(step, manager.data_buffer)
             is_last = step == config.num_steps
             if config.overlap and not is_last:
                 generating = asyncio.ensure_future(manager.generate_batch())
             batch = _make_batch(groups, step, config, backend.run_dir)
+            times = {"generate_s": generated - waiting, "step_s": generated - started}
+            started = generated
+            own = batch_metrics(groups, step) | RewardShaping(config.orchestrator).metrics(groups) | left_out | times
+            run_log.metrics(step, own)  # before the trainer has the batch: a run that is resumed goes on after it
             trained = await backend.train(replace(batch, orchestrator_state=state.encode()))
             if step % config.sync_every == 0 or is_last:
                 await manager.update_weights(backend.weights(step), step)
@@ -181,9 +186,6 @@ async def _loop(
                     trained["eval/reward"] = await _watched(backend, manager.evaluate(served, backend.run_dir))
             if not config.overlap and not is_last:
                 generating = asyncio.ensure_future(manager.generate_batch())
-            times = {"generate_s": generated_s, "step_s": time.monotonic() - started}
-            own = batch_metrics(groups, step) | RewardShaping(config.orchestrator).metrics(groups) | left_out | times
-            run_log.metrics(step, own)
             forwarder.forward()
             history.append({"step": step} | own | trained)
     finally:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.config.sources import SUFFIXES, Tree
 from tandem.utils.errors import UserError
-from tandem.utils.run_dir import COMMAND
+from tandem.utils.run_content import COMMAND
 
 FLAG = "--resume"
 # What belongs to one start of a run rather than to the run.

@@ -52,6 +52,16 @@ class Evaluator:
 
     async def run(self, version: int, run_dir: RunDir) -> float:
         """Mean reward over the held-out tasks; tasks that fail are counted, not averaged."""
+        metrics = await self.measure(version, run_dir)
+        self.run_log.metrics(version, metrics)
+        return metrics[self.prefix + "reward"]
+
+    @property
+    def prefix(self) -> str:
+        return f"eval/{self.name}/" if self.name else "eval/"
+
+    async def measure(self, version: int, run_dir: RunDir) -> dict[str, float]:
+        """The metrics of an evaluation, whose samples are written."""
         started = time.monotonic()
         outcomes = await asyncio.gather(
             *(self._group(order, task, prompt) for order, (task, prompt) in enumerate(self.tasks)),
@@ -74,11 +84,9 @@ class Evaluator:
             "num_failed": len(failures),
             "seconds": time.monotonic() - started,
         }
-        prefix = f"eval/{self.name}/" if self.name else "eval/"
-        self.run_log.metrics(version, {prefix + key: value for key, value in metrics.items()})
         where = f" on {self.name}" if self.name else ""
         logger.info("held-out reward of version %d%s: %s", version, where, describe(scores, len(groups)))
-        return scores["reward"]
+        return {self.prefix + key: value for key, value in metrics.items()}
 
     async def _group(self, order: int, task: Task, prompt: Sequence[int]) -> Group:
         seed = request_seed(self.seed, "eval", order)
@@ -97,9 +105,11 @@ class MixedEvaluator:
         return self.evaluators[0].is_due(previous, version, last_version)
 
     async def run(self, version: int, run_dir: RunDir) -> float:
-        rewards = await asyncio.gather(*(evaluator.run(version, run_dir) for evaluator in self.evaluators))
-        reward = statistics.fmean(rewards)
-        self.run_log.metrics(version, {"eval/reward": reward})
+        """In one line of metrics.jsonl: what is ended before it evaluates all of them again."""
+        measured = await asyncio.gather(*(evaluator.measure(version, run_dir) for evaluator in self.evaluators))
+        metrics = {name: value for of_one in measured for name, value in of_one.items()}
+        reward = statistics.fmean(metrics[evaluator.prefix + "reward"] for evaluator in self.evaluators)
+        self.run_log.metrics(version, {**metrics, "eval/reward": reward})
         return reward
 
 

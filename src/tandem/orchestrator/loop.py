@@ -2,7 +2,7 @@
 
 Two tasks run side by side:
 
-    batches   dispatcher ─► groups ─► advantages ─► rollouts/step_n ─► metrics, samples
+    batches   dispatcher ─► groups ─► advantages ─► samples, metrics ─► rollouts/step_n
     policy    weights/step_n ─► /update_weights or /load_lora_adapter ─► evaluation where due
 
 A third ends the run as soon as it has lost its server.
@@ -189,23 +189,26 @@ class Orchestrator:
             max_orders=config.max_steps * step_size,
             tries=max(plan.env.tries for plan in self.plans.values()),
         )
-        rate = Rate(time.monotonic())
+        started = time.monotonic()
+        rate = Rate(started)
         try:
             for step in range(self.start.step + 1, config.max_steps + 1):
-                started = time.monotonic()
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
                 collected = time.monotonic()
                 # Beside the loop: other rollouts go on.
-                await asyncio.to_thread(self._write_batch, groups, step, self._state(step, dispatcher))
-                written = time.monotonic()
+                await asyncio.to_thread(self._stage_batch, groups, step, self._state(step, dispatcher))
+                staged = time.monotonic()
                 num_tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
                 times = {
-                    "step_s": written - started,
-                    "batch_s": written - collected,
-                    "tokens_per_s": rate.add(written, num_tokens),
+                    "step_s": staged - started,
+                    "batch_s": staged - collected,
+                    "tokens_per_s": rate.add(staged, num_tokens),
                 }
+                started = staged
                 counts = {"groups/stale": buffer.num_dropped_stale, "groups/cut": dispatcher.num_cut}
                 self._log_step(groups, step, policy.version, times | counts)
+                # Last: with the batch the step is done, and a run that is resumed goes on after it.
+                await asyncio.to_thread(self.writer.publish, step)
         finally:
             await dispatcher.close()
 
@@ -235,13 +238,13 @@ class Orchestrator:
         prompt = self.prompts.train[self.tasks.place(order)]
         return await self.makers[plan.name].make_group(task, prompt, order, sampling)
 
-    def _write_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
+    def _stage_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config
         rewards = [self.shaping.rewards(group) for group in groups]
         advantages = self.advantages(groups, rewards)
         batch = make_batch(groups, rewards, advantages, step, config.sampling.temperature)
-        self.writer.write(replace(batch, orchestrator_state=state.encode()))
         write_samples(self.run_dir.samples(step), groups, advantages)
+        self.writer.stage(replace(batch, orchestrator_state=state.encode()))
 
     def _log_step(self, groups: list[Group], step: int, version: int, measured: dict[str, float]) -> None:
         metrics = batch_metrics(groups, step) | self.shaping.metrics(groups)

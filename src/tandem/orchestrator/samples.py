@@ -6,11 +6,11 @@ from typing import Any
 
 from tandem.orchestrator.batches import Advantage
 from tandem.types.rollout import Group, Rollout
-from tandem.utils.files import json_bytes
+from tandem.utils.files import json_bytes, write_atomic
 
 
 def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]] | None) -> None:
-    """One line a rollout. Written aside and renamed, so that a reader never sees half of it."""
+    """One line a rollout."""
     lines = []
     for number, group in enumerate(groups):
         for index, rollout in enumerate(group.rollouts):
@@ -28,10 +28,7 @@ def write_samples(path: Path, groups: Sequence[Group], advantages: Sequence[Sequ
             if advantages is not None:
                 line["advantage"] = advantages[number][index]
             lines.append(json_bytes(line))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(b"\n".join(lines) + b"\n")
-    temporary.replace(path)
+    write_atomic(path, b"\n".join(lines) + b"\n", flush=False)
 
 
 def _of_conversations(rollout: Rollout) -> dict[str, Any]:

@@ -49,12 +49,12 @@ def joined_ranks(config: TrainingConfig) -> Iterator[Ranks]:
         yield ranks
 
 
-def agree_on_start(config: TrainingConfig, ranks: Ranks) -> int:
+def agree_on_start(config: TrainingConfig, ranks: Ranks, process: str) -> int:
     """The step to continue after, 0 for a new run. The first rank reads and checks the checkpoint for all."""
     start = 0
     if ranks.is_first:
         run_dir = RunDir(config.output_dir)
-        start = start_step(run_dir, resume=config.resume, own_folder="weights", marker=MANIFEST)
+        start = start_step(run_dir, process, resume=config.resume, own_folder="weights", marker=MANIFEST)
         if start > config.max_steps:
             raise UserError(
                 f"max_steps = {config.max_steps}, but the run in output_dir = {str(config.output_dir)!r} has a "

@@ -8,16 +8,16 @@ checkpoints/step_000012/manifest.json       written last, over all of it
 import logging
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.config.shared import CheckpointConfig
 from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest, withdraw
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json_lines, write_atomic
+from tandem.utils.files import keep_lines, read_json_lines, remove
 from tandem.utils.metrics import parse_metrics_line
-from tandem.utils.run_dir import RunDir, step_name, step_of, steps_with
+from tandem.utils.run_dir import RunDir, step_name, step_of, step_of_samples, steps_with
 
 logger = logging.getLogger(__name__)
 
@@ -134,16 +134,28 @@ def is_finished(run_dir: RunDir, processes: Sequence[str], max_steps: int) -> bo
 
 def rewind(run_dir: RunDir, step: int) -> list[str]:
     """Delete what was written after `step`, so that a resumed run cannot meet it. Returns the names."""
-    removed = []
     withdraw(run_dir.weights)
-    for folder in (run_dir.rollouts, run_dir.weights, run_dir.checkpoints):
-        for path in sorted(folder.iterdir()) if folder.exists() else []:
-            found = step_of(path)
-            if (found is not None and found > step) or path.name.endswith(".tmp"):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-                removed.append(f"{folder.name}/{path.name}")
-    num_dropped = drop_lines_after(run_dir.metrics, step)
-    return [*removed, f"{num_dropped} lines of {run_dir.metrics.name}"] if num_dropped else removed
+    removed = [
+        f"{folder.name}/{name}"
+        for folder in (run_dir.rollouts, run_dir.weights, run_dir.checkpoints)
+        for name in _remove_after(folder, step, step_of)
+    ]
+    counts = {
+        f"files of {run_dir.samples_folder.name}": len(_remove_after(run_dir.samples_folder, step, step_of_samples)),
+        f"lines of {run_dir.metrics.name}": drop_lines_after(run_dir.metrics, step),
+    }
+    return removed + [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def _remove_after(folder: Path, step: int, step_in: Callable[[Path], int | None]) -> list[str]:
+    """What belongs to a later step by its name, and what was not finished. Returns the names."""
+    removed = []
+    for path in sorted(folder.iterdir()) if folder.exists() else []:
+        found = step_in(path)
+        if (found is not None and found > step) or path.name.endswith(".tmp"):
+            remove(path)
+            removed.append(path.name)
+    return removed
 
 
 def prepare_run(run_dir: RunDir, *, resume: bool, clean: bool) -> int:
@@ -162,26 +174,29 @@ def prepare_run(run_dir: RunDir, *, resume: bool, clean: bool) -> int:
     return step
 
 
-def drop_lines_after(path: Path, step: int) -> int:
-    """Leave out the lines of later steps, which will be written again, and those that are damaged or cut short."""
-    if not path.exists():
-        return 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    records = [parse_metrics_line(line) if line.endswith(b"\n") else None for line in lines]
-    if (num_damaged := records.count(None)) > 0:
-        logger.warning("%s: %d damaged lines are removed", path, num_damaged)
-    pairs = zip(lines, records, strict=True)
-    kept = [line for line, record in pairs if record is not None and record["step"] <= step]
-    if len(kept) < len(lines):
-        write_atomic(path, b"".join(kept))
-    return len(lines) - len(kept)
+def drop_lines_after(path: Path, step: int, process: str | None = None) -> int:
+    """Leave out the lines of later steps, of all processes or one: they will be written again. Lines that are damaged
+    or cut short go as well."""
+
+    def choose(lines: list[bytes]) -> list[bytes]:
+        records = [parse_metrics_line(line) if line.endswith(b"\n") else None for line in lines]
+        if (num_damaged := records.count(None)) > 0:
+            logger.warning("%s: %d damaged lines are removed", path, num_damaged)
+        pairs = zip(lines, records, strict=True)
+        return [line for line, record in pairs if record is not None and not is_to_come(record)]
+
+    def is_to_come(record: Mapping[str, Any]) -> bool:
+        return record["step"] > step and process in (None, record["process"])
+
+    return keep_lines(path, choose)
 
 
-def start_step(run_dir: RunDir, *, resume: bool, own_folder: str, marker: str) -> int:
+def start_step(run_dir: RunDir, process: str, *, resume: bool, own_folder: str, marker: str) -> int:
     """The step to go on from; 0 for a new run.
 
     `own_folder` is where the calling process publishes: what lies there beyond the starting point would be
-    taken for this run's, so it is refused (`rl --resume` and `rl --clean` remove it).
+    taken for this run's, so it is refused (`rl --resume` and `rl --clean` remove it). Its lines in metrics.jsonl of a
+    step that it was killed in, before it published, are removed.
     """
     step = require_checkpoint(run_dir) if resume else 0
     beyond = [found for found in steps_with(run_dir.root / own_folder, marker) if found > step]
@@ -190,6 +205,7 @@ def start_step(run_dir: RunDir, *, resume: bool, own_folder: str, marker: str) -
             f"output_dir = {str(run_dir.root)!r} holds {own_folder} up to step {beyond[-1]}, but this run starts "
             f"after step {step}; use `rl --resume` or `rl --clean`, which remove them, or another output_dir"
         )
+    drop_lines_after(run_dir.metrics, step, process)
     if resume:
         logger.info("resuming after step %d", step)
     return step

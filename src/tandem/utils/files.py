@@ -48,7 +48,7 @@ def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
     """Write `content` so that `path` holds either the old bytes or all of the new ones. Without `flush` this holds for
     other processes, not for a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = staging_path(path)
     try:
         with naming_file(path), temporary.open("wb") as file:
             file.write(content)
@@ -118,8 +118,7 @@ def publish_directory(staging: Path, final: Path, *, flush: bool = True) -> None
             file.chmod(readable)  # some libraries write files for their owner only
     if flush:
         flush_directory(staging)
-    if final.exists():
-        shutil.rmtree(final)
+    remove(final)
     staging.rename(final)
     if flush:
         fsync_path(final.parent)
@@ -131,28 +130,65 @@ def flush_directory(folder: Path) -> None:
     fsync_path(folder)
 
 
+def staging_path(final: Path) -> Path:
+    """Where this process fills what becomes `final`."""
+    return final.with_name(f".{final.name}.{os.getpid()}.tmp")
+
+
 def staging_directory(final: Path) -> Path:
     """A fresh, empty directory beside `final`, to be filled and then published."""
-    staging = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    if staging.exists():
-        shutil.rmtree(staging)
+    staging = staging_path(final)
+    remove(staging)
     staging.mkdir(parents=True)
     return staging
 
 
+def remove(path: Path) -> None:
+    """Whatever is there, if anything; of a link the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def append_json_line(path: Path, value: Any) -> None:
-    """Append one line; the lock keeps lines of several processes whole, on network file systems too."""
+    """Append one line."""
     line = (json.dumps(value) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        with naming_file(path):
-            fcntl.lockf(descriptor, fcntl.LOCK_EX)
-            size = os.fstat(descriptor).st_size
-            if os.write(descriptor, line) != len(line):
-                os.ftruncate(descriptor, size)  # the next line would be damaged by half of this one
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(descriptor)
+    with _locked_lines(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line  # whoever wrote the last one was killed halfway
+        if os.write(descriptor, line) != len(line):
+            os.ftruncate(descriptor, size)  # the next line would be damaged by half of this one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def keep_lines(path: Path, choose: Callable[[list[bytes]], list[bytes]]) -> int:
+    """Leave out the lines that `choose` does not return, while other processes may append. Returns how many."""
+    if not path.exists():
+        return 0
+    with _locked_lines(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
+        lines = file.read().splitlines(keepends=True)
+        kept = choose(lines)
+        if len(kept) < len(lines):
+            write_atomic(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+@contextmanager
+def _locked_lines(path: Path) -> Iterator[int]:
+    """A file of lines, open at its end. The lock keeps lines of several processes whole, on network file systems too;
+    one that was replaced while the lock was waited for is opened again."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            with naming_file(path):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX)
+                if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                    yield descriptor
+                    return
+        finally:
+            os.close(descriptor)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines, write_atomic
 from tandem.utils.findings import Finding, Watch
 from tandem.utils.provenance import without_keys
+from tandem.utils.run_content import WANDB_ID
 from tandem.utils.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class WandbTracker:
 
 def _wandb_id(run_dir: RunDir, *, is_new: bool) -> str:
     """The name by which W&B knows the run, kept in the run directory."""
-    path = run_dir.config / "wandb_id.txt"
+    path = run_dir.config / WANDB_ID
     if is_new or not path.exists():
         write_atomic(path, secrets.token_hex(4).encode())
     return path.read_text()

@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from tandem.utils.files import write_atomic, write_json
-from tandem.utils.run_dir import COMMAND, VERSIONS
+from tandem.utils.run_content import COMMAND, VERSIONS
 
 PACKAGES = ("tandem-rl", "torch", "numpy", "safetensors", "tokenizers", "pydantic", "fastapi")
 
 
 def write_run_config(folder: Path, configs: Mapping[str, Any]) -> None:
-    """One JSON file a process, where it was started and how, and the versions of what matters."""
+    """One JSON file a process, where it was started and how, and the versions of what matters; these come first, as
+    they tell that a run wrote here."""
+    write_json(folder / VERSIONS, package_versions())
     for name, config in configs.items():
         write_json(folder / f"{name}.json", config)
     command = f"{shlex.join(['cd', str(Path.cwd())])}\n{shlex.join(without_secrets(sys.argv))}\n"
     write_atomic(folder / COMMAND, command.encode())
-    write_json(folder / VERSIONS, package_versions())
 
 
 def own_command(name: str) -> str:

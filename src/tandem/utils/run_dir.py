@@ -5,23 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.utils.errors import UserError
+from tandem.utils.run_content import delete_run, is_of_a_run, overwritten, refuse_misshapen
 
-COMMAND, VERSIONS = "command.txt", "versions.json"  # below config/
-# What makes a directory a run, and what a run leaves besides.
+# What makes a directory a run.
 RUN_CONTENT = ("rollouts", "weights", "checkpoints", "metrics.jsonl", "events.jsonl")
-RUN_SURROUNDINGS = (
-    "config",
-    "logs",
-    "samples",
-    "failures.jsonl",
-    "adapter",
-    "merged",
-    "reference.safetensors",
-    "dry_run",
-    "tensorboard",
-    "wandb",
-    "stop",
-)
 
 
 @dataclass(frozen=True)
@@ -86,44 +73,54 @@ class RunDir:
         """Reference log-probs of the data, precomputed by `align`."""
         return self.root / "reference.safetensors"
 
+    @property
+    def samples_folder(self) -> Path:
+        return self.root / "samples"
+
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"
 
     def samples(self, step: int) -> Path:
-        return self.root / "samples" / f"{step_name(step)}.jsonl"
+        return self.samples_folder / f"{step_name(step)}.jsonl"
 
     def eval_samples(self, version: int, environment: str = "") -> Path:
         name = f"eval_{environment}_{step_name(version)}" if environment else f"eval_{step_name(version)}"
-        return self.root / "samples" / f"{name}.jsonl"
-
-    def holds_a_run(self) -> bool:
-        return any((self.root / entry).exists() for entry in RUN_CONTENT)
+        return self.samples_folder / f"{name}.jsonl"
 
     def create(self) -> None:
-        for folder in (self.config, self.root / "logs", self.root / "samples"):
+        for folder in (self.config, self.root / "logs", self.samples_folder):
             folder.mkdir(parents=True, exist_ok=True)
-
-    def is_of_a_run(self) -> bool:
-        """Whether a run wrote here: it leaves the versions it was started with, its last weights, folders for steps."""
-        if (self.config / VERSIONS).exists() or (self.weights / "latest").exists():
-            return True
-        steps = (path for folder in (self.rollouts, self.weights, self.checkpoints) for path in folder.glob("*"))
-        return any(step_of(path) is not None for path in steps)
 
     def clean(self) -> None:
         """Remove what a run wrote, and only that: other files in the directory stay, and all where there was no run."""
-        if not self.is_of_a_run():
-            return
-        for entry in RUN_CONTENT + RUN_SURROUNDINGS:
-            path = self.root / entry
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        if is_of_a_run(self.root):
+            delete_run(self.root)
 
     def refuse_another_run(self, *, resume: bool, clean: bool) -> None:
         if resume and clean:
             raise UserError("resume and clean exclude each other: --resume continues a run, --clean deletes it")
+        self._refuse_unusable()
+        refuse_misshapen(self.root)
+        if resume:
+            return
+        given, is_a_run, content = f"output_dir = {str(self.root)!r}", is_of_a_run(self.root), self._content()
+        if content is not None and not clean:
+            raise UserError(
+                f"{given} holds another run; continue it (--resume), delete it (--clean), or choose another "
+                "--output-dir"
+            )
+        if content is not None and not is_a_run:
+            raise UserError(
+                f"{given} has {content!r}, which no run wrote, and --clean deletes only runs; choose another "
+                "--output-dir, or move it away"
+            )
+        if not is_a_run and (found := overwritten(self.root)) is not None:
+            raise UserError(
+                f"{given} has {str(found.relative_to(self.root))!r}, which no run wrote and a run would overwrite; "
+                "choose another --output-dir, or move it away"
+            )
+
+    def _refuse_unusable(self) -> None:
         try:
             is_file = self.root.exists() and not self.root.is_dir()
         except OSError as error:  # a name that is too long, or a folder that may not be looked into
@@ -132,17 +129,14 @@ class RunDir:
             ) from error
         if is_file:
             raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
-        if clean and self.holds_a_run() and not self.is_of_a_run():
-            found = next(entry for entry in RUN_CONTENT if (self.root / entry).exists())
-            raise UserError(
-                f"output_dir = {str(self.root)!r} has {found!r}, which no run wrote, and --clean deletes only runs; "
-                "choose another --output-dir, or move it away"
-            )
-        if self.holds_a_run() and not resume and not clean:
-            raise UserError(
-                f"output_dir = {str(self.root)!r} holds another run; continue it (--resume), "
-                "delete it (--clean), or choose another --output-dir"
-            )
+
+    def _content(self) -> str | None:
+        """Some of what makes the directory a run. A folder that is empty is nothing yet, such as a link to a disk."""
+        for entry in RUN_CONTENT:
+            path = self.root / entry
+            if any(path.iterdir()) if path.is_dir() else path.exists():
+                return entry
+        return None
 
 
 def step_name(step: int) -> str:
@@ -151,8 +145,16 @@ def step_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step in a name such as step_000012, or None where the name is another's."""
-    head, _, digits = path.name.partition("_")
-    return int(digits) if head == "step" and digits.isdigit() else None
+    digits = path.name.removeprefix("step_")
+    is_number = digits.isascii() and digits.isdecimal()
+    return int(digits) if is_number and path.name == step_name(int(digits)) else None
+
+
+def step_of_samples(path: Path) -> int | None:
+    """The same of step_000012.jsonl, eval_step_000012.jsonl or eval_maths_step_000012.jsonl."""
+    head, _, digits = path.name.removesuffix(".jsonl").rpartition("step_")
+    is_ours = path.suffix == ".jsonl" and (not head or (head.startswith("eval_") and head.endswith("_")))
+    return step_of(Path(f"step_{digits}")) if is_ours else None
 
 
 def steps_with(folder: Path, marker: str) -> list[int]:

@@ -242,7 +242,7 @@ def test_rewind_of_an_empty_directory(tmp_path: Path) -> None:
 
 
 def start(run_dir: RunDir, *, resume: bool) -> int:
-    return start_step(run_dir, resume=resume, own_folder="weights", marker=MANIFEST)
+    return start_step(run_dir, "trainer", resume=resume, own_folder="weights", marker=MANIFEST)
 
 
 def test_a_new_run_starts_at_zero_and_a_resumed_one_at_its_checkpoint(tmp_path: Path) -> None:
@@ -281,6 +281,18 @@ def test_work_beyond_the_start_is_refused(tmp_path: Path) -> None:
         start(run_dir, resume=True)
     rewind(run_dir, 6)
     assert start(run_dir, resume=True) == 6
+
+
+def test_a_step_that_was_not_published_is_logged_once(tmp_path: Path) -> None:
+    """The trainer was killed after its line of step 7; the orchestrator goes on, and keeps its own."""
+    run_dir = RunDir(tmp_path)
+    save(run_dir.checkpoints, 6)
+    for process in ("trainer", "orchestrator"):
+        for step in (6, 7):
+            RunLog(run_dir, process).metrics(step, {"loss": 0.5})
+    assert start(run_dir, resume=True) == 6
+    left = [(line["process"], line["step"]) for line in read_metrics(run_dir)]
+    assert left == [("trainer", 6), ("orchestrator", 6), ("orchestrator", 7)]
 
 
 def test_what_could_not_be_kept_is_refused() -> None:

@@ -1,12 +1,60 @@
 """The run directory: what is a run, what may be deleted."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tandem.utils import run_content
 from tandem.utils.errors import UserError
+from tandem.utils.files import remove
+from tandem.utils.metrics import RunLog
 from tandem.utils.provenance import write_run_config
-from tandem.utils.run_dir import RUN_CONTENT, RunDir, remove_old_steps, step_name, step_of, steps_with
+from tandem.utils.run_dir import (
+    RUN_CONTENT,
+    RunDir,
+    remove_old_steps,
+    step_name,
+    step_of,
+    step_of_samples,
+    steps_with,
+)
+
+# What a run leaves, by all that it can be told to do; folders end with a slash.
+OF_A_RUN = (
+    *("config/rl.json", "config/inference_0.json", "config/orchestrator.json", "config/trainer_rank_1.json"),
+    *("config/servers.txt", "logs/trainer.log", "logs/inference_1.log", "logs/engine_0/", "dry_run/plan.json"),
+    *("metrics.jsonl", "events.jsonl", "failures.jsonl", "reference.safetensors", "stop"),
+    *("rollouts/step_000001/", "rollouts/.step_000002.7.tmp/", "checkpoints/step_000001/", "weights/step_000001/"),
+    *("checkpoints/.step_000001.removed.tmp/", "weights/announced.json", "merged/step_000001/"),
+    *("adapter/step_1000000/", "samples/step_000001.jsonl", "samples/eval_my_maths_step_000001.jsonl"),
+    *("samples/.step_000002.jsonl.7.tmp", "tensorboard/events.out.tfevents.1.host", "wandb/run-2025_1-abc/"),
+)
+# What people keep in folders of the same names.
+OF_A_USER = (
+    *("config/mine.toml", "config/models.json", "config/rl.toml", "logs/notes.txt", "logs/mine.log", "dry_run/a.txt"),
+    *("samples/golden.jsonl", "samples/step_1.jsonl", "samples/step_000001.txt", "checkpoints/mine.pt"),
+    *("checkpoints/step_000001.pt", "checkpoints/step_7/", "weights/model.safetensors", "rollouts/1.json"),
+    *("merged/model.bin", "adapter/notes", "tensorboard/mine/", "wandb/run-2025_1-xyz/", "wandb/settings", "notes.txt"),
+)
+
+
+def make(path: Path, content: str | None = "mine") -> None:
+    """A file; without content, or with a name that ends with a slash, a folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if content is None else path.write_text(content)
+
+
+def make_all(root: Path, names: Sequence[str]) -> None:
+    for name in names:
+        make(root / name, None if name.endswith("/") else "mine")
+
+
+def listed(root: Path) -> list[str]:
+    """Files and empty folders below, as the names above."""
+    leaves = [path for path in root.rglob("*") if not path.is_dir() or path.is_symlink() or not any(path.iterdir())]
+    return sorted(f"{path.relative_to(root)}{'/' * (path.is_dir() and not path.is_symlink())}" for path in leaves)
 
 
 def test_paths_by_hand(tmp_path: Path) -> None:
@@ -20,7 +68,7 @@ def test_paths_by_hand(tmp_path: Path) -> None:
 def test_another_run_is_refused_unless_it_is_resumed_or_deleted(tmp_path: Path, entry: str) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.refuse_another_run(resume=False, clean=False)
-    (tmp_path / entry).mkdir()
+    make(tmp_path / entry / "step_000001" if "." not in entry else tmp_path / entry)
     message = r"output_dir = '.*' holds another run; continue it \(--resume\), delete it \(--clean\), or choose"
     with pytest.raises(UserError, match=message):
         run_dir.refuse_another_run(resume=False, clean=False)
@@ -52,19 +100,117 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
 
 
 def test_clean_removes_the_run_and_leaves_the_rest(tmp_path: Path) -> None:
+    """What is not a run's stays, in whichever folder."""
     run_dir = RunDir(tmp_path)
     run_dir.create()
-    for folder in (run_dir.rollouts, run_dir.weights, run_dir.checkpoints, run_dir.dry_run, tmp_path / "tensorboard"):
-        (folder / "step_000001").mkdir(parents=True)
-    (run_dir.weights / "latest").symlink_to("step_000001")
-    run_dir.metrics.write_text("{}\n")
-    run_dir.events.write_text("{}\n")
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "plots").mkdir()
+    make_all(tmp_path, OF_A_RUN + OF_A_USER)
+    write_run_config(run_dir.config, {})
+    for name in ("latest", ".latest.tmp"):
+        (run_dir.weights / name).symlink_to("step_000001")
+    (run_dir.config / "wandb_id.txt").write_text("abc")
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-2025_1-abc")
+    run_dir.refuse_another_run(resume=False, clean=True)
     run_dir.clean()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "plots"]
+    assert listed(tmp_path) == sorted(OF_A_USER)
     run_dir.clean()
     RunDir(tmp_path / "nowhere").clean()
+
+
+def test_clean_leaves_no_empty_folder(tmp_path: Path) -> None:
+    make_all(tmp_path, [name for name in OF_A_RUN if not name.startswith("wandb")])
+    write_run_config(RunDir(tmp_path).config, {})
+    RunDir(tmp_path).clean()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["rollouts", "weights", "checkpoints", "samples", "logs"])
+def test_clean_follows_a_link_to_another_disk(tmp_path: Path, folder: str) -> None:
+    run_dir, scratch = RunDir(tmp_path / "run"), tmp_path / "scratch"
+    make_all(scratch, ["notes.txt"])
+    run_dir.root.mkdir()
+    (run_dir.root / folder).symlink_to(scratch)
+    make_all(run_dir.root, OF_A_RUN)
+    write_run_config(run_dir.config, {})
+    run_dir.clean()
+    assert listed(run_dir.root) == sorted([folder, "wandb/run-2025_1-abc/"])
+    assert listed(scratch) == ["notes.txt"] and (run_dir.root / folder).is_symlink()
+
+
+@pytest.mark.parametrize("tells", ["versions", "events", "latest"])
+def test_a_deletion_that_is_cut_short_can_be_repeated(
+    tmp_path: Path, tells: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is cut: what tells whose the directory is goes last."""
+
+    class Killed(BaseException):
+        pass
+
+    removed: list[Path] = []
+
+    def remove_some(path: Path) -> None:
+        if len(removed) == most:
+            raise Killed
+        removed.append(path)
+        remove(path)
+
+    monkeypatch.setattr(run_content, "remove", remove_some)
+    for most in range(len(OF_A_RUN) + 3):
+        removed.clear()
+        run_dir = RunDir(tmp_path / str(most))
+        make_all(run_dir.root, [name for name in OF_A_RUN if not name.startswith("wandb")])
+        if tells == "versions":
+            write_run_config(run_dir.config, {})
+        elif tells == "events":
+            RunLog(run_dir, "trainer").event("started")
+            run_dir.events.write_text(run_dir.events.read_text().removeprefix("mine\n"))
+        else:
+            (run_dir.weights / "latest").symlink_to("step_000001")
+        try:
+            run_dir.clean()
+        except Killed:
+            assert len(removed) == most
+        run_dir.refuse_another_run(resume=False, clean=True)
+    assert len(removed) < most, "the last of them was not cut"
+
+
+@pytest.mark.parametrize("name", [name for name in OF_A_RUN if name.split("/")[0] in ("config", "samples", "stop")])
+def test_what_a_run_would_overwrite_is_refused_where_no_run_wrote(tmp_path: Path, name: str) -> None:
+    make_all(tmp_path, [name])
+    for clean in (False, True):
+        with pytest.raises(UserError, match=rf"has '{name}', which no run wrote and a run would overwrite; choose"):
+            RunDir(tmp_path).refuse_another_run(resume=False, clean=clean)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("checkpoints", "checkpoints is a file, and a run has a folder there; move it away"),
+        ("config/rl.json/", r"config/rl\.json is a folder, and a run has a file there"),
+        ("logs/trainer.log/", r"logs/trainer\.log is a folder"),
+        ("metrics.jsonl/", r"metrics\.jsonl is a folder"),
+    ],
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str, told: str, resume: bool) -> None:
+    make_all(tmp_path, [name])
+    with pytest.raises(UserError, match=told):
+        RunDir(tmp_path).refuse_another_run(resume=resume, clean=not resume)
+
+
+@pytest.mark.parametrize("name", ["samples", "events.jsonl", "config/trainer.json"])
+@pytest.mark.parametrize("target", ["nowhere", "itself"])
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path, name: str, target: str) -> None:
+    link = tmp_path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(link if target == "itself" else target)
+    with pytest.raises(UserError, match=f"{name} is a link that leads nowhere, and a run has a f"):
+        RunDir(tmp_path).refuse_another_run(resume=False, clean=False)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(UserError, match=r"events\.jsonl is neither a file nor a folder"):
+        RunDir(tmp_path).refuse_another_run(resume=False, clean=False)
 
 
 def test_step_names() -> None:
@@ -73,6 +219,15 @@ def test_step_names() -> None:
     assert step_of(Path("step_1234567")) == 1234567
     for name in ("latest", "step_", "step_x", ".step_000012.7.tmp", "eval_step_000012", "step_000012.jsonl"):
         assert step_of(Path(name)) is None, name
+    for name in ("step_²", "step_12", "step_٠٠٠٠١٢", "step_0000012"):
+        assert step_of(Path(name)) is None, f"{name} is not where step_name leads"
+
+
+def test_steps_of_samples() -> None:
+    for name in ("step_000012.jsonl", "eval_step_000012.jsonl", "eval_my_step_3_step_000012.jsonl"):
+        assert step_of_samples(Path(name)) == 12, name
+    for name in ("step_000012", "golden.jsonl", "my_step_000012.jsonl", "eval_step_12.jsonl", "step_000012.json"):
+        assert step_of_samples(Path(name)) is None, name
 
 
 def test_steps_with_a_marker_are_in_order(tmp_path: Path) -> None:

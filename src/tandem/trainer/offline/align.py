@@ -37,7 +37,7 @@ def train_align(config: AlignConfig, data: Dataset[AlignRow], forwarder: Metrics
 
 def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwarder, ranks: Ranks) -> None:
     run_dir = RunDir(config.output_dir)
-    start = agree_on_start(config, ranks)
+    start = agree_on_start(config, ranks, "align")
     trained = load(config, ranks)
     throughput = trained.throughput()
     run_log = RunLog(run_dir, "align", enabled=ranks.is_first)

@@ -38,7 +38,7 @@ def train_sft(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Met
 
 def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: MetricsForwarder, ranks: Ranks) -> None:
     run_dir = RunDir(config.output_dir)
-    start = agree_on_start(config, ranks)
+    start = agree_on_start(config, ranks, "sft")
     trained = load_trained(config.model, config.optimizer, config.parallel, ranks, lora=config.lora, seed=config.seed)
     throughput = trained.throughput()
     run_log = RunLog(run_dir, "sft", enabled=ranks.is_first)

@@ -54,7 +54,7 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
     if memory is None and config.share_weights:
         memory = shared_memory(getattr(torch, config.model.dtype), choose_device(config.device))
     run_dir = RunDir(config.output_dir)
-    start = agree_on_start(config, ranks)
+    start = agree_on_start(config, ranks, "trainer")
     exactly = config.deterministic and not config.parallel.compile
     trained = load_policy(config, ranks, exactly=exactly)
     live = memory if isinstance(memory, LiveWeights) else None

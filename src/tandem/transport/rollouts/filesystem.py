@@ -17,7 +17,7 @@ from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
 from tandem.types.rollout import PackedBatch, TrainBatch
 from tandem.utils.errors import disk_errors
-from tandem.utils.files import publish_directory, staging_directory
+from tandem.utils.files import publish_directory, staging_directory, staging_path
 from tandem.utils.run_dir import remove_old_steps, step_name
 from tandem.utils.waiting import Deadline, wait_for
 
@@ -37,8 +37,12 @@ class RolloutWriter:
         self.keep = keep
 
     def write(self, batch: TrainBatch) -> None:
-        final = self.folder / step_name(batch.step)
-        staging = staging_directory(final)
+        self.stage(batch)
+        self.publish(batch.step)
+
+    def stage(self, batch: TrainBatch) -> None:
+        """Write all of a batch, where no reader looks yet."""
+        staging = staging_directory(self.folder / step_name(batch.step))
         packed = batch.packed
         tensors = {name: getattr(packed, name) for name in PACKED_FIELDS}
         tensors |= {STREAM + name: stream for name, stream in packed.streams.items()}
@@ -51,7 +55,11 @@ class RolloutWriter:
             save_file(tensors, staging / BATCH_FILE, metadata=metadata)
         (staging / ORCHESTRATOR).write_bytes(batch.orchestrator_state)
         write_manifest(staging, batch.step, MARKER)
-        publish_directory(staging, final)
+
+    def publish(self, step: int) -> None:
+        """Hand a staged batch to the readers."""
+        final = self.folder / step_name(step)
+        publish_directory(staging_path(final), final)
 
     def remove_trained(self, version: int) -> None:
         """Delete batches that version `version` has been trained on, but for the newest few."""

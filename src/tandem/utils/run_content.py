@@ -1,0 +1,135 @@
+"""What a run writes into its directory, by name and kind: what tells that a run wrote there, what `--clean` deletes.
+
+Whatever has another name is a user's, in whichever folder it lies, and stays.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tandem.utils.errors import UserError
+from tandem.utils.files import parse_json_line, remove
+
+COMMAND, VERSIONS, WANDB_ID = "command.txt", "versions.json", "wandb_id.txt"  # below config/
+STEP = r"step_\d{6,}"
+COMPLETE = ("manifest.json", "done.json")  # of a step
+PROCESS = r"(rl|sft|align|orchestrator|trainer|inference)(_\w+)?"
+HERE = "."
+
+# By the folder they lie in. Nobody else keeps anything under these names: a run that starts would overwrite it.
+FILES = {
+    HERE: r"(metrics|events|failures)\.jsonl|reference\.safetensors|stop",
+    "config": rf"{PROCESS}\.json|{COMMAND}|{VERSIONS}|servers\.txt|{WANDB_ID}",
+    "samples": rf"(eval_(.+_)?)?{STEP}\.jsonl",
+    "weights": r"announced\.json",
+}
+FOLDERS = {
+    "rollouts": STEP,
+    "checkpoints": STEP,
+    "weights": rf"{STEP}|latest",
+    "merged": rf"{STEP}|latest",
+    "adapter": rf"{STEP}|latest",
+}
+# What others may have under the same names, where no run wrote.
+MORE_FILES = {
+    "dry_run": rf"({PROCESS}|plan)\.json|{COMMAND}|{VERSIONS}",
+    "logs": rf"{PROCESS}\.log",
+    "tensorboard": r"events\.out\.tfevents\..+",
+}
+MORE_FOLDERS = {"logs": r"engine_\d+"}
+PLACES = tuple({**FILES, **FOLDERS, **MORE_FILES, **MORE_FOLDERS})
+# They tell whose the directory is, so they are deleted last: a deletion that was cut short can be repeated.
+TELLING = ("events.jsonl", "latest", VERSIONS)
+
+
+def is_of_a_run(root: Path) -> bool:
+    """Whether a run wrote here: it leaves the versions it was started with, events, weights, complete steps."""
+    latest = root / "weights" / "latest"
+    if _has_keys(root / "config" / VERSIONS, "python") or _has_keys(root / "events.jsonl", "process", "event"):
+        return True
+    if latest.is_symlink() and re.fullmatch(STEP, latest.readlink().name):
+        return True
+    steps = [path for name, pattern in FOLDERS.items() for path in _named(root / name, pattern)]
+    return any((path / name).is_file() for path in steps for name in COMPLETE)
+
+
+def _has_keys(path: Path, *keys: str) -> bool:
+    """Whether a file, or its first line, is a table with these keys."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline() if path.suffix == ".jsonl" else file.read()
+    record = parse_json_line(first)
+    return record is not None and all(key in record for key in keys)
+
+
+def overwritten(root: Path) -> Path | None:
+    """Something that a run which starts here would overwrite."""
+    return next(_written(root, FILES, FOLDERS), None)
+
+
+def delete_run(root: Path) -> None:
+    """Of a run and nobody else. Folders that are left empty go too; one that is a link to another disk stays."""
+    places = [root / name for name in PLACES if (root / name).is_dir()]
+    found = [*_written(root, FILES, FOLDERS), *_written(root, MORE_FILES, MORE_FOLDERS), *_wandb_runs(root)]
+    for path in sorted(found, key=lambda path: TELLING.index(path.name) if path.name in TELLING else -1):
+        remove(path)
+    for link in _named(root / "wandb", ".+"):  # to the newest run
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for place in (*places, root / "wandb"):
+        if place != root and place.is_dir() and not place.is_symlink() and not any(place.iterdir()):
+            place.rmdir()
+
+
+def refuse_misshapen(root: Path) -> None:
+    """UserError where a folder stands in the place of a file or the reverse, or a link that leads nowhere."""
+    for name in PLACES:
+        if name != HERE and _exists(root / name) and not (root / name).is_dir():
+            raise _misshapen(root, name, "folder")
+    for name, pattern in (*FILES.items(), *MORE_FILES.items()):
+        for path in _named(root / name, pattern):
+            if not path.is_file():
+                raise _misshapen(root, str(path.relative_to(root)), "file")
+
+
+def _misshapen(root: Path, name: str, wanted: str) -> UserError:
+    path = root / name
+    if not path.exists():
+        found = "a link that leads nowhere"
+    elif path.is_dir() or path.is_file():
+        found = "a folder" if path.is_dir() else "a file"
+    else:
+        found = "neither a file nor a folder"
+    return UserError(f"output_dir = {str(root)!r}: {name} is {found}, and a run has a {wanted} there; move it away")
+
+
+def _exists(path: Path) -> bool:
+    """Also a link that leads nowhere."""
+    return path.is_symlink() or path.exists()
+
+
+def _written(root: Path, files: Mapping[str, str], folders: Mapping[str, str]) -> Iterator[Path]:
+    """What has both the name and the kind of something that a run writes, finished or not."""
+    for name, pattern in files.items():
+        yield from (path for path in _unfinished_too(root / name, pattern) if path.is_file() or path.is_symlink())
+    for name, pattern in folders.items():
+        yield from (path for path in _unfinished_too(root / name, pattern) if path.is_dir() or path.is_symlink())
+
+
+def _unfinished_too(folder: Path, pattern: str) -> list[Path]:
+    return _named(folder, rf"{pattern}|\.({pattern})(\.\w+)?\.tmp")
+
+
+def _named(folder: Path, pattern: str) -> list[Path]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in paths if re.fullmatch(pattern, path.name))
+
+
+def _wandb_runs(root: Path) -> list[Path]:
+    """Those of this run: other programs keep theirs in a folder of the same name."""
+    try:
+        known_as = (root / "config" / WANDB_ID).read_text()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return _named(root / "wandb", rf"(offline-)?run-\d+_\d+-{re.escape(known_as)}")
