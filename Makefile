@@ -3,6 +3,8 @@
 # make check   only lint, types and import layers
 # make setup   only make the environment (.venv), and compile the CPU kernels
 # make mutants whether the unit tests notice 300 mistakes drawn at random; about an hour, not part of make test
+# make newest  whether the wheel works with the newest version of everything; half an hour for each Python, not part of
+#              make test. TORCH=torch==2.13.0 chooses a torch, PYTHONS=3.12 a Python
 # make vllm    vLLM's CPU build in an environment of its own (.venv-vllm, 2 GB); its tests are skipped without it
 
 PYTHON ?= python3
@@ -19,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist load
 MODEL := models/reverse_text
 DATA := models/reverse_text_sft.jsonl
 
-.PHONY: setup setup-dev vllm demo test tests check lint types mutants format clean
+.PHONY: setup setup-dev vllm demo test tests check lint types mutants newest format clean
 
 setup: $(VENV)/.installed
 	@$(COMPILE)
@@ -89,6 +91,9 @@ test: lint
 mutants: setup-dev
 	@echo "== mutants"
 	$(BIN)/python -m tests.mutants.run
+
+newest:
+	$(PYTHON) scripts/newest.py $(if $(TORCH),--torch '$(TORCH)') $(if $(PYTHONS),--pythons $(PYTHONS))
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tandem.utils.imports import make_importable
 from tandem.utils.places import one_line, own_place, with_place
 
 MODEL = "policy"
+SUPPORTED = "0.1.10"
 Raised = ContextVar[list[Exception]]
 
 
@@ -93,11 +95,23 @@ def load(args: VerifiersArgs) -> Any:
         raise UserError(
             f"env.args.id = {args.id!r} needs the verifiers package ({error}): pip install 'tandem-rl[envs]'"
         ) from error
+    if not has_known_api(verifiers):
+        raise UserError(
+            f"env.args.id = {args.id!r} cannot be loaded: verifiers {version('verifiers')} is installed, whose API is "
+            f"another one; pip install 'verifiers=={SUPPORTED}'"
+        )
     make_importable(Path.cwd())
     try:
         return verifiers.load_environment(args.id, **args.args)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"env.args.id = {args.id!r} cannot be loaded: {reason_of(error, args)}") from error
+
+
+def has_known_api(verifiers: Any) -> bool:
+    """Older versions build no evaluation set, newer ones take clients of their own, and 0.4 loads no environments."""
+    environment = getattr(verifiers, "Environment", None)
+    loads = hasattr(verifiers, "load_environment") and hasattr(environment, "build_eval_dataset")
+    return loads and not hasattr(verifiers, "Client")
 
 
 def reason_of(error: Exception, args: VerifiersArgs) -> str:

@@ -114,6 +114,14 @@ def load_environment(kind="single", num_rows=8):
 """
 
 
+# What versions have that cannot be installed beside the one that works.
+OTHER_VERSIONS = {
+    "0.1.9": "class Environment: ...\ndef load_environment(env_id): ...",
+    "0.1.11": "class Client: ...\nclass Environment: build_eval_dataset = None\ndef load_environment(env_id): ...",
+    "0.4.0": "__all__ = ['v1']",
+}
+
+
 # The package and what it imports warn of their own affairs.
 @pytest.mark.filterwarnings("ignore")
 class TestVerifiers:
@@ -182,6 +190,18 @@ class TestVerifiers:
         (tmp_path / "imports_of_a_test.py").write_text("import not_installed_for_a_test\n")
         with pytest.raises(UserError, match=r"No module named 'not_installed_for_a_test' \(imports_of_a_test\.py:1"):
             make("verifiers", id="imports-of-a-test")
+
+    @pytest.mark.parametrize(("version", "source"), OTHER_VERSIONS.items(), ids=OTHER_VERSIONS)
+    def test_a_version_with_another_api_is_refused_in_one_line(
+        self, version: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "verifiers.py").write_text(source)
+        metadata = tmp_path / f"verifiers-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
+        monkeypatch.delitem(sys.modules, "verifiers")
+        with pytest.raises(UserError, match=rf"^[^\n]* {version} is installed, .* pip install 'verifiers==0\.1\.10'$"):
+            make("verifiers", id="words-of-a-test")
 
     def test_in_a_process_of_its_own(self) -> None:
         """As in a run: requests of OpenAI's client cross to the orchestrator and back."""
