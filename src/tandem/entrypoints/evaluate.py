@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.config.base import parse
 from tandem.config.evaluate import EvaluateConfig
-from tandem.config.short_names import ORCHESTRATOR
+from tandem.config.short_names import EVALUATE
 from tandem.utils.errors import UserError
 from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process
@@ -22,7 +22,7 @@ Writes results.json and samples.jsonl to output_dir. Those of an earlier evaluat
 
 
 def main() -> None:
-    config = parse(EvaluateConfig, "evaluate", DESCRIPTION, short_names=ORCHESTRATOR)
+    config = parse(EvaluateConfig, "evaluate", DESCRIPTION, short_names=EVALUATE)
     run_entrypoint("evaluate", lambda: launch(config))
 
 
