@@ -19,7 +19,7 @@ from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from tandem.config.explain import explain_validation_error, models_in, option_paths
 from tandem.config.full_names import place_flags, place_keys
-from tandem.config.help import render_help
+from tandem.config.overview import asked_topic, tell
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
 from tandem.config.short_names import MODEL, spell_out
 from tandem.config.sources import Tree, extract_files, merge, nest, split_values
@@ -98,12 +98,12 @@ def parse(
 ) -> C:
     """Parse `argv` (default: the command line); on bad input print one message, then `hint`, and exit with code 2."""
     arguments = sys.argv[1:] if argv is None else argv
-    if "--help" in arguments or "-h" in arguments:
-        say(render_help(cls, prog, description).removesuffix("\n"))
-        raise SystemExit(0)
+    names = (MODEL if "model.name" in option_paths(cls) else {}) | dict(short_names or {})
     try:
-        model = MODEL if "model.name" in option_paths(cls) else {}
-        arguments = spell_out(arguments, model | dict(short_names or {}))
+        if (topic := asked_topic(arguments)) is not None:
+            say(tell(cls, prog, description, topic, names).removesuffix("\n"))
+            raise SystemExit(0)
+        arguments = spell_out(arguments, names)
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
         config = _load(cls, run, rest, prog, description)
         if (missing := _model_on_the_hub(config)) is None:
