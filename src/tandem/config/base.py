@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from tandem.config.explain import explain_validation_error, models_in, option_paths
-from tandem.config.help import render_help
+from tandem.config.full_names import place_flags, place_keys
+from tandem.config.overview import asked_topic, tell
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
 from tandem.config.short_names import MODEL, spell_out
 from tandem.config.sources import Tree, extract_files, merge, nest, split_values
@@ -41,7 +42,7 @@ class Config(BaseConfig):
         if not isinstance(data, dict) or FILES not in data:
             return data
         flags = {key: value for key, value in data.items() if key != FILES}
-        return cls.combine(data[FILES], flags)
+        return cls.combine(place_keys(cls, data[FILES]), place_keys(cls, flags))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -97,12 +98,12 @@ def parse(
 ) -> C:
     """Parse `argv` (default: the command line); on bad input print one message, then `hint`, and exit with code 2."""
     arguments = sys.argv[1:] if argv is None else argv
-    if "--help" in arguments or "-h" in arguments:
-        say(render_help(cls, prog, description).removesuffix("\n"))
-        raise SystemExit(0)
+    names = (MODEL if "model.name" in option_paths(cls) else {}) | dict(short_names or {})
     try:
-        model = MODEL if "model.name" in option_paths(cls) else {}
-        arguments = spell_out(arguments, model | dict(short_names or {}))
+        if (topic := asked_topic(arguments)) is not None:
+            say(tell(cls, prog, description, topic, names).removesuffix("\n"))
+            raise SystemExit(0)
+        arguments = spell_out(arguments, names)
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
         config = _load(cls, run, rest, prog, description)
         if (missing := _model_on_the_hub(config)) is None:
@@ -145,7 +146,7 @@ def load_config(
     cls: type[C], arguments: list[str], prog: str = "", description: str = "", base: Tree | None = None
 ) -> C:
     """Defaults < `base` < files from left to right < flags. Raises UserError on bad input."""
-    files, flags = extract_files(arguments, find_switches(cls), find_sections(cls))
+    files, flags = extract_files(place_flags(cls, arguments), find_switches(cls), find_sections(cls))
     files, flags = merge(base or {}, files), _with_json(split_values(flags), find_free_tables(cls))
     # The parser reads files only; what several files give together is handed to it as one.
     with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:

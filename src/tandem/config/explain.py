@@ -88,18 +88,25 @@ def _nearest_key(root: type[BaseModel], location: list[str]) -> str:
         return told
     meant = [path.removeprefix(parent) for path in options_meant(name, paths)]
     if meant:
-        return f"did you mean {' or '.join(map(repr, meant))}?"
+        return f"did you mean {_one_of(meant)}?"
     known = _fields_at(root, place)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(known)}"
 
 
+def _one_of(keys: list[str]) -> str:
+    """'a', 'b' or 'c'."""
+    *others, last = map(repr, keys)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def option_paths(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of the configuration, tables included, by its dotted name."""
+    """Every key of the configuration that has a dotted name, tables included. Entries of lists have none."""
     for name, field in root.model_fields.items():
         yield prefix + name
-        for inner in models_in(field.annotation):
-            yield from option_paths(inner, f"{prefix}{name}.")
+        if get_origin(field.annotation) is not list:
+            for inner in models_in(field.annotation):
+                yield from option_paths(inner, f"{prefix}{name}.")
 
 
 def _nearest_literal(details: ErrorDetails) -> str:

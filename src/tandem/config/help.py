@@ -1,4 +1,4 @@
-"""`--help`: every option of a command with its docstring, one box a table.
+"""`--help all`, and `--help` of a section or an option: options with their docstrings, one box a table.
 
 The parser could write it too, but reads and parses the source of pydantic's own base class again for every table.
 """
@@ -24,15 +24,28 @@ KINDS = {int: "INT", float: "FLOAT", str: "STR", bool: "{True,False}"}
 
 @dataclass(frozen=True)
 class Table:
+    path: str  # of the section, as flags write it; of entries of a list, with [*]
     title: str
     rows: list[tuple[str, str]] = field(default_factory=list)  # flag with its kind of value, description
 
 
 def render_help(cls: type[BaseModel], prog: str, description: str) -> str:
-    first = Table("options", [("-h, --help", "show this help message and exit")])
+    """Everything."""
+    return "\n\n".join([usage(prog), description, render_boxes(tables_of(cls))]) + "\n"
+
+
+def usage(prog: str) -> str:
+    return f"usage: {prog} [-h [TOPIC]] [@ FILE] [OPTIONS]"
+
+
+def tables_of(cls: type[BaseModel]) -> list[Table]:
+    first = Table("", "options", [("-h, --help", "an overview; --help SECTION, --help OPTION, --help all: more")])
+    return list(_fill(first, cls, ""))
+
+
+def render_boxes(tables: list[Table]) -> str:
     columns = max(MIN_COLUMNS, shutil.get_terminal_size().columns)
-    boxes = [_box(table, columns) for table in _fill(first, cls, "") if table.rows]
-    return "\n\n".join([f"usage: {prog} [-h] [@ FILE] [OPTIONS]", description, *boxes]) + "\n"
+    return "\n\n".join(_box(table, columns) for table in tables if table.rows)
 
 
 def _fill(table: Table, cls: type[BaseModel], prefix: str) -> Iterator[Table]:
@@ -43,7 +56,7 @@ def _fill(table: Table, cls: type[BaseModel], prefix: str) -> Iterator[Table]:
         described = docstrings(cls).get(name, "")
         models, is_list = _models_of(option.annotation)
         if not models or is_list:
-            table.rows.append((f"--{path} {_kind(option.annotation)}", _with_default(described, option)))
+            table.rows.append((f"--{path} {kind_of(option.annotation)}", _with_default(described, option)))
         if len(models) > 1:
             inner += _kinds(models, f"{path}[*]", described)
         elif models:
@@ -52,7 +65,7 @@ def _fill(table: Table, cls: type[BaseModel], prefix: str) -> Iterator[Table]:
             note = " (optional, default: None)" if option.default is None else note
             path += "[*]" if is_list else ""
             summary = described or (model.__doc__ or "").partition("\n")[0]
-            inner += _fill(Table(f"{path}: {' '.join(summary.split())}{note}"), model, f"{path}.")
+            inner += _fill(Table(path, f"{path}: {' '.join(summary.split())}{note}"), model, f"{path}.")
     yield table
     yield from inner
 
@@ -61,14 +74,14 @@ def _kinds(models: list[type[BaseModel]], path: str, described: str) -> Iterator
     """A list of tables of several kinds: what all of them have, then what each has besides."""
     shared = set.intersection(*(set(model.model_fields) for model in models)) - {"type"}
     for number, model in enumerate([models[0], *models]):
-        title = f"{path} of type {_kind(model.model_fields['type'].annotation)}: {model.__doc__}"
+        title = f"{path} of type {kind_of(model.model_fields['type'].annotation)}: {model.__doc__}"
         if is_first := number == 0:
             title = f"{path}: {described} (list item, via @ file or JSON)"
-        (table, *_) = _fill(Table(title), model, f"{path}.")
+        (table, *_) = _fill(Table(path, title), model, f"{path}.")
         table.rows[:] = [
             row for row in table.rows if (_option_of(row) in shared) == is_first and "type {" not in row[0]
         ]
-        yield table if table.rows else Table(title, [("", "no options of its own")])
+        yield table if table.rows else Table(path, title, [("", "no options of its own")])
 
 
 def _option_of(row: tuple[str, str]) -> str:
@@ -114,30 +127,31 @@ def _models_of(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
     return [], False
 
 
-def _kind(annotation: Any) -> str:
+def kind_of(annotation: Any) -> str:
     """Of value: INT, {a,b}, [STR [...]], FLOAT|None."""
     parts = get_args(annotation)
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _kind(parts[0])
+        return kind_of(parts[0])
     if origin is Literal:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin in (Union, types.UnionType):
-        return "|".join("None" if part is type(None) else _kind(part) for part in parts)
+        return "|".join("None" if part is type(None) else kind_of(part) for part in parts)
     if origin is list and (models := _models_of(parts[0])[0]):
         return f"list[{{{', '.join(models[0].model_fields)}}}]" if len(models) == 1 else "list[{type, …}]"
     if origin is list:
-        return f"[{_kind(parts[0])} [...]]"
+        return f"[{kind_of(parts[0])} [...]]"
     return KINDS.get(annotation) or getattr(annotation, "__name__", str(annotation)).upper()
 
 
 def _with_default(described: str, option: FieldInfo) -> str:
-    note = "required" if option.is_required() else f"default: {option.default}"
+    note = "required" if option.is_required() else f"default: {option.get_default(call_default_factory=True)}"
     return f"{described} ({note})".strip()
 
 
 def _box(table: Table, columns: int) -> str:
-    flag_columns = max((len(flag) for flag, _ in table.rows if len(flag) <= MAX_FLAG_COLUMNS), default=0)
+    most = min(MAX_FLAG_COLUMNS, columns // 2)
+    flag_columns = max((len(flag) for flag, _ in table.rows if len(flag) <= most), default=0)
     inside = max(columns - 4, flag_columns + 3)
     lines: list[str] = []
     for flag, text in table.rows:

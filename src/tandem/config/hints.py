@@ -214,12 +214,18 @@ def explanation(name: str, paths: Sequence[str]) -> str:
 
 
 def options_meant(name: str, paths: Sequence[str]) -> list[str]:
-    """The options, out of all that the command has, that an unknown key may mean: by another's name for it, or because
-    it stands in the wrong place. None where that could be anything."""
-    for meant in (*FOREIGN.get(name.lower(), ()), name):
-        found = [path for path in paths if path == meant or path.endswith(f".{meant}")]
+    """The options, out of all that the command has, that an unknown key may mean: by another's name for it, unless that
+    could be anything, or because it stands in the wrong place."""
+    for meant in FOREIGN.get(name.lower(), ()):
+        found = _ending_with(meant, paths)
         nearest = min((path.count(".") for path in found), default=0)
         found = [path for path in found if path.count(".") == nearest]
-        if found:
-            return found if len(found) <= 2 else []
-    return []
+        if 1 <= len(found) <= 2:
+            return found
+    return _ending_with(name, paths)
+
+
+def _ending_with(name: str, paths: Sequence[str]) -> list[str]:
+    """The options of this name, once each; one that processes share is an option of each of them too."""
+    found = dict.fromkeys(path for path in paths if path == name or path.endswith(f".{name}"))
+    return [path for path in found if not any(path.endswith(f".{other}") for other in found)]

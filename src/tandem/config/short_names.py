@@ -1,4 +1,4 @@
-"""Short names of flags, for options that people type every day."""
+"""Short names of flags, for options that people type every day. Others go by the end of their name: full_names.py."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -6,18 +6,17 @@ from itertools import pairwise
 from tandem.config.sources import SUFFIXES
 from tandem.utils.errors import UserError
 
-INFERENCE = {
-    "--host": "--server.host",
-    "--port": "--server.port",
-    "--api-key": "--server.api-key",
-    "--api-key-var": "--server.api-key-var",
-    "--allow-unauthenticated": "--server.allow-unauthenticated",
-    "--no-allow-unauthenticated": "--no-server.allow-unauthenticated",
-}
+INFERENCE = {"--api-key": "--server.api-key", "--api-key-var": "--server.api-key-var"}
 
 MODEL = {"--model": "--model.name"}  # of every command that has one
-RL = {"--env": "--orchestrator.env.id"}
-ORCHESTRATOR = {"--env": "--env.id"}
+RL = {
+    "--env": "--orchestrator.env.id",
+    "--loss": "--trainer.loss.type",
+    "--advantage": "--orchestrator.advantage.type",
+}
+ORCHESTRATOR = {"--env": "--env.id", "--advantage": "--advantage.type"}
+EVALUATE = {"--env": "--env.id"}
+TRAINER = {"--loss": "--loss.type"}  # and of `align`
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, field_validator
 
 from tandem.config.base import Config, find_sections, find_switches
 from tandem.config.explain import models_in
+from tandem.config.full_names import place_flags
 from tandem.config.sources import extract_files
 from tandem.utils.errors import UserError
 
@@ -88,7 +89,7 @@ def take_vllm_flags(cls: type[BaseModel], arguments: list[str]) -> tuple[list[st
 
     Of an engine other than vLLM they are left where they are: our parser refuses what it does not know.
     """
-    ours, theirs = split_arguments(arguments, own_flags(cls))
+    ours, theirs = split_arguments(place_flags(cls, arguments), own_flags(cls))
     files, flags = extract_files(ours, find_switches(cls), find_sections(cls))
     given = dict(pairwise(flags))
     if given.get("--engine", files.get("engine")) == "vllm":

@@ -4,11 +4,14 @@ from functools import partial
 
 from tandem.config.align import AlignConfig
 from tandem.config.base import parse
+from tandem.config.short_names import TRAINER
 from tandem.utils.processes import run_entrypoint, run_process
+
+DESCRIPTION = "Aligns a model with preferences (DPO, KTO, …), or trains a reward model."
 
 
 def main() -> None:
-    config = parse(AlignConfig, "align", "Aligns a model with preferences (DPO, KTO, …), or trains a reward model.")
+    config = parse(AlignConfig, "align", DESCRIPTION, short_names=TRAINER)
     run_entrypoint("align", lambda: align(config))
 
 

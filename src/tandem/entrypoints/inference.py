@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DESCRIPTION = "Serve a model over an OpenAI-compatible API."
+
 
 def main() -> None:
     run_entrypoint("inference", run)
@@ -40,7 +42,7 @@ def main() -> None:
 
 def run() -> None:
     arguments, hint = take_vllm_flags(InferenceConfig, spell_out(sys.argv[1:], INFERENCE))
-    config = parse(InferenceConfig, "inference", "Serve a model over an OpenAI-compatible API.", arguments, hint)
+    config = parse(InferenceConfig, "inference", DESCRIPTION, arguments, hint, INFERENCE)
     setup_logging(config.log_level)
     handle_signals(leave)
     say_who_can_connect(config.server)

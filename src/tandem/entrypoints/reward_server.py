@@ -1,11 +1,10 @@
 """`reward-server`: place texts in goal space, or score them with a reward model, over HTTP."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from tandem.config.base import parse
 from tandem.config.reward_server import RewardServerConfig
-from tandem.config.short_names import INFERENCE, spell_out
+from tandem.config.short_names import INFERENCE
 from tandem.models.files import within_positions
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.log import setup_logging
@@ -24,9 +23,8 @@ def main() -> None:
 
 
 def run() -> None:
-    arguments = spell_out(sys.argv[1:], INFERENCE)
     description = "Places texts in goal space, or scores them with a reward model."
-    config = parse(RewardServerConfig, "reward-server", description, arguments)
+    config = parse(RewardServerConfig, "reward-server", description, short_names=INFERENCE)
     setup_logging(config.log_level)
     serve(config)
 

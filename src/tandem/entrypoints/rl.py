@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 CONTROLS = ("--stop", "--status")
 
 DESCRIPTION = """\
-Reinforcement learning in one command: starts the inference server, the orchestrator and the trainer.
+Reinforcement learning in one command: starts the inference server, the
+orchestrator and the trainer.
 
-  rl @ rl.toml                                              one file
+  rl @ rl.toml                                one file
   rl --trainer @ t.toml --orchestrator @ o.toml --inference @ i.toml
-  rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
-  rl @ rl.toml --env ./my_env.py:Arithmetic                 an environment of your own
-  rl --resume outputs/rl                                    continue a run that was stopped
-  rl --stop outputs/rl                                      from another terminal: save a checkpoint, then end
-  rl --status outputs/rl                                    what a run is doing
-  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00         submit it to SLURM; with --dry-run, only write the job
-Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
+  rl @ rl.toml @ more.toml --max-steps 50     later files and flags win
+  rl @ rl.toml --env ./my_env.py:Arithmetic   an environment of your own
+  rl --resume outputs/rl                      continue a run that was stopped
+  rl --stop outputs/rl                        save a checkpoint, then end
+  rl --status outputs/rl                      what a run is doing
+  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00     submit it to SLURM
+Shared values (model, seq_len, output_dir, max_steps, …) are given once and
+reach every process."""
 
 
 def main() -> None:

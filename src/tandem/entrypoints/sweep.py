@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.config.base import load_config
-from tandem.config.help import render_help
+from tandem.config.base import load_config, parse
+from tandem.config.overview import asked_topic
 from tandem.config.sweep import SweepConfig
 from tandem.utils.errors import UserError
 from tandem.utils.log import say
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from tandem.launch.sweep.folder import Run
 
 DESCRIPTION = """\
-Reads an experiment file in which any value may be a list; every combination becomes a run with its own job script.
+Reads an experiment file in which any value may be a list; every combination
+becomes a run with its own job script.
 
-  sweep config.yaml                     write the job scripts, submit nothing
-  sweep config.yaml --submit            submit them to SLURM as an array; --max-jobs 4: four at a time
-  sweep config.yaml --local             run them on this machine
-  sweep config.yaml --status            states and last metrics; writes results.csv and results.svg
-  sweep config.yaml --resume            submit what failed or was stopped again
+  sweep config.yaml                          write job scripts, submit nothing
+  sweep config.yaml --submit --max-jobs 4    submit them to SLURM as an array
+  sweep config.yaml --local                  run them on this machine
+  sweep config.yaml --status                 states and last metrics
+  sweep config.yaml --resume                 submit again what failed
 docs/sweeps.md describes the file."""
 
 
@@ -32,9 +33,8 @@ def main() -> None:
 
 def read_command_line(arguments: list[str]) -> SweepConfig:
     """The first argument that is no option is the experiment file; it is not one of our own configuration files."""
-    if "--help" in arguments or "-h" in arguments:
-        say(render_help(SweepConfig, "sweep", DESCRIPTION).removesuffix("\n"))
-        raise SystemExit(0)
+    if asked_topic(arguments) is not None:
+        return parse(SweepConfig, "sweep", DESCRIPTION, arguments)
     named = [index for index, argument in enumerate(arguments) if argument.endswith((".yaml", ".yml"))]
     try:
         if named and arguments[named[0] - 1 : named[0]] != ["--file"]:

@@ -1,12 +1,13 @@
 """`trainer`: learns from the batches of an orchestrator and publishes weights."""
 
 from tandem.config.base import parse
+from tandem.config.short_names import TRAINER
 from tandem.config.trainer import TrainerConfig
 from tandem.utils.processes import run_entrypoint, run_process
 
 
 def main() -> None:
-    config = parse(TrainerConfig, "trainer", "Trains on the batches that an orchestrator writes.")
+    config = parse(TrainerConfig, "trainer", "Trains on the batches that an orchestrator writes.", short_names=TRAINER)
     run_entrypoint("trainer", lambda: train(config))
 
 

@@ -1,4 +1,4 @@
-"""`--help` of every command: complete, and without torch."""
+"""`--help all` of every command: complete, and without torch. `--help`: what people change, on a page."""
 
 import os
 import re
@@ -11,15 +11,21 @@ import pytest
 from pydantic import BaseModel, Field, create_model
 
 from tandem.config.align import AlignConfig
-from tandem.config.base import Config
+from tandem.config.base import Config, parse
+from tandem.config.evaluate import EvaluateConfig
 from tandem.config.export import ExportConfig
 from tandem.config.help import render_help
 from tandem.config.inference import InferenceConfig
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.overview import COMMON, asked_topic, common_options, render_overview, tell
 from tandem.config.reward_server import RewardServerConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.shared import OptimizerConfig
+from tandem.config.short_names import EVALUATE, INFERENCE, MODEL, ORCHESTRATOR, RL, TRAINER
+from tandem.config.sweep import SweepConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.entrypoints import evaluate, export, rl, sweep
 
 COMMANDS: dict[str, type[BaseModel]] = {
     "rl": RLConfig,
@@ -31,10 +37,22 @@ COMMANDS: dict[str, type[BaseModel]] = {
     "reward_server": RewardServerConfig,
     "export": ExportConfig,
 }
+OVERVIEWS: dict[str, tuple[type[Config], dict[str, str], str]] = {
+    "rl": (RLConfig, MODEL | RL, rl.DESCRIPTION),
+    "inference": (InferenceConfig, MODEL | INFERENCE, ""),
+    "orchestrator": (OrchestratorConfig, MODEL | ORCHESTRATOR, ""),
+    "trainer": (TrainerConfig, MODEL | TRAINER, ""),
+    "sft": (SFTConfig, MODEL, ""),
+    "align": (AlignConfig, MODEL | TRAINER, ""),
+    "evaluate": (EvaluateConfig, EVALUATE, evaluate.DESCRIPTION),
+    "reward-server": (RewardServerConfig, MODEL | INFERENCE, ""),
+    "export-model": (ExportConfig, {}, export.DESCRIPTION),
+    "sweep": (SweepConfig, {}, sweep.DESCRIPTION),
+}
 # Runs the command as a user would, then says on standard error whether torch came along.
 PROBE = """\
 import runpy, sys
-sys.argv = [sys.argv[1], "--help"]
+sys.argv = [sys.argv[1], "--help", "all"]
 try:
     runpy.run_module("tandem.entrypoints." + sys.argv[0], run_name="__main__")
 finally:
@@ -92,6 +110,82 @@ def test_importing_the_command_modules_brings_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", probe], timeout=300).returncode == 0
 
 
+@pytest.mark.parametrize("prog", OVERVIEWS)
+def test_the_overview_is_a_page_of_options_as_they_are(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cls, names, description = OVERVIEWS[prog]
+    shown = render_overview(cls, prog, description, names)
+    assert COMMON.keys() < OVERVIEWS.keys()
+    assert max(map(len, shown.splitlines())) <= 80 and shown.count("\n") <= 62
+    everything = render_help(cls, prog, "")
+    told = common_options(cls, prog, names)
+    assert 4 <= len(told) <= 34 and len({option.path for option in told}) == len(told)
+    for option in told:
+        flag = option.path.replace("_", "-")
+        assert f"│ --{flag} " in everything, f"{prog}: {option.flag} is no option"
+        assert f"  --{option.flag}" in shown
+
+
+def test_values_of_the_overview_are_those_of_the_configuration() -> None:
+    told = {option.flag: option for option in common_options(RLConfig, "rl", MODEL | RL)}
+    assert told["optimizer.lr"].default == str(OptimizerConfig().lr)
+    assert told["model"].path == "model.name" and told["model"].default == "PATH"
+    assert (told["seq-len"].default, told["resume"].default, told["env.args"].default) == ("2048", "", "DICT")
+    assert told["max-steps"].meaning == "Training steps of the run."
+    # A section that is off has no defaults until something of it is given.
+    assert told["lora.rank"].default == "INT"
+    assert told["lora.rank"].meaning == "Train a LoRA adapter. Rank of the adapter of each projection."
+
+
+def help_of(topic: str, cls: type[Config] = RLConfig) -> str:
+    return tell(cls, "rl", "", topic, {})
+
+
+def test_help_of_a_section_an_option_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    section = help_of("trainer.optimizer")
+    assert section.count("╭") == 1 and "--trainer.optimizer.weight-decay FLOAT" in section
+    assert help_of("optimizer") == section
+    option = help_of("--max_steps")
+    assert option.count("│ --") == 1 and "--max-steps INT" in option
+    outer = help_of("trainer.loss")
+    assert "trainer.loss.kl" in outer.partition("Sections within")[2] and "--trainer.loss.kl.coef" not in outer
+    assert "of type {judge}" in help_of("env.rewards")
+    assert "--checkpoint.every" in help_of("every") and "--orchestrator.eval.every" in help_of("every")
+    assert "--trainer.checkpoint.every" not in help_of("every")
+    assert help_of("all") == render_help(RLConfig, "rl", "")
+
+
+@pytest.mark.parametrize(
+    ("topic", "hint"),
+    [
+        ("trainer.optimiser", "did you mean 'trainer.optimizer'?"),
+        ("optimiser", "did you mean 'trainer.optimizer'?"),
+        ("max-stps", "did you mean 'max-steps'?"),
+        ("zzz", "`--help all` has all of them"),
+    ],
+)
+def test_help_of_what_is_not_there(topic: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(RLConfig, "rl", "", ["--help", topic])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"rl: --help {topic}: there is no such section or option; {hint}\n"
+
+
+def test_where_help_is_asked_for() -> None:
+    assert asked_topic(["@", "rl.toml", "--max-steps", "3"]) is None
+    for words in (
+        ["--help"],
+        ["rl.toml", "-h"],
+        ["--help", "@", "rl.toml"],
+        ["--help", "rl.toml"],
+        ["-h", "--lr", "1"],
+    ):
+        assert asked_topic(words) == "", words
+    for words in (["--help", "loss"], ["@", "rl.toml", "-h", "loss"], ["--help=loss"]):
+        assert asked_topic(words) == "loss", words
+
+
 class Inner(Config):
     """What lies deeper."""
 
@@ -126,12 +220,13 @@ def test_options_are_shown_with_kind_description_and_default(monkeypatch: pytest
     assert (
         render_help(Heir, "try", "Tries it.")
         == """\
-usage: try [-h] [@ FILE] [OPTIONS]
+usage: try [-h [TOPIC]] [@ FILE] [OPTIONS]
 
 Tries it.
 
 ╭─ options ────────────────────────────────────────────────╮
-│ -h, --help             show this help message and exit   │
+│ -h, --help             an overview; --help SECTION,      │
+│                        --help OPTION, --help all: more   │
 │ --name STR             What it is called. (required)     │
 │ --kinds [{a,b} [...]]  Which. (default: [])              │
 │ --many list[{weight}]  Several. (default: [])            │
@@ -172,6 +267,6 @@ def test_an_annotated_type_is_shown_as_what_it_is(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_terminal_without_our_characters_gets_help_too() -> None:
-    command = [sys.executable, "-m", "tandem.entrypoints.rl", "--help"]
+    command = [sys.executable, "-m", "tandem.entrypoints.rl", "--help", "all"]
     told = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=True)
     assert b"--max-steps" in told.stdout and told.stderr == b""
