@@ -144,7 +144,7 @@ def _what_was_said(before: Sequence[Sample], now: Sequence[Sample]) -> Padding:
     for name, sample in (("before", best), ("now", worst)):
         if sample is not None:
             grid.add_row(_text(f"{name} {_reward(sample):.3f}:"), _text(_said(sample)))
-    return Padding(grid, (0, 0, 0, 4))
+    return Padding(grid, (0, 0, 0, 4), expand=False)
 
 
 def _reward(sample: Sample) -> float:
