@@ -77,7 +77,7 @@ def test_a_model_a_run_and_an_endpoint_are_asked_the_same(
     [sampled] = of_endpoint["results"]
     assert [len(rewards) for rewards in sampled["tasks"].values()] == [4] * 12
     assert sampled["scores"]["pass@4"] >= sampled["scores"]["pass@1"] > 0
-    assert "on 12 tasks: reward" in output
+    assert "on 12 tasks: reward" in output and "    before " in output  # at temperature 1, some got worse
 
 
 def test_conversations_are_played_and_failures_told_by_task(starter: Starter, warm_model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.data import AlignDataConfig
 from tandem.config.losses import refuse_stray_options
 from tandem.config.names import OrImportPath
 from tandem.config.offline import OfflineConfig
@@ -142,6 +143,7 @@ class AlignLossConfig(Config):
 class AlignConfig(OfflineConfig):
     """Alignment on preferences: rows with `prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`."""
 
+    data: AlignDataConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen, so it cannot be replaced
     loss: AlignLossConfig = AlignLossConfig()
     output_dir: Path = Path("outputs/align")
     """Run directory. The model is written to weights/latest."""

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from tandem.config.base import Config
 
 FIELD_NAMES = ("messages", "prompt", "completion", "text", "tools", "chosen", "rejected", "label", "margin")
+Texts = Literal["chat", "plain", "human_assistant"]
 OPTIONAL_FIELDS = ("tools", "margin")  # a row may do without
 
 
@@ -130,6 +131,17 @@ class SFTDataConfig(DataConfig):
 
     learn_roles: list[str] = Field(default=["assistant"], min_length=1)
     """Learn the messages of these roles; the others are context."""
+
+
+class AlignDataConfig(DataConfig):
+    """Rows with `prompt`, `chosen` and `rejected`, with `chosen` and `rejected`, or with `prompt`, `completion` and
+    `label`."""
+
+    texts: Texts = "chat"
+    """How prompts and answers that are text are read. chat: what the user and the assistant say, for the model's chat
+    template; two whole texts, without a prompt, as they are. plain: always as they are, without a chat template.
+    human_assistant: "Human:" and "Assistant:" after an empty line begin turns, in whole texts or in a prompt and its
+    answers."""
 
 
 class OfflineEvalConfig(Config):

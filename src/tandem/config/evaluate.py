@@ -68,7 +68,8 @@ class EvaluateConfig(SlurmOptions, LogOptions, ComputeOptions, SeedOptions, Samp
     """Where results.json and samples.jsonl are written; those of an earlier evaluation become results.1.json, …"""
 
     compare: Path | None = None
-    """The results.json of an earlier evaluation on the same tasks: tells which of them changed."""
+    """The results.json of an earlier evaluation on the same tasks: tells which of them changed, and
+    shows what was said where it got worse."""
 
     dry_run: bool = False
     """Check the options and, with slurm, write the job script; start nothing."""

@@ -36,7 +36,7 @@ def encode_completion(
 ) -> TrainingSequence:
     """A prompt that is context and a completion that is learned; `name` is the completion's field."""
     if isinstance(prompt, str) and isinstance(completion, str) and not tokenizer.has_chat_template:
-        return encode_continuation(prompt, completion, name, tokenizer)
+        return encode_continuations(prompt, {name: completion}, tokenizer)[0]
     context = read_prompt(prompt)
     answer = read_answer(completion, name)
     return encode_conversation(Conversation([*context, *answer], read_tools(row), len(context)), tokenizer, roles)
@@ -66,13 +66,22 @@ def encode_text(text: Any, tokenizer: Tokenizer) -> TrainingSequence:
     return TrainingSequence(token_ids, [0] + [1] * (len(token_ids) - 1))
 
 
-def encode_continuation(prompt: str, completion: str, name: str, tokenizer: Tokenizer) -> TrainingSequence:
-    """For models without a chat template: the completion follows the prompt as it is, and ends."""
-    if not completion.strip():
-        raise ValueError(f"{name!r} is empty: there is nothing to learn in it")
-    require_characters(prompt + completion)
-    text = prompt + completion
-    joined = tokenize_spans(text, [(_first_learned(prompt, text, tokenizer), len(text))], tokenizer)
+def encode_continuations(prompt: str, completions: Mapping[str, str], tokenizer: Tokenizer) -> list[TrainingSequence]:
+    """Without a chat template: each completion follows the prompt as it is, and ends.
+
+    They are named by their fields, and all learned from the same character on: the first that shares a token with one
+    of them. At the end of the prompt, that may be its last blank or half of a word.
+    """
+    for name, completion in completions.items():
+        if not completion.strip():
+            raise ValueError(f"{name!r} is empty: there is nothing to learn in it")
+        require_characters(prompt + completion)
+    begin = min(_first_learned(prompt, prompt + completion, tokenizer) for completion in completions.values())
+    return [_continue(prompt + completion, begin, name, tokenizer) for name, completion in completions.items()]
+
+
+def _continue(text: str, begin: int, name: str, tokenizer: Tokenizer) -> TrainingSequence:
+    joined = tokenize_spans(text, [(begin, len(text))], tokenizer)
     opening = _opening_tokens(tokenizer)
     closing = [token for token in tokenizer.eos_token_ids[:1] if joined.token_ids[-1] != token]
     sample = TrainingSequence(
@@ -109,12 +118,9 @@ def read_tools(row: Fields) -> list[dict[str, Any]] | None:
 
 
 def _first_learned(prompt: str, text: str, tokenizer: Tokenizer) -> int:
-    """Where the completion begins: with the last blank of the prompt, if that and its first word are one token."""
-    if not prompt.endswith(" "):
-        return len(prompt)
+    """Where the first token begins that holds some of the completion."""
     _, starts = tokenizer.encode_with_starts(text)
-    begin = max(start for start in starts if start <= len(prompt))
-    return len(prompt) if prompt[begin:].strip() else begin
+    return max(start for start in starts if start <= len(prompt))
 
 
 def _encode_plain(text: Any, name: str, tokenizer: Tokenizer) -> list[int]:

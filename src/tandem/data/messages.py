@@ -1,10 +1,23 @@
 """Chat messages as templates take them, from rows of a dataset and from requests: the one place that builds them."""
 
 import json
+import re
 from typing import Any
 
 from tandem.types.rollout import Message
 from tandem.utils.errors import shown
+
+TURNS = {"Human": "user", "Assistant": "assistant"}
+TURN_OPENING = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+
+
+def read_turns(text: str, name: str) -> list[Message]:
+    """The turns of a dialogue written as "\\n\\nHuman: … \\n\\nAssistant: …", as those of Anthropic's HH are."""
+    before, *pieces = TURN_OPENING.split(text)
+    if before or not pieces:
+        raise ValueError(f"{name!r} must begin with 'Human:' or 'Assistant:'; it is {shown(text)}")
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    return [{"role": TURNS[speaker], "content": content.strip()} for speaker, content in turns]
 
 
 def read_messages(messages: Any, name: str, *, or_text: bool = False) -> list[Message]:

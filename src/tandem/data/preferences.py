@@ -1,17 +1,28 @@
 """Rows of preferences: two answers to a prompt of which one is better, or one answer that is good or bad.
 
 Only the answers are learned. A prompt and its answers are text, or messages; without `prompt`, `chosen` and
-`rejected` are whole conversations, and what they have in common is the prompt.
+`rejected` are whole texts or conversations, and what they begin with alike is the prompt.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tandem.data.conversations import Fields, Fit, encode_completion, encode_conversation, read_tools
+from tandem.config.data import Texts
+from tandem.data.conversations import (
+    Fields,
+    Fit,
+    encode_completion,
+    encode_continuations,
+    encode_conversation,
+    read_tools,
+)
 from tandem.data.masks import Conversation
-from tandem.data.messages import read_messages
+from tandem.data.messages import read_messages, read_turns
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import Message, TrainingSequence
 from tandem.utils.errors import shown
+
+ANSWERS = ("chosen", "rejected")
 
 
 class Preference(NamedTuple):
@@ -28,27 +39,68 @@ class Labeled(NamedTuple):
     label: bool
 
 
-def encode_preference_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Preference:
-    for name in ("chosen", "rejected"):
+def encode_preference_row(row: Fields, fit: Fit, tokenizer: Tokenizer, texts: Texts = "chat") -> Preference:
+    for name in ANSWERS:
         _require(row, name)
-    if "prompt" in row:
+    if texts == "human_assistant":
+        row = _with_turns(row, ANSWERS)
+    if _is_text(row, ANSWERS) and (texts == "plain" or "prompt" not in row):
+        prompt, answers = _split_texts(row)
+        chosen, rejected = encode_continuations(prompt, answers, tokenizer)
+    elif "prompt" in row:
         chosen, rejected = (
-            encode_completion(*_split(row["prompt"], row[name], name), name, row, tokenizer)
-            for name in ("chosen", "rejected")
+            encode_completion(*_split(row["prompt"], row[name], name), name, row, tokenizer) for name in ANSWERS
         )
     else:
         chosen, rejected = _encode_conversations(row, tokenizer)
     return Preference(fit(chosen), fit(rejected))
 
 
-def encode_labeled_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Labeled:
+def encode_labeled_row(row: Fields, fit: Fit, tokenizer: Tokenizer, texts: Texts = "chat") -> Labeled:
     for name in ("prompt", "completion", "label"):
         _require(row, name)
     label = row["label"]
     if label not in (True, False):
         raise ValueError(f"'label' must be true or false; it is {label!r}")
-    prompt, completion = _split(row["prompt"], row["completion"], "completion")
-    return Labeled(fit(encode_completion(prompt, completion, "completion", row, tokenizer)), bool(label))
+    if texts == "human_assistant":
+        row = _with_turns(row, ("completion",))
+    prompt, completion = row["prompt"], row["completion"]
+    if _is_text(row, ("completion",)) and texts == "plain":
+        sample = encode_continuations(prompt, {"completion": completion}, tokenizer)[0]
+    else:
+        sample = encode_completion(*_split(prompt, completion, "completion"), "completion", row, tokenizer)
+    return Labeled(fit(sample), bool(label))
+
+
+def _is_text(row: Fields, answers: Sequence[str]) -> bool:
+    return all(isinstance(row[name], str) for name in ("prompt", *answers) if name in row)
+
+
+def _with_turns(row: Fields, answers: Sequence[str]) -> Fields:
+    """The row with the turns of a dialogue that is written as text: in whole texts, or in a prompt and what follows."""
+    prompt = row.get("prompt", "")
+    if not isinstance(prompt, str):
+        return row
+    turned: dict[str, list[Message]] = {}
+    if "prompt" in row:
+        turns = read_turns(prompt, "prompt")
+        turned["prompt"] = turns[:-1] if turns[-1]["role"] == "assistant" else turns  # the answer's turn, begun
+    turned |= {name: read_turns(prompt + row[name], name) for name in answers if isinstance(row[name], str)}
+    return {**row, **turned}
+
+
+def _split_texts(row: Fields) -> tuple[str, dict[str, str]]:
+    """Prompt and answers. Of two whole texts, the prompt is what they begin with alike, as TRL has it: up to the blank
+    before the first difference. Where one is the beginning of the other, its last character is its answer."""
+    if "prompt" in row:
+        return row["prompt"], {name: row[name] for name in ANSWERS}
+    texts = [row[name] for name in ANSWERS]
+    if texts[0] == texts[1]:
+        raise ValueError("'chosen' and 'rejected' are the same text")
+    longest = max(min(map(len, texts)) - 1, 0)
+    length = next((at for at in range(longest) if texts[0][at] != texts[1][at]), longest)
+    prompt = texts[0][:length].removesuffix(" ")
+    return prompt, {name: row[name][len(prompt) :] for name in ANSWERS}
 
 
 def _require(row: Fields, name: str) -> None:
@@ -83,10 +135,13 @@ def _asks(message: Message, question: str) -> bool:
 
 def _encode_conversations(row: Fields, tokenizer: Tokenizer) -> list[TrainingSequence]:
     """Both conversations; the messages they begin with alike are the prompt."""
-    for name in ("chosen", "rejected"):
+    for name in ANSWERS:
         if not isinstance(answer := row[name], list):
-            raise ValueError(f"in a row without 'prompt', {name!r} must be a list of messages; it is {shown(answer)}")
-    conversations = [read_messages(row[name], name) for name in ("chosen", "rejected")]
+            raise ValueError(
+                f"in a row without 'prompt', 'chosen' and 'rejected' must be two texts or two lists of messages; "
+                f"{name!r} is {shown(answer)}"
+            )
+    conversations = [read_messages(row[name], name) for name in ANSWERS]
     num_shared = 0
     for ours, theirs in zip(*conversations, strict=False):
         if ours != theirs:

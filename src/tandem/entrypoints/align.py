@@ -39,6 +39,7 @@ def align(config: AlignConfig) -> None:
             encode_align_row,
             tokenizer=Tokenizer(config.model.name),
             loss=config.loss,
+            texts=config.data.texts,
             padding=padding_token(read_json(config.model.name / "config.json")),
         ),
         load_train,

@@ -31,7 +31,8 @@ def main() -> None:
 def launch(config: EvaluateConfig) -> None:
     from tandem.launch.guard import guarded
     from tandem.launch.slurm.submission import is_to_be_submitted, submit_evaluation
-    from tandem.orchestrator.compare import read_results, show_comparison, show_results
+    from tandem.orchestrator.compare import read_results, read_samples, show_comparison, show_results
+    from tandem.orchestrator.evaluate import RESULTS
     from tandem.utils.log import setup_logging
 
     setup_logging(config.log_level)
@@ -41,14 +42,18 @@ def launch(config: EvaluateConfig) -> None:
     if config.dry_run:
         say("dry run: the options are valid")
         return
-    earlier = None if config.compare is None else read_results(config.compare, config)[-1]
+    earlier, samples_before = None, {}
+    if config.compare is not None:  # read now: this evaluation may write to the same folder
+        earlier = read_results(config.compare, config)[-1]
+        samples_before = read_samples(config.compare, earlier["target"])
     if config.model is not None:
         refuse_missing_model(config.model)
     with guarded():
         results = asyncio.run(evaluate_all(config, earlier))
     show_results(results)
     if earlier is not None:
-        show_comparison(earlier, results[-1])
+        samples_now = read_samples(config.output_dir / RESULTS, results[-1]["target"])
+        show_comparison(earlier, results[-1], samples_before, samples_now)
     say(f"results and samples are in {config.output_dir}")
 
 

@@ -1,22 +1,28 @@
 """What evaluations gave, as people read it, and two of them on the same tasks: which of them changed."""
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.padding import Padding
 from rich.table import Column, Table
+from rich.text import Text
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.orchestrator.scores import confidence
 from tandem.utils.console import Console
-from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
-from tandem.utils.log import printable
+from tandem.utils.errors import UserError, shorten
+from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.log import printable, printable_lines
 
 Rewards = Mapping[str, Sequence[float]]  # of each task
+Sample = Mapping[str, Any]
+Samples = Mapping[str, Sequence[Sample]]  # of each task
 MOST_LINES = 10
+MOST_CHARS = 400  # of a message or completion that is shown
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,15 @@ def read_results(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
     return results
 
 
+def read_samples(results: Path, target: str) -> Samples:
+    """What was sampled from one model, from the file beside its results; nothing where that is gone."""
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for line in read_json_lines(results.with_name(results.name.replace("results", "samples")).with_suffix(".jsonl")):
+        if line.get("target") == target:
+            samples.setdefault(str(line.get("task")), []).append(line)
+    return samples
+
+
 def refuse_other_tasks(path: Path, earlier: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
     """UserError where a task is another than it was under the same number. Older results have no fingerprints."""
     before = earlier.get("fingerprints", {})
@@ -98,7 +113,9 @@ def show_results(results: Sequence[dict[str, Any]]) -> None:
             console.print(f"{result['target']}, task {task}: {printable(error)}", markup=False)
 
 
-def show_comparison(before: dict[str, Any], after: dict[str, Any]) -> None:
+def show_comparison(
+    before: dict[str, Any], after: dict[str, Any], samples_before: Samples, samples_now: Samples
+) -> None:
     console = Console()
     comparison = compare(before["tasks"], after["tasks"])
     if comparison is None:
@@ -112,3 +129,39 @@ def show_comparison(before: dict[str, Any], after: dict[str, Any]) -> None:
     for name, tasks in (("better", comparison.better), ("worse", comparison.worse)):
         for task, change in tasks[:MOST_LINES]:
             console.print(f"  {name}: task {task}, {change:+.3f}", markup=False)
+            if name == "worse":
+                console.print(_what_was_said(samples_before.get(task, []), samples_now.get(task, [])))
+        if len(tasks) > MOST_LINES:
+            console.print(f"  and {len(tasks) - MOST_LINES} more that are {name}", markup=False)
+
+
+def _what_was_said(before: Sequence[Sample], now: Sequence[Sample]) -> Padding:
+    """The prompt, the best completion that there was and the worst that there is."""
+    grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 1))
+    for message in [*before, *now][0]["messages"] if before or now else ():
+        grid.add_row(_text(f"{message['role']}:"), _text(_content(message)))
+    best, worst = max(before, key=_reward, default=None), min(now, key=_reward, default=None)
+    for name, sample in (("before", best), ("now", worst)):
+        if sample is not None:
+            grid.add_row(_text(f"{name} {_reward(sample):.3f}:"), _text(_said(sample)))
+    return Padding(grid, (0, 0, 0, 4), expand=False)
+
+
+def _reward(sample: Sample) -> float:
+    return sample["reward"]
+
+
+def _said(sample: Sample) -> str:
+    """The completion; of a conversation, all that followed the prompt."""
+    if "completion" in sample:
+        return shorten(sample["completion"], MOST_CHARS)
+    return "\n".join(f"{message['role']}: {_content(message)}" for message in sample["conversation"])
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return shorten(message.get("content") or (json.dumps(calls) if calls else ""), MOST_CHARS)
+
+
+def _text(text: str) -> Text:
+    return Text(printable_lines(text))

@@ -1,6 +1,7 @@
 """The goal-space server: texts in, a list of numbers for each goal out.
 
     POST /goalspace {"texts": […], "normalize": true} → {"length": […], "formality": […], …}
+    POST /goalspace/ […] → the same, of the texts alone
     GET /goals, /health, /metrics
 
 `reward-server` starts it; or `uvicorn tandem.rewards.server:app --workers 4`, which reads the options of
@@ -17,7 +18,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 
@@ -45,6 +46,11 @@ class GoalRequest(BaseModel):
     texts: list[str] = Field(min_length=1)
     normalize: bool = True
     """Values from 0 to 1, over each goal's usual range; else as they are measured."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _texts_alone(cls, body: Any) -> Any:
+        return {"texts": body} if isinstance(body, list) else body
 
 
 class GoalService:
@@ -94,6 +100,8 @@ class GoalService:
                 raise ValueError(f"texts.{number} has {len(text)} characters, more than max_text_chars = {longest}")
 
     def add_routes(self, app: FastAPI) -> None:
+        # Clients do not send a body again where they are redirected from one spelling to the other.
+        @app.post("/goalspace/", include_in_schema=False)
         @app.post("/goalspace")
         async def goalspace(request: GoalRequest) -> Response:
             """For each goal, a number for each text, in their order."""
@@ -132,7 +140,7 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> F
     @app.exception_handler(RequestValidationError)
     async def refuse(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return error_answer(400, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
+        return error_answer(400, f"{'.'.join(map(str, first['loc'][1:])) or 'body'}: {first['msg']}")
 
     service.add_routes(app)
     return app

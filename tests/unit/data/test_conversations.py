@@ -125,12 +125,17 @@ def test_without_a_chat_template_a_completion_follows_its_prompt(base_tokenizer:
 
 @pytest.mark.parametrize(
     ("prompt", "learned"),
-    [("2 + 2 =", "four<|im_end|>"), ("2 + 2 = ", " four<|im_end|>"), ("2 + 2 =  ", " four<|im_end|>")],
+    [
+        ("2 + 2 =", "four<|im_end|>"),
+        ("2 + 2 = ", " four<|im_end|>"),
+        ("2 + 2 =  ", " four<|im_end|>"),
+        ("2 + 2 = un", " unfour<|im_end|>"),
+    ],
 )
-def test_a_word_is_learned_with_the_blank_it_is_one_token_with(
+def test_a_token_of_prompt_and_completion_is_learned(
     smollm2_model: Path, tmp_path: Path, prompt: str, learned: str
 ) -> None:
-    """SmolLM2 reads " four" as one token."""
+    """SmolLM2 reads " four" as one token, and "unfour" as "unf" and "our"."""
     for name in ("tokenizer.json", "config.json"):
         shutil.copyfile(smollm2_model / name, tmp_path / name)
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})

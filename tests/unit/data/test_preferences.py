@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tandem.config.data import Texts
 from tandem.data.preferences import encode_labeled_row, encode_preference_row
 from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import TrainingSequence
@@ -73,6 +74,72 @@ def test_answers_of_several_turns(tokenizer: Tokenizer) -> None:
     assert text_and_learned(chosen, tokenizer)[1] == "good<|im_end|>b>"
 
 
+def shown(sample: TrainingSequence, tokenizer: Tokenizer) -> str:
+    """The text of a sample, with what is learned in square brackets."""
+    context = sample.num_context_tokens
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (sample.token_ids[:context], sample.token_ids)]
+    assert sample.loss_mask == [0] * context + [1] * (len(sample.token_ids) - context)
+    return f"{texts[0]}[{texts[1][len(texts[0]) :]}]".replace("<|im_end|>", ">")
+
+
+@pytest.mark.parametrize(
+    ("row", "texts", "expected"),
+    [
+        # Whole texts: the prompt is what they begin with alike, up to the blank before the difference.
+        ({"chosen": "q: yes", "rejected": "q: no"}, "chat", ["q:[ yes>]", "q:[ no>]"]),
+        ({"chosen": "q: yes", "rejected": "q: no"}, "plain", ["q:[ yes>]", "q:[ no>]"]),
+        ({"chosen": "q: no", "rejected": "q: not"}, "chat", ["q: n[o>]", "q: n[ot>]"]),
+        ({"chosen": "ab", "rejected": "cd"}, "chat", ["a[b>]", "c[d>]"]),
+        ({"prompt": "q: n", "chosen": "o", "rejected": "ever"}, "plain", ["q: n[o>]", "q: n[ever>]"]),
+    ],
+)
+def test_texts_as_they_are(tokenizer: Tokenizer, row: dict[str, Any], texts: Texts, expected: list[str]) -> None:
+    pair = encode_preference_row(row, as_it_is, tokenizer, texts)
+    assert [shown(sample, tokenizer) for sample in pair] == expected
+    if "prompt" in row:
+        labeled = {"prompt": row["prompt"], "completion": row["chosen"], "label": True}
+        assert encode_labeled_row(labeled, as_it_is, tokenizer, texts).sample == pair.chosen
+
+
+HH = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": f"{HH}\n\nAssistant: good", "rejected": f"{HH}\n\nAssistant: bad"},
+        {"chosen": f"{HH.strip()}\n\nAssistant: good", "rejected": f"{HH}\n\nAssistant:  bad\n"},
+        {"prompt": f"{HH}\n\nAssistant:", "chosen": " good", "rejected": " bad"},
+        {"prompt": HH, "chosen": "\n\nAssistant: good", "rejected": "\n\nAssistant: bad"},
+        {"prompt": HH, "chosen": GOOD, "rejected": BAD},
+        {"prompt": DIALOG, "chosen": "good", "rejected": "bad"},  # messages already
+    ],
+)
+def test_human_and_assistant_become_turns(tokenizer: Tokenizer, row: dict[str, Any]) -> None:
+    context = "<user\na><assistant\nb><user\nc>"
+    pair = encode_preference_row(row, as_it_is, tokenizer, "human_assistant")
+    assert text_and_learned(pair.chosen, tokenizer) == (f"{context}<assistant\ngood>", "good>")
+    assert text_and_learned(pair.rejected, tokenizer) == (f"{context}<assistant\nbad>", "bad>")
+    if "prompt" in row:
+        labeled = {"prompt": row["prompt"], "completion": row["rejected"], "label": False}
+        assert encode_labeled_row(labeled, as_it_is, tokenizer, "human_assistant").sample == pair.rejected
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"chosen": "hello", "rejected": HH}, "^'chosen' must begin with 'Human:' or 'Assistant:'; it is 'hello'$"),
+        ({"chosen": f"oh {HH}", "rejected": HH}, "^'chosen' must begin with 'Human:' or 'Assistant:'; it is 'oh "),
+        ({"prompt": "a", "chosen": " b", "rejected": " c"}, "^'prompt' must begin with 'Human:'"),
+        ({"chosen": f"{HH}\n\nAssistant: good", "rejected": f"{HH}\n\nAssistant:"}, "of role 'assistant', is empty"),
+        ({"prompt": HH, "chosen": " and", "rejected": " or"}, "'chosen' begins with a message of role 'user'"),
+    ],
+)
+def test_texts_that_are_no_dialogue(tokenizer: Tokenizer, row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        encode_preference_row(row, as_it_is, tokenizer, "human_assistant")
+
+
 @pytest.mark.parametrize("label", [True, False, 1, 0])
 @pytest.mark.parametrize("completion", ["good", GOOD, QUESTION + GOOD])
 def test_labeled_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> None:
@@ -86,8 +153,10 @@ def test_labeled_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> N
     ("row", "problem"),
     [
         ({"prompt": "a", "chosen": "b"}, r"field 'rejected' is missing; it has \['chosen', 'prompt'\]"),
-        ({"chosen": "b", "rejected": "c"}, "in a row without 'prompt', 'chosen' must be a list of messages; it is 'b'"),
-        ({"chosen": GOOD, "rejected": 7}, "without 'prompt', 'rejected' must be a list of messages; it is 7"),
+        ({"chosen": "b", "rejected": GOOD}, "must be two texts or two lists of messages; 'chosen' is 'b'$"),
+        ({"chosen": GOOD, "rejected": 7}, "in a row without 'prompt', .* two lists of messages; 'rejected' is 7$"),
+        ({"chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same text"),
+        ({"chosen": "", "rejected": "b"}, "'chosen' is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
         ({"prompt": "a", "chosen": [turn("assistant", "")], "rejected": "c"}, "message 1, of role 'assistant', is"),
         ({"prompt": SYSTEM[:1], "chosen": QUESTION, "rejected": "c"}, "no message to learn"),

@@ -9,12 +9,13 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.orchestrator.compare import (
     compare,
     read_results,
+    read_samples,
     refuse_other_tasks,
     short_names,
     show_comparison,
     show_results,
 )
-from tandem.orchestrator.evaluate import Outcome, fingerprint, results_of
+from tandem.orchestrator.evaluate import Outcome, append_samples, fingerprint, results_of
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
@@ -90,7 +91,56 @@ def test_what_users_code_says_does_not_reach_the_terminal_as_it_is(capsys: pytes
     error = "ValueError: \x1b]0;mine\x07\nno\u202e"
     failed = results_of("m\x1b[2J", [Outcome(0, [1.0]), Outcome(1, [], error=error)], 1.0)
     show_results([failed])
-    show_comparison(failed, failed)
+    show_comparison(failed, failed, {}, {})
     shown = capsys.readouterr().out
     assert r"ValueError: \x1b]0;mine\x07\nno\u202e" in shown and r"against m\x1b[2J" in shown
     assert all(line.isprintable() for line in shown.split("\n"))
+
+
+def test_what_got_worse_is_shown_with_prompt_and_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several samples, the best before and the worst now. Also for an evaluation whose results got a number."""
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+
+    def sampled(task: int, *answers: tuple[str, float]) -> Outcome:
+        samples = [{"task": task, "messages": asked, "completion": text, "reward": reward} for text, reward in answers]
+        return Outcome(task, [reward for _, reward in answers], samples=samples)
+
+    talk = {"task": 2, "messages": asked, "reward": 0.25}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "many"}]
+    before = [sampled(0, ("[2]\x1b", 1.0), ("no", 0.0)), sampled(1, ("same", 0.5)), sampled(2, ("yes", 1.0))]
+    after = [
+        sampled(0, ("still", 0.5), ("long " * 200, 0.0)),
+        sampled(1, ("same", 0.5)),
+        Outcome(2, [0.25], samples=[talk | {"conversation": turns}]),
+    ]
+    for name, target, outcomes in (("samples.1.jsonl", "old", before), ("samples.jsonl", "new", after)):
+        append_samples(tmp_path / name, target, outcomes)
+        append_samples(tmp_path / name, "another version", [sampled(0, ("not this", 2.0))])
+    show_comparison(
+        results_of("old", before, 1.0),
+        results_of("new", after, 1.0),
+        read_samples(tmp_path / "results.1.json", "old"),
+        read_samples(tmp_path / "results.json", "new"),
+    )
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert [" ".join(line.split()) for line in shown.splitlines()[1:6]] == [
+        "worse: task 2, -0.750",
+        "system: Be brief.",
+        "user: 1 + 1?",
+        "before 1.000: yes",
+        'now 0.250: assistant: [{"id": "1"}]',
+    ]
+    assert "tool: many" in shown
+    assert r"before 1.000: [2]\x1b" in shown and "now 0.000:    long long" in shown and "characters left out" in shown
+    assert "same" not in shown and "not this" not in shown
+
+
+def test_an_evaluation_whose_samples_are_gone_is_compared_by_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = (results_of("m", [Outcome(task, [reward]) for task in range(12)], 1.0) for reward in (1.0, 0.0))
+    show_comparison(before, after, read_samples(Path("nowhere/results.json"), "m"), {})
+    assert "  worse: task 0, -1.000\n" in (shown := capsys.readouterr().out)
+    assert "  and 2 more that are worse\n" in shown

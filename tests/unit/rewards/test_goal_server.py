@@ -45,6 +45,9 @@ def test_each_goal_has_a_number_for_each_text(client: TestClient) -> None:
     assert answer.json() == {"vowels": [2.0, 0.0], "Calls": [2.0, 3.0]}
     assert client.post("/goalspace", json={"texts": ["aa"]}).json() == {"vowels": [0.5], "Calls": [0.2]}
     assert client.post("/goalspace", json={"texts": ["aaaaaaa"]}).json()["vowels"] == [1.0]  # beyond the range
+    for url in ("/goalspace", "/goalspace/"):
+        answer = client.post(url, json=["aa", "xyz"], follow_redirects=False)
+        assert answer.json() == {"vowels": [0.5, 0.0], "Calls": [0.2, 0.3]}
     assert client.get("/goals").json() == {
         "goals": {"vowels": {"lowest": 0.0, "highest": 4.0}, "Calls": {"lowest": 0.0, "highest": 10.0}}
     }
@@ -57,6 +60,9 @@ def test_each_goal_has_a_number_for_each_text(client: TestClient) -> None:
         ({"texts": []}, 400, "texts: List should have at least 1 item"),
         ({"texts": [1]}, 400, "texts.0: Input should be a valid string"),
         ({}, 400, "texts: Field required"),
+        ([], 400, "texts: List should have at least 1 item"),
+        (["a", 1], 400, "texts.1: Input should be a valid string"),
+        ("a", 400, "body: Input should be a valid dictionary"),
         ({"texts": ["a"], "normalise": True}, 400, "normalise: Extra inputs are not permitted"),
         ({"texts": ["a"] * 4}, 400, "4 texts are more than max_texts = 3"),
         ({"texts": ["a", "a" * 11]}, 400, "texts.1 has 11 characters, more than max_text_chars = 10"),

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.align import AlignLossConfig
+from tandem.config.data import Texts
 from tandem.data.conversations import Fields, Fit
 from tandem.data.packing import divide, pack
 from tandem.data.preferences import encode_labeled_row, encode_preference_row
@@ -61,19 +62,23 @@ class AlignBatch:
 
 
 def encode_align_row(
-    row: Fields, fit: Fit, tokenizer: Tokenizer, loss: AlignLossConfig, padding: int | None = None
+    row: Fields,
+    fit: Fit,
+    tokenizer: Tokenizer,
+    loss: AlignLossConfig,
+    texts: Texts = "chat",
+    padding: int | None = None,
 ) -> AlignRow:
     """A row of a dataset as the objective takes it; ValueError says what is wrong with it.
 
     Objectives of single completions take a pair for a good one and a bad one. `padding`: a reward model's.
     """
     if not loss.is_paired and "chosen" not in row:
-        sample, is_good = encode_labeled_row(row, fit, tokenizer)
+        sample, is_good = encode_labeled_row(row, fit, tokenizer, texts)
         return AlignRow((sample,), (GOOD if is_good else BAD,))
-    if loss.type == "reward":
-        # Its samples are one token longer.
-        return scored(AlignRow(encode_preference_row(row, fit, tokenizer), (GOOD, BAD), _margin(row)), padding)
-    return AlignRow(encode_preference_row(row, fit, tokenizer), (GOOD, BAD))
+    pair = AlignRow(encode_preference_row(row, fit, tokenizer, texts), (GOOD, BAD))
+    # Samples of a reward model are one token longer.
+    return scored(replace(pair, margin=_margin(row)), padding) if loss.type == "reward" else pair
 
 
 def _margin(row: Fields) -> float:

@@ -1,10 +1,12 @@
 """Our objectives on our decoder against TRL's trainers on the transformers model, with the same weights and batch.
 
-Loss and the gradient of every parameter agree to 1e-5. TRL is needed for these tests only.
+Loss and the gradient of every parameter agree to 1e-5, and pairs of whole texts become the same tokens. TRL is needed
+for these tests only.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from tandem.config.align import AlignLossConfig
 from tandem.data.packing import pack
+from tandem.data.preferences import encode_preference_row
+from tandem.data.tokenizer import Tokenizer
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.models.reward_model import new_scorer
@@ -37,6 +41,16 @@ PAIRS = [
 ]
 # Prompt, completion, whether it is good.
 LABELED = [(prompt, good, True) for prompt, good, _ in PAIRS] + [(prompt, bad, False) for prompt, _, bad in PAIRS[:2]]
+DIALOGUE = "\n\nHuman: What is the capital of France?\n\nAssistant:"
+WHOLE_TEXTS = [
+    (f"{DIALOGUE} Paris.", f"{DIALOGUE} I do not know."),
+    (f"{DIALOGUE} Paris it is.", f"{DIALOGUE} Paris, I believe."),  # the answers begin alike
+    (f"{DIALOGUE} Yes", f"{DIALOGUE} Yesterday"),  # one is the beginning of the other
+    (f"{DIALOGUE} unhappy", f"{DIALOGUE} unhealthy"),  # they differ within a word
+    (f"{DIALOGUE} a\n\nHuman: b\n\nAssistant: c", f"{DIALOGUE} d\n\nHuman: e\n\nAssistant: f"),
+    ("2+2=4", "2+2=5"),
+    ("one two", "three four"),  # nothing in common
+]
 ROWS = [{"prompt": "abc", "chosen": "de", "rejected": "f"}] * 2
 
 
@@ -316,3 +330,38 @@ def test_reward_model(tiny_model: Path, trl_options, tokenizer, disturb) -> None
     found = torch.autograd.grad(loss, list(parameters.values()))
     ours = scorer.named_tensors(dict(zip(parameters, found, strict=True)))
     assert_same(loss, ours, their_loss, trainer.model)
+
+
+def prepared_by_trl(model: Path, rows: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer, options = SimpleNamespace(_tokenizer=tokenizer), SimpleNamespace(dataset_num_proc=None, max_length=None)
+    prepare = cast(Any, DPOTrainer._prepare_dataset)
+    return prepare(trainer, Dataset.from_list(rows), tokenizer, options, "rows")
+
+
+def learned(sample: TrainingSequence) -> list[int]:
+    return [token for token, is_learned in zip(sample.token_ids, sample.loss_mask, strict=True) if is_learned]
+
+
+def test_whole_texts_are_cut_where_trl_cuts_them(smollm2_model: Path) -> None:
+    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in WHOLE_TEXTS]
+    for row, theirs in zip(rows, prepared_by_trl(smollm2_model, rows), strict=True):
+        pair = encode_preference_row(row, lambda sample: sample, Tokenizer(smollm2_model))
+        for ours, answer in zip(pair, (theirs["chosen_ids"], theirs["rejected_ids"]), strict=True):
+            assert ours.token_ids == theirs["prompt_ids"] + answer
+            assert learned(ours) == (answer if theirs["prompt_ids"] else answer[1:])  # nothing predicts the first token
+
+
+def test_trl_also_learns_what_the_template_writes_after_a_turn(smollm2_model: Path) -> None:
+    question = [{"role": "user", "content": "2 + 2?"}]
+    row = {name: [*question, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    tokenizer = Tokenizer(smollm2_model)
+    [theirs] = prepared_by_trl(smollm2_model, [row])
+    pair = encode_preference_row(row, lambda sample: sample, tokenizer)
+    for ours, answer in zip(pair, (theirs["chosen_ids"], theirs["rejected_ids"]), strict=True):
+        assert ours.token_ids == theirs["prompt_ids"] + answer
+        assert [*learned(ours), *tokenizer.encode("\n")] == answer
