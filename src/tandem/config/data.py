@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.shared import Interval, num_steps
 
 FIELD_NAMES = ("messages", "prompt", "completion", "text", "tools", "chosen", "rejected", "label", "margin")
 OPTIONAL_FIELDS = ("tools", "margin")  # a row may do without
@@ -135,20 +136,11 @@ class SFTDataConfig(DataConfig):
 class OfflineEvalConfig(Config):
     """Evaluation on held-out rows. It always runs after the last step."""
 
-    every: float | None = Field(default=None, gt=0)
+    every: Interval | None = None
     """Also evaluate every so many steps; below 1, every such fraction of training."""
 
-    @model_validator(mode="after")
-    def _whole(self) -> "OfflineEvalConfig":
-        if self.every is not None and self.every >= 1 and self.every != int(self.every):
-            raise ValueError(f"every = {self.every:g} is neither a whole number of steps nor a fraction below 1")
-        return self
-
     def is_due(self, step: int, max_steps: int) -> bool:
-        if self.every is None:
-            return step == max_steps
-        interval = self.every if self.every >= 1 else max(round(self.every * max_steps), 1)
-        return step == max_steps or step % int(interval) == 0
+        return step == max_steps or (self.every is not None and step % num_steps(self.every, max_steps) == 0)
 
 
 def require_held_out(evaluation: OfflineEvalConfig, data: DataConfig) -> None:

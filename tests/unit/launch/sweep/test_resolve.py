@@ -126,12 +126,18 @@ def test_options_of_ours_are_taken_by_their_own_names(write: Write) -> None:
     assert (config.batch_size, config.loss.reference, config.data.shuffle) == (6, "model", False)
 
 
-def test_shares_of_training_are_rounded_up_and_no_clipping_is_zero_as_in_transformers(write: Write) -> None:
-    config = config_of(write("max_steps: 40", "warmup_ratio: 0.03", "save_steps: 0.26", "max_grad_norm: 0"))
-    assert (config.scheduler.warmup_steps, config.checkpoint.every) == (2, 11)
-    assert config.optimizer.max_grad_norm == math.inf
-    config = config_of(write("save_steps: 7", "max_grad_norm: 0.5"))
-    assert (config.checkpoint.every, config.optimizer.max_grad_norm) == (7, 0.5)
+def test_shares_of_training_are_ours_whatever_says_how_long_it_is(write: Write) -> None:
+    """Epochs become steps when the rows are read."""
+    for length in ("num_train_epochs: 2", "max_steps: 40"):
+        config = config_of(write(length, "warmup_ratio: 0.03", "warmup_steps: 0", "save_steps: 0.26"))
+        assert (config.scheduler.warmup_steps, config.checkpoint.every) == (0.03, 0.26)
+    config = config_of(write("save_steps: 7", "warmup_ratio: 0", "warmup_steps: 5"))
+    assert (config.checkpoint.every, config.scheduler.warmup_steps) == (7, 5)
+
+
+def test_no_clipping_is_zero_as_in_transformers(write: Write) -> None:
+    assert config_of(write("max_grad_norm: 0")).optimizer.max_grad_norm == math.inf
+    assert config_of(write("max_grad_norm: 0.5")).optimizer.max_grad_norm == 0.5
 
 
 def test_what_a_table_says_is_not_computed_again(write: Write) -> None:
@@ -204,8 +210,9 @@ def test_no_limit_of_steps_is_as_if_none_was_given(write: Write, tmp_path: Path)
         (("seed: 1", "learning_rate: high"), {}, "line 12: optimizer.lr = 'high' is not valid"),
         (("max_length: 99999",), {}, "line 11: seq_len = 99999 is above max_position_embeddings"),
         (("num_generations: 4",), {}, "line 11: num_generations has no meaning for offline algorithms"),
-        (("warmup_ratio: 0.1",), {}, "line 11: warmup_ratio = 0.1 is a share of max_steps, which is not given"),
-        (("save_steps: 0.5",), {}, "line 11: save_steps = 0.5 is a share of max_steps, which is not given"),
+        (("warmup_ratio: 1.0",), {}, "line 11: warmup_ratio = 1.0 is not a share of training; give 0 or more, below 1"),
+        (("warmup_ratio: 0.1", "warmup_steps: 5"), {}, "warmup_ratio both set scheduler.warmup_steps, to 5 and 0.1"),
+        (("save_steps: 1.5",), {}, "line 11: checkpoint.every: 1.5 is neither a whole number of steps nor a fraction"),
         (("max_grad_norm: off",), {}, "line 11: max_grad_norm = False is not a number"),
         (("eval_strategy: epoch",), {}, "line 11: eval_strategy = 'epoch' is not here"),
         (("max_length: 8", "max_seq_length: 9"), {}, "max_seq_length and max_length both set seq_len, to 9 and 8"),
