@@ -15,7 +15,8 @@ class SourceConfig(Config):
     """One of several datasets to mix."""
 
     path: str
-    """A .jsonl, .json or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub."""
+    """A .jsonl, .json, .csv or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face
+    hub."""
 
     name: str | None = None
     """Configuration of a dataset on the hub that has several."""
@@ -31,7 +32,8 @@ class DataConfig(Config):
     """The rows to learn from, and those held out."""
 
     path: str | None = None
-    """A .jsonl, .json or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub."""
+    """A .jsonl, .json, .csv or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face
+    hub."""
 
     name: str | None = None
     """Configuration of a dataset on the hub that has several."""

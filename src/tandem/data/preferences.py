@@ -13,6 +13,8 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.types.rollout import Message, TrainingSequence
 from tandem.utils.errors import shown
 
+LABELS = {"true": True, "1": True, "false": False, "0": False}
+
 
 class Preference(NamedTuple):
     """Two samples with the same context."""
@@ -45,6 +47,8 @@ def encode_labeled_row(row: Fields, fit: Fit, tokenizer: Tokenizer) -> Labeled:
     for name in ("prompt", "completion", "label"):
         _require(row, name)
     label = row["label"]
+    if isinstance(label, str):  # the cells of a CSV file are text
+        label = LABELS.get(label.strip().lower(), label)
     if label not in (True, False):
         raise ValueError(f"'label' must be true or false; it is {label!r}")
     prompt, completion = _split(row["prompt"], row["completion"], "completion")
