@@ -63,10 +63,8 @@ def sweep(config: SweepConfig) -> None:
         output_dir, runs = write(config.file)
     if config.submits:
         done = submit_runs(output_dir, runs, resume=config.resume, array=config.array, max_jobs=config.max_jobs)
-        say(
-            f"{len(done.runs):,} of {count_runs(len(runs))} submitted"
-            + (f": {', '.join(done.runs)}" if done.runs else "")
-        )
+        names = f": {', '.join(done.runs)}" if done.runs else ""
+        say(f"{len(done.runs):,} of {count_runs(len(runs))} submitted{names}")
         if done.evaluations:
             say(f"evaluations of finished runs submitted: {', '.join(done.evaluations)}")
         return
