@@ -32,7 +32,7 @@ def update(trained: Trained, step: int) -> None:
 
 
 def make_checkpointer(trained: Trained, root: Path, ranks: Ranks) -> Checkpointer:
-    return Checkpointer(RunDir(root), CheckpointConfig(), ranks, trained.model, trained.optimizer)
+    return Checkpointer(RunDir(root), CheckpointConfig(), ranks, trained.model, trained.optimizer, max_steps=9)
 
 
 @pytest.mark.gpu

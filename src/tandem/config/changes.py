@@ -146,7 +146,7 @@ def _same_path(old: Any, new: Any) -> bool:
 
 def _keeps_the_schedule(change: Change, old: Tree, new: Tree) -> bool:
     """A run may be made longer or shorter where its learning rate does not depend on the length."""
-    return change.key == "max_steps" and _scheduler(old).type == _scheduler(new).type == "constant"
+    return change.key == "max_steps" and not (_scheduler(old).depends_on_length or _scheduler(new).depends_on_length)
 
 
 def _rate_jump(old: Tree, new: Tree, step: int) -> str:
@@ -154,8 +154,14 @@ def _rate_jump(old: Tree, new: Tree, step: int) -> str:
     before, after = _rate(old, step), _rate(new, step)
     if before != after:
         return f" (the learning rate of step {step} becomes {after:.4g} instead of {before:.4g})"
-    decays = _trainer(old)["max_steps"] != _trainer(new)["max_steps"] and _scheduler(new).type != "constant"
-    return f" (the learning rate, scheduler.type = {_scheduler(new).type!r}, depends on it)" if decays else ""
+    is_stretched = _trainer(old)["max_steps"] != _trainer(new)["max_steps"] and _scheduler(new).depends_on_length
+    return f" (the learning rate, scheduler.{_shape(_scheduler(new))}, depends on it)" if is_stretched else ""
+
+
+def _shape(scheduler: SchedulerConfig) -> str:
+    if scheduler.type == "constant":
+        return f"warmup_steps = {scheduler.warmup_steps:g}"
+    return f"type = {scheduler.type!r}"
 
 
 def _rate(tree: Tree, step: int) -> float:

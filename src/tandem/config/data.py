@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tandem.config.base import Config
+from tandem.config.shared import Interval, num_steps
 
 FIELD_NAMES = ("messages", "prompt", "completion", "text", "tools", "chosen", "rejected", "label", "margin")
 Texts = Literal["chat", "plain", "human_assistant"]
@@ -15,7 +16,8 @@ class SourceConfig(Config):
     """One of several datasets to mix."""
 
     path: str
-    """A .jsonl, .json or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub."""
+    """A .jsonl, .json, .csv or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face
+    hub."""
 
     name: str | None = None
     """Configuration of a dataset on the hub that has several."""
@@ -31,7 +33,8 @@ class DataConfig(Config):
     """The rows to learn from, and those held out."""
 
     path: str | None = None
-    """A .jsonl, .json or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub."""
+    """A .jsonl, .json, .csv or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face
+    hub."""
 
     name: str | None = None
     """Configuration of a dataset on the hub that has several."""
@@ -147,20 +150,11 @@ class AlignDataConfig(DataConfig):
 class OfflineEvalConfig(Config):
     """Evaluation on held-out rows. It always runs after the last step."""
 
-    every: float | None = Field(default=None, gt=0)
+    every: Interval | None = None
     """Also evaluate every so many steps; below 1, every such fraction of training."""
 
-    @model_validator(mode="after")
-    def _whole(self) -> "OfflineEvalConfig":
-        if self.every is not None and self.every >= 1 and self.every != int(self.every):
-            raise ValueError(f"every = {self.every:g} is neither a whole number of steps nor a fraction below 1")
-        return self
-
     def is_due(self, step: int, max_steps: int) -> bool:
-        if self.every is None:
-            return step == max_steps
-        interval = self.every if self.every >= 1 else max(round(self.every * max_steps), 1)
-        return step == max_steps or step % int(interval) == 0
+        return step == max_steps or (self.every is not None and step % num_steps(self.every, max_steps) == 0)
 
 
 def require_held_out(evaluation: OfflineEvalConfig, data: DataConfig) -> None:

@@ -5,6 +5,7 @@ Classes called …Options are bases of the config classes that take them; `--hel
 
 import math
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -123,11 +124,28 @@ def key_from_environment(variable: str | None, option: str) -> str | None:
     return key
 
 
+def steps_or_share(value: float) -> float:
+    """The value, if it is a whole number or below 1. Raises ValueError."""
+    if value >= 1 and value != int(value):
+        raise ValueError(f"{value:g} is neither a whole number of steps nor a fraction below 1")
+    return value
+
+
+def num_steps(value: float, max_steps: int) -> int:
+    """What a number of steps, or a fraction of training, comes to; rounded up, as in transformers."""
+    return int(value) if value >= 1 else math.ceil(Fraction(str(value)) * max_steps)  # 0.07 of 100 is 7, not 8
+
+
+Steps = Annotated[float, Field(ge=0), AfterValidator(steps_or_share)]
+Interval = Annotated[Steps, Field(gt=0)]
+
+
 class CheckpointConfig(Config):
     """When to save checkpoints, and how many to keep."""
 
-    every: int | None = Field(default=25, ge=1)
-    """Save every so many steps, and after the last step. None: only when a signal ends the run."""
+    every: Interval | None = 25
+    """Save every so many steps, or below 1 every such fraction of training, and after the last step. None: only when a
+    signal ends the run."""
 
     keep_last: int = Field(default=2, ge=1)
     """Number of newest complete checkpoints to keep."""
@@ -145,15 +163,21 @@ class CheckpointConfig(Config):
             return self
         if self.every is None:
             raise ValueError(f"checkpoint.keep_every = {self.keep_every} keeps nothing; set checkpoint.every as well")
-        if self.keep_every % self.every != 0:
+        if self.every < 1:
             raise ValueError(
-                f"checkpoint.keep_every = {self.keep_every} names steps that checkpoint.every = {self.every} does not "
-                f"save; the nearest valid value is {max(1, round(self.keep_every / self.every)) * self.every}"
+                f"checkpoint.keep_every = {self.keep_every} counts steps, and checkpoint.every = {self.every:g} is a "
+                "fraction of training; give checkpoint.every as a number of steps"
+            )
+        every = int(self.every)
+        if self.keep_every % every != 0:
+            raise ValueError(
+                f"checkpoint.keep_every = {self.keep_every} names steps that checkpoint.every = {every} does not "
+                f"save; the nearest valid value is {max(1, round(self.keep_every / every)) * every}"
             )
         return self
 
-    def is_due(self, step: int, last_step: int | None = None) -> bool:
-        return self.every is not None and (step % self.every == 0 or step == last_step)
+    def is_due(self, step: int, max_steps: int) -> bool:
+        return self.every is not None and (step == max_steps or step % num_steps(self.every, max_steps) == 0)
 
 
 class RunOptions(Config):
@@ -241,22 +265,28 @@ class SchedulerConfig(Config):
     type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
 
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from zero."""
+    warmup_steps: Steps = 0
+    """Steps of linear warm-up from zero; below 1, such a fraction of training."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate of the last step as a fraction of the peak, for linear and cosine. 0: it would be zero after the
     last step, as in transformers."""
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the rate of a step depends on how many there are."""
+        return self.type != "constant" or 0 < self.warmup_steps < 1
+
 
 def lr_factor(step: int, max_steps: int, config: SchedulerConfig) -> float:
     """The learning rate of `step` (from 1) as a fraction of the peak."""
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
+    warmup_steps = num_steps(config.warmup_steps, max_steps)
+    if step <= warmup_steps:
+        return step / warmup_steps
     if config.type == "constant" or max_steps == 1:
         return 1.0
     # A step with a rate of zero would learn nothing: where the decay ends at zero, it begins one step later.
-    num_decayed = step - config.warmup_steps - (config.min_lr_ratio == 0)
-    progress = num_decayed / max(1, max_steps - config.warmup_steps)
+    num_decayed = step - warmup_steps - (config.min_lr_ratio == 0)
+    progress = num_decayed / max(1, max_steps - warmup_steps)
     decay = 1 - progress if config.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay

@@ -23,6 +23,7 @@ from tandem.types.rollout import Message, TrainingSequence
 from tandem.utils.errors import shown
 
 ANSWERS = ("chosen", "rejected")
+LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Preference(NamedTuple):
@@ -60,6 +61,8 @@ def encode_labeled_row(row: Fields, fit: Fit, tokenizer: Tokenizer, texts: Texts
     for name in ("prompt", "completion", "label"):
         _require(row, name)
     label = row["label"]
+    if isinstance(label, str):  # the cells of a CSV file are text
+        label = LABELS.get(label.strip().lower(), label)
     if label not in (True, False):
         raise ValueError(f"'label' must be true or false; it is {label!r}")
     if texts == "human_assistant":

@@ -1,9 +1,10 @@
 """Rows as they lie in files, in directories of `datasets` and on the Hugging Face hub.
 
-Whatever the place, a source gives its rows one by one, from the first, as often as it is asked to. JSON and JSON
-lines are read here; everything else by the `datasets` package, which is an extra.
+Whatever the place, a source gives its rows one by one, from the first, as often as it is asked to. JSON, JSON lines
+and CSV are read here; everything else by the `datasets` package, which is an extra.
 """
 
+import csv
 import json
 import re
 from codecs import BOM_UTF8
@@ -16,11 +17,12 @@ from typing import Any
 from tandem.config.data import SourceConfig
 from tandem.utils.errors import UserError
 
-FILE_TYPES = (".jsonl", ".json", ".parquet")
-FILES_OF_OTHERS = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # so no name on the hub either
+FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
+FILES_OF_OTHERS = (".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # so no name on the hub either
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+MAX_CELL_CHARS = 2**31 - 1  # of a CSV file: the csv module's own limit is 128 KiB, and a conversation may be longer
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")  # a Dataset, a DatasetDict
-KINDS = "a .jsonl, .json or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub"
+KINDS = "a .jsonl, .json, .csv or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def _file_reader(source: SourceConfig, path: Path, key: str, streaming: bool) ->
         if streaming:
             raise UserError(f"{key} = {source.path!r} is one JSON value and cannot be streamed; give JSON lines")
         return lambda: _numbered(_json_rows(key, source.path, path))
+    if path.suffix == ".csv":
+        return lambda: _csv_rows(key, source.path, path)
     if path.suffix == ".parquet":
         _datasets(key, source.path)
         return lambda: _numbered(_parquet_rows(key, source.path, path))
@@ -122,6 +126,31 @@ def _json_rows(key: str, name: str, path: Path) -> list[Any]:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{key} = {name!r} is not JSON: {error}") from error
+
+
+def _csv_rows(key: str, name: str, path: Path) -> Iterator[Row]:
+    """The first line names the columns. A cell is text; an empty one is not there."""
+    csv.field_size_limit(MAX_CELL_CHARS)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        cells = csv.reader(file, strict=True)
+        index, line = 0, 1  # where the next row begins
+        try:
+            columns = next(cells, [])
+            if len({*columns}) < len(columns):
+                raise UserError(f"{key} = {name!r} has two columns of one name in line 1: {', '.join(columns)}")
+            line = cells.line_num + 1
+            for row in cells:
+                place, line = f"row {index} (line {line})", cells.line_num + 1
+                if not row:
+                    continue
+                index += 1
+                if len(row) == len(columns):
+                    yield Row(place, {column: cell for column, cell in zip(columns, row, strict=True) if cell})
+                else:
+                    told = f"its cells are {len(row)}, and line 1 names {len(columns)} columns"
+                    yield Row(place, None, told)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{key} = {name!r} cannot be read as CSV from line {line} on: {error}") from error
 
 
 def _parquet_rows(key: str, name: str, path: Path) -> Iterator[Any]:

@@ -50,6 +50,7 @@ def read_command_line(arguments: list[str]) -> SweepConfig:
 def sweep(config: SweepConfig) -> None:
     from tandem.launch.sweep.folder import read_sweep
     from tandem.launch.sweep.local import run_here
+    from tandem.launch.sweep.progress import count_runs
     from tandem.launch.sweep.results import show, write_results
     from tandem.launch.sweep.states import progress_of
     from tandem.launch.sweep.submit import submit_runs
@@ -62,7 +63,8 @@ def sweep(config: SweepConfig) -> None:
         output_dir, runs = write(config.file)
     if config.submits:
         done = submit_runs(output_dir, runs, resume=config.resume, array=config.array, max_jobs=config.max_jobs)
-        say(f"{len(done.runs)} of {len(runs)} runs submitted" + (f": {', '.join(done.runs)}" if done.runs else ""))
+        names = f": {', '.join(done.runs)}" if done.runs else ""
+        say(f"{len(done.runs):,} of {count_runs(len(runs))} submitted{names}")
         if done.evaluations:
             say(f"evaluations of finished runs submitted: {', '.join(done.evaluations)}")
         return
@@ -74,7 +76,7 @@ def sweep(config: SweepConfig) -> None:
         write_results(output_dir, items)
         show(Console(), output_dir, items)
     else:
-        say(f"{len(runs)} runs written to {output_dir} (summary.txt, runs.csv); --submit or --local starts them")
+        say(f"{count_runs(len(runs))} written to {output_dir} (summary.txt, runs.csv); --submit or --local starts them")
     if not went_well:
         raise SystemExit(1)
 

@@ -39,7 +39,8 @@ HeldOut = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(numb
 
 class DatasetArgs(Config):
     path: str
-    """A .jsonl, .json or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face hub."""
+    """A .jsonl, .json, .csv or .parquet file, a directory written by save_to_disk, or a name on the Hugging Face
+    hub."""
 
     name: str | None = None
     """Configuration of a dataset on the hub that has several."""

@@ -158,6 +158,9 @@ def test_another_length_of_a_decaying_schedule_is_refused_with_the_jump(tmp_path
     linear["scheduler"]["warmup_steps"] = 60
     with pytest.raises(UserError, match=r"200 \(the learning rate, scheduler\.type = 'linear', depends on it\)"):
         review(sft(**linear), sft(**linear, max_steps=200), tmp_path)
+    share = {"scheduler": {"warmup_steps": 0.1}}
+    with pytest.raises(UserError, match=r"200 \(the learning rate, scheduler\.warmup_steps = 0\.1, depends on it\)"):
+        review(sft(**share), sft(**share, max_steps=200), tmp_path)
 
 
 def test_one_place_under_two_names_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

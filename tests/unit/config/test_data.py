@@ -81,7 +81,7 @@ def test_messages_on_the_command_line(refusal) -> None:
     assert refusal(*data, "--eval.every", "10", cls=SFTConfig) == (
         "eval.every = 10 needs held-out rows; set data.eval_size or data.eval_path"
     )
-    assert "every = 1.5 is neither a whole number of steps nor a fraction" in refusal(
+    assert "eval.every: 1.5 is neither a whole number of steps nor a fraction" in refusal(
         *data, "--eval.every", "1.5", cls=SFTConfig
     )
     assert refusal(*MODEL, "--data.sources", '[{"path": "a", "wieght": 2}]', cls=SFTConfig) == (

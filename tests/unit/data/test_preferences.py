@@ -140,13 +140,13 @@ def test_texts_that_are_no_dialogue(tokenizer: Tokenizer, row: dict[str, Any], p
         encode_preference_row(row, as_it_is, tokenizer, "human_assistant")
 
 
-@pytest.mark.parametrize("label", [True, False, 1, 0])
+@pytest.mark.parametrize("label", [True, False, 1, 0, "True", "0"])
 @pytest.mark.parametrize("completion", ["good", GOOD, QUESTION + GOOD])
 def test_labeled_answers(tokenizer: Tokenizer, label: Any, completion: Any) -> None:
     row = {"prompt": "ab", "completion": completion, "label": label}
     labeled = encode_labeled_row(row, as_it_is, tokenizer)
     assert text_and_learned(labeled.sample, tokenizer) == ("<user\nab><assistant\ngood>", "good>")
-    assert labeled.label is bool(label)
+    assert labeled.label is (label in (True, "True"))
 
 
 @pytest.mark.parametrize(

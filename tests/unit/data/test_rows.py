@@ -1,5 +1,6 @@
 """Rows of files, of directories that `datasets` wrote, and of names on the hub."""
 
+import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,16 @@ def values(rows: list[Row]) -> list[Any]:
     return [row.value for row in rows]
 
 
-@pytest.fixture(params=["rows.jsonl", "rows.json", "lines.json", "rows.parquet", "saved", "saved_splits", "folder"])
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture(
+    params=["rows.jsonl", "rows.json", "lines.json", "rows.csv", "rows.parquet", "saved", "saved_splits", "folder"]
+)
 def written(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same two rows in every form. What `datasets` keeps of what it reads goes to a folder of the test."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -34,6 +44,8 @@ def written(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         path.write_text(lines)
     elif request.param == "rows.json":
         path.write_text(json.dumps(ROWS, indent=2))
+    elif request.param == "rows.csv":
+        write_csv(path, ROWS)
     elif request.param == "folder":
         path.mkdir()
         (path / "train.jsonl").write_text(lines)
@@ -65,6 +77,7 @@ def test_every_form_gives_its_rows(written: Path, streaming: bool) -> None:
         ("rows.json", json.dumps(ROWS, indent=2)),
         ("lines.json", "\n".join(map(json.dumps, ROWS))),
         ("rows.jsonl", "\n" + "\n".join(map(json.dumps, ROWS))),
+        ("rows.csv", "prompt,completion\na,b\n\nü\u2028,d\n"),
     ],
 )
 def test_a_byte_order_mark_is_no_part_of_the_rows(name: str, text: str, tmp_path: Path) -> None:
@@ -85,6 +98,18 @@ def test_a_line_that_is_not_json_keeps_its_number(tmp_path: Path) -> None:
     assert (second.place, second.value) == ("row 1 (line 3)", None)
     assert second.problem.startswith("it is not JSON")
     assert (third.place, third.value) == ("row 2 (line 4)", [1])
+
+
+def test_cells_of_a_table(tmp_path: Path) -> None:
+    """Text of any length over any number of lines; an empty cell is not there, and a row of others is a bad one."""
+    path, long = tmp_path / "rows.csv", "x" * 200_000
+    path.write_text(f'prompt,chosen,label\r\n"a\nb","say ""c""",\r\nd\r\n\r\n1,{long},true\r\n', newline="")
+    first, second, third = read(path)
+    assert (first.place, first.value) == ("row 0 (line 2)", {"prompt": "a\nb", "chosen": 'say "c"'})
+    assert (second.place, second.problem) == ("row 1 (line 4)", "its cells are 1, and line 1 names 3 columns")
+    assert (third.place, third.value) == ("row 2 (line 6)", {"prompt": "1", "chosen": long, "label": "true"})
+    path.write_text("")
+    assert read(path) == []
 
 
 def test_lines_are_read_when_they_are_needed(tmp_path: Path) -> None:
@@ -139,7 +164,10 @@ def test_a_file_has_no_splits(tmp_path: Path, option: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("rows.txt", b"a", "has an unknown type; give a .jsonl, .json or .parquet file"),
+        ("rows.txt", b"a", "has an unknown type; give a .jsonl, .json, .csv or .parquet file"),
+        ("rows.csv", b"a,b,a\n", "has two columns of one name in line 1: a, b, a"),
+        ("rows.csv", b'a,b\n1,2\n1,"2\n', "cannot be read as CSV from line 3 on: unexpected end of data"),
+        ("rows.csv", b"a,b\n1,\xff\n", "cannot be read as CSV from line 1 on: 'utf-8' codec"),
         ("rows.json", b" [1,", "is not JSON: "),
         ("rows.parquet", b"PAR1", "cannot be read as parquet: "),
     ],

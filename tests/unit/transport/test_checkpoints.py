@@ -302,6 +302,8 @@ def test_what_could_not_be_kept_is_refused() -> None:
         CheckpointConfig(every=10, keep_every=25)
     with pytest.raises(ValueError, match="the nearest valid value is 10"):
         CheckpointConfig(every=10, keep_every=4)
+    with pytest.raises(ValueError, match=r"keep_every = 4 counts steps, and checkpoint\.every = 0\.25 is a fraction"):
+        CheckpointConfig(every=0.25, keep_every=4)
     assert CheckpointConfig(every=10, keep_every=50).keep_every == 50
 
 
@@ -309,3 +311,5 @@ def test_checkpoints_are_saved_by_default_and_after_the_last_step() -> None:
     usual = CheckpointConfig()
     assert [step for step in range(1, 61) if usual.is_due(step, 60)] == [25, 50, 60]
     assert not any(CheckpointConfig(every=None).is_due(step, 60) for step in range(1, 61))
+    quarters = CheckpointConfig(every=0.25)
+    assert [step for step in range(1, 43) if quarters.is_due(step, 42)] == [11, 22, 33, 42]

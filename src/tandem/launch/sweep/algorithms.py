@@ -58,6 +58,8 @@ ALIASES = {
     "reinforce++": "reinforce_pp",
     "gkd": "distillation",
 }
+# What TRL's loss_type says of them where it is not their name.
+LOSS_TYPES = {"sigmoid": ("dpo", "cpo"), "nll": ("sft",)}
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ DISTRIBUTED: dict[str, Sharding] = {
     ),
     "FSDP": Sharding({"strategy": "zero3"}, "the same as DSZero3: FSDP2 shards parameters, gradients, optimizer state"),
 }
+
+
+def is_loss_of(loss_type: object, name: str) -> bool:
+    """Whether TRL's `loss_type`, one or a list of one, is what the algorithm does."""
+    given = loss_type[0] if isinstance(loss_type, list) and len(loss_type) == 1 else loss_type
+    return name in LOSS_TYPES.get(str(given), ()) or algorithm_name(given) == name
 
 
 def algorithm_name(name: object) -> str:

@@ -194,7 +194,6 @@ REFUSED: Mapping[str, str] = {
     ),
     "resume_from_checkpoint": "`sweep --resume` continues what failed from the newest checkpoint",
     "overwrite_output_dir": "runs are continued, never overwritten; use another execution.output_dir",
-    "loss_type": "the algorithm says it: execution.algorithm takes dpo, ipo, hinge, kto, gspo, dapo, …",
     "importance_sampling_level": "execution.algorithm: gspo has one ratio per sequence",
     "scale_rewards": "execution.algorithm: dr_grpo does not divide by the standard deviation",
     "vllm_importance_sampling_correction": _CORRECTION,
@@ -252,7 +251,7 @@ BY_RULE = (
     *("bf16", "torch_dtype", "dtype", "gradient_checkpointing", "eval_strategy", "evaluation_strategy", "eval_steps"),
     *("save_strategy", "report_to", "use_cpu", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "precompute_ref_log_probs", "max_prompt_length"),
-    *("config", "dataset_name", "use_peft", "use_vllm", "max_grad_norm", "save_steps"),
+    *("config", "dataset_name", "use_peft", "use_vllm", "max_grad_norm", "save_steps", "loss_type"),
 )
 
 

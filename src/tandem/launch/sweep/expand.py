@@ -3,8 +3,8 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -23,7 +23,17 @@ class Variant:
 
     name: str
     values: Mapping[Key, Any]
-    varied: Mapping[str, Any]  # what tells it from the others, by name
+    labels: Mapping[Key, str]  # of the values that tell it from the others: the parts of its name
+
+    @property
+    def varied(self) -> dict[str, Any]:
+        """What tells it from the others, by name."""
+        return {key[1]: self.values[key] for key in self.labels}
+
+    def without(self, keys: Collection[Key]) -> "Variant":
+        """Named as if these told it from no other."""
+        labels = {key: label for key, label in self.labels.items() if key not in keys}
+        return replace(self, name=_name(labels, self.values), labels=labels)
 
     def section(self, name: str) -> dict[str, Any]:
         """Without the keys that were left to be computed."""
@@ -45,9 +55,13 @@ def expand(document: Document) -> list[Variant]:
     for choice in product(*(range(len(entry.alternatives)) for entry in entries.values())):
         chosen = dict(zip(entries, choice, strict=True))
         values = {key: entries[key].alternatives[index] for key, index in chosen.items()}
-        name = "-".join(labels[key][chosen[key]] for key in varied) or str(values[("execution", "algorithm")])
-        variants.append(Variant(_shorten(name), values, {key[1]: values[key] for key in varied}))
+        mine = {key: labels[key][chosen[key]] for key in varied}
+        variants.append(Variant(_name(mine, values), values, mine))
     return variants
+
+
+def _name(labels: Mapping[Key, str], values: Mapping[Key, Any]) -> str:
+    return _shorten("-".join(labels.values()) or str(values["execution", "algorithm"]))
 
 
 def _labels(key: str, alternatives: tuple[Any, ...]) -> list[str]:

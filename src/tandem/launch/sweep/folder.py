@@ -29,7 +29,7 @@ from tandem.config.sources import Tree
 from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.slurm.job import Job, render
 from tandem.launch.slurm.submission import with_servers
-from tandem.launch.sweep.progress import reported
+from tandem.launch.sweep.progress import count_runs, reported
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
 from tandem.utils.files import json_text, read_json, write_atomic, write_json
@@ -239,10 +239,10 @@ def _table(runs: Sequence[Run]) -> str:
 
 
 def _summary(output_dir: Path, runs: Sequence[SubExperiment]) -> str:
-    lines = [f"{len(runs)} runs in {output_dir}", ""]
+    lines = [f"{count_runs(len(runs))} in {output_dir}", ""]
     varied = {key: None for run in runs for key in run.variant.varied}
     for key in varied:
-        values = list(dict.fromkeys(str(run.variant.varied[key]) for run in runs))
+        values = list(dict.fromkeys(str(run.variant.varied[key]) for run in runs if key in run.variant.varied))
         lines.append(f"  {key}: {', '.join(values)}")
     notes = list(dict.fromkeys(note for run in runs for note in run.notes))
     lines += ["", "What names mean here, and what was computed:", *(f"  {note}" for note in notes)] if notes else []

@@ -10,11 +10,15 @@ EVERY_S = 2.0
 T = TypeVar("T")
 
 
+def count_runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number:,} runs"
+
+
 def reported(items: Sequence[T], done: str, clock: Callable[[], float] = time.monotonic) -> Iterator[T]:
     """The items; every two seconds a line says how many of the runs are `done`."""
     told_at = clock()
     for number, item in enumerate(items):
         if clock() - told_at >= EVERY_S:
-            say(f"sweep: {number:,} of {len(items):,} runs {done}", error=True)
+            say(f"sweep: {number:,} of {count_runs(len(items))} {done}", error=True)
             told_at = clock()
         yield item

@@ -1,7 +1,8 @@
 """One variant of an experiment, as a command of ours with its configuration, checked before anything is written."""
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tandem.config.align import AlignConfig
 from tandem.config.base import Config
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.explain import explain_validation_error, option_paths
+from tandem.config.hints import algorithm_hint
 from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sbatch import is_one_line
@@ -23,14 +25,14 @@ from tandem.data.dataset import check_sources
 from tandem.data.rows import refuse_missing
 from tandem.envs.registry import check_names
 from tandem.launch.slurm.job import check_venv
-from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name
+from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name, is_loss_of
 from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
 from tandem.launch.sweep.document import Document
 from tandem.launch.sweep.expand import Variant
 from tandem.launch.sweep.layout import ARGUMENTS, check_layout, nearest_of
 from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
-from tandem.launch.sweep.same_runs import refuse_same_runs
+from tandem.launch.sweep.same_runs import idle_keys, refuse_same_runs
 from tandem.models.files import check_model_dir, check_positions
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
@@ -53,6 +55,7 @@ class SubExperiment:
     environment: Mapping[str, str]
     notes: list[str]
     evaluation: Tree | None
+    content: str  # equal for runs that are the same but for their names
 
     @property
     def name(self) -> str:
@@ -80,7 +83,27 @@ class Resolver:
         self.several = len(variants) > 1
         runs = [self.resolve(variant) for variant in reported(variants, "checked")]
         refuse_same_runs(self.document, variants, self._meaning)
-        return runs
+        return self._once(runs)
+
+    def _once(self, runs: Sequence[SubExperiment]) -> list[SubExperiment]:
+        """One of those that are the same. Its name leaves out what makes no difference, so that it stays when another
+        such value is added."""
+        same: dict[str, list[SubExperiment]] = {}
+        for run in runs:
+            same.setdefault(run.content, []).append(run)
+        once: dict[str, SubExperiment] = {}
+        for first, *others in same.values():
+            run = self._without_idle(first, others) if others else first
+            run = first if run.name in once else run
+            once[run.name] = run
+        return list(once.values())
+
+    def _without_idle(self, run: SubExperiment, others: Sequence[SubExperiment]) -> SubExperiment:
+        keys = idle_keys([run.variant, *(other.variant for other in others)])
+        kept = self.resolve(run.variant.without(keys))
+        told = ", ".join(name for _, name in keys)
+        kept.notes.append(f"{kept.name}: makes no use of {told}, so it is one run for all values of it")
+        return kept
 
     def _meaning(self, variant: Variant) -> str:
         """Equal where runs are the same but for their names. 1 and 1.0 stay apart where an option takes both."""
@@ -100,6 +123,7 @@ class Resolver:
             tree = self._tree(variant, name, algorithm, options, slurm)
         except Refused as error:
             raise self._refuse(error.key, str(error)) from error
+        given = repr((algorithm.command, tree, slurm, environment))
         self._name_run(tree, variant.name, environment, online=algorithm.is_online)
         tree["output_dir"] = str(folder / "run")
         if algorithm.is_online and slurm.nodes > 1:  # `rl` lays itself over the nodes of its job
@@ -109,6 +133,7 @@ class Resolver:
         return SubExperiment(
             *(variant, name, algorithm.command, folder, tree, config, slurm, environment, options.notes),
             evaluation=self._evaluation(folder, tree, algorithm),
+            content=hashlib.sha256(given.encode()).hexdigest(),
         )
 
     def _algorithm(self, variant: Variant) -> tuple[str, Algorithm]:
@@ -158,6 +183,8 @@ class Resolver:
                     base = self._base(value, base)
                 else:
                     self._take(key, value, algorithm, options, by_rule)
+        if "loss_type" in by_rule:
+            self._check_loss_type(by_rule["loss_type"], name)
         options.base = merge(base, algorithm.options)
         self._shard(variant, options)
         ranks = options.get("parallel.ranks") or max(1, slurm.gpus_per_node)
@@ -169,6 +196,15 @@ class Resolver:
         paired = algorithm.command == "align" and name not in ("kto", "bco")
         apply_rules(by_rule, options, ranks * trainers, paired=paired)
         return self._assemble(name, algorithm, options)
+
+    def _check_loss_type(self, loss_type: object, name: str) -> None:
+        """The algorithm says it; so may TRL's name for the same."""
+        if is_loss_of(loss_type, name):
+            return
+        other = algorithm_name(loss_type)
+        known = f"use execution.algorithm: {other}" if other in ALGORITHMS else algorithm_hint("loss.type", loss_type)
+        told = known or f"leave it out; execution.algorithm takes {', '.join(ALGORITHMS)}"
+        raise Refused("loss_type", f"loss_type = {loss_type!r} is not what algorithm = {name!r} does: {told}")
 
     def _refuse_again(self, section: str, key: str) -> None:
         """A key of a section that one before it has as well."""

@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 
 from rich.table import Column, Table
 
+from tandem.launch.sweep.progress import count_runs
 from tandem.launch.sweep.states import METRICS, Progress
 from tandem.utils.console import Console
 from tandem.utils.files import is_number, write_atomic
@@ -55,7 +56,9 @@ def show(console: Console, output_dir: Path, items: Sequence[Progress]) -> None:
     console.print(table)
     states = [item.state for item in items]
     told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    console.print(f"{len(items)} runs: {told}. Results: {output_dir / 'results.csv'}, results.svg", soft_wrap=True)
+    console.print(
+        f"{count_runs(len(items))}: {told}. Results: {output_dir / 'results.csv'}, results.svg", soft_wrap=True
+    )
 
 
 def _told_state(item: Progress) -> str:

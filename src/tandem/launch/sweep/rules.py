@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.config.shared import num_steps
 from tandem.launch.sweep.arguments import placed
 
 DEFAULT_BATCH_SIZE = 8  # of transformers, for one device
@@ -173,21 +174,14 @@ def _optimizer(given: Mapping[str, Any], options: Options) -> None:
 
 
 def _warmup(given: Mapping[str, Any], options: Options) -> None:
-    name = "warmup_ratio" if given.get("warmup_ratio") else "warmup_steps"
-    value = given.get(name) or 0
-    if value >= 1 or value == 0:
-        if name in given:
-            options.set("scheduler.warmup_steps", int(value), name)
-        return
-    options.set("scheduler.warmup_steps", _share_of_steps(value, name, "warmup_steps", options), name)
-
-
-def _share_of_steps(value: float, name: str, counted: str, options: Options) -> int:
-    """Rounded up, as in transformers."""
-    steps = options.get("max_steps")
-    if steps is None:
-        raise Refused(name, f"{name} = {value} is a share of max_steps, which is not given; give {counted} as a number")
-    return math.ceil(value * steps)
+    """A share of training is an option of ours as well. Zero of the one leaves it to the other."""
+    ratio, steps = given.get("warmup_ratio"), given.get("warmup_steps")
+    if ratio is not None and not 0 <= ratio < 1:
+        raise Refused("warmup_ratio", f"warmup_ratio = {ratio} is not a share of training; give 0 or more, below 1")
+    if ratio is not None and (ratio or not steps):
+        options.set("scheduler.warmup_steps", ratio, "warmup_ratio")
+    if steps is not None and (steps or not ratio):
+        options.set("scheduler.warmup_steps", steps, "warmup_steps")
 
 
 def _evaluation(given: Mapping[str, Any], options: Options) -> None:
@@ -212,7 +206,7 @@ def _eval_steps(value: float, options: Options) -> float:
     steps = options.get("max_steps")
     if steps is None:
         raise Refused("eval_steps", f"eval_steps = {value} is a share of max_steps, which is not given; give both")
-    return max(1, round(value * steps))
+    return num_steps(value, steps)
 
 
 def _checkpoints(given: Mapping[str, Any], options: Options) -> None:
@@ -222,9 +216,7 @@ def _checkpoints(given: Mapping[str, Any], options: Options) -> None:
     elif strategy != "steps":
         raise Refused("save_strategy", f"save_strategy = {strategy!r} is not here; give steps and save_steps, or no")
     elif "save_steps" in given:
-        every = given["save_steps"]
-        steps = _share_of_steps(every, "save_steps", "save_steps", options) if 0 < every < 1 else every
-        options.set("checkpoint.every", steps, "save_steps")
+        options.set("checkpoint.every", given["save_steps"], "save_steps")
 
 
 def _adapter(given: Mapping[str, Any], options: Options) -> None:

@@ -1,4 +1,5 @@
-"""Two values of a key that differ as they are written, such as 1 and 1.0, and mean the same run."""
+"""Runs that would be the same: two values of a key that mean the same in all of them, such as 1 and 1.0, are refused;
+values that mean nothing beside another one, such as those of LoRA beside `use_peft: false`, make one run."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,6 +20,12 @@ def refuse_same_runs(document: Document, variants: Sequence[Variant], meaning: C
                     told = f"{key} has {first} and {second}, which would be the same run; give one of them"
                     raise document.refuse(section, key, told)
             similar.append(mine)
+
+
+def idle_keys(same: Sequence[Variant]) -> list[Key]:
+    """Those in which variants of the same run differ."""
+    first, *others = same
+    return [key for key in first.labels if any(other.values[key] != first.values[key] for other in others)]
 
 
 def _by_value(document: Document, variants: Sequence[Variant]) -> Iterator[tuple[Key, list[list[Variant]]]]:

@@ -58,11 +58,12 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         run_log: RunLog | None = None,
-        last_step: int | None = None,
+        *,
+        max_steps: int,
     ) -> None:
         self.run_dir = run_dir
         self.config = config
-        self.last_step = last_step
+        self.max_steps = max_steps
         self.ranks = ranks
         self.parameters = trained_parameters(model)
         self.optimizer = optimizer
@@ -79,7 +80,7 @@ class Checkpointer:
         self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
     ) -> None:
         """Save if it is due, or if the save before has failed."""
-        if self.config.is_due(step, self.last_step) or self._has_failed():
+        if self.config.is_due(step, self.max_steps) or self._has_failed():
             self.save(step, extra_state, beside)
 
     def save_now(

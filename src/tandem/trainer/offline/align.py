@@ -51,7 +51,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     aligner = Aligner(config.loss, trained.stepper, reference, size)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, 1, published_config(config))
     checkpoints = Checkpointer(
-        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
+        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, max_steps=config.max_steps
     )
     if start > 0:
         aligner.shift = RewardShift(**checkpoints.load(start))

@@ -1,6 +1,7 @@
 """Rows of preference data as batches: pairs stay together, and every token knows its label, margin and reference."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,6 +84,9 @@ def encode_align_row(
 
 def _margin(row: Fields) -> float:
     margin = row.get("margin", 0.0)
+    if isinstance(margin, str):  # the cells of a CSV file are text
+        with suppress(ValueError):
+            margin = float(margin)
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= LARGEST_MARGIN:
         raise ValueError(f"'margin' must be a number; it is {margin!r}")
     return float(margin)

@@ -44,7 +44,7 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
     run_log = RunLog(run_dir, "sft", enabled=ranks.is_first)
     weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, keep=1)
     checkpoints = Checkpointer(
-        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
+        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, max_steps=config.max_steps
     )
     if start > 0:
         checkpoints.load(start)

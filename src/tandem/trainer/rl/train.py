@@ -74,7 +74,7 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
         elsewhere=None if not isinstance(memory, OwnMemory) else hold_on_every_rank(memory, trained, ranks),
     )
     checkpoints = Checkpointer(
-        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, last_step=config.max_steps
+        run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, max_steps=config.max_steps
     )
     if start > 0:
         checkpoints.load(start)

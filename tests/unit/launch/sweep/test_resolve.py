@@ -126,12 +126,28 @@ def test_options_of_ours_are_taken_by_their_own_names(write: Write) -> None:
     assert (config.batch_size, config.loss.reference, config.data.shuffle) == (6, "model", False)
 
 
-def test_shares_of_training_are_rounded_up_and_no_clipping_is_zero_as_in_transformers(write: Write) -> None:
-    config = config_of(write("max_steps: 40", "warmup_ratio: 0.03", "save_steps: 0.26", "max_grad_norm: 0"))
-    assert (config.scheduler.warmup_steps, config.checkpoint.every) == (2, 11)
-    assert config.optimizer.max_grad_norm == math.inf
-    config = config_of(write("save_steps: 7", "max_grad_norm: 0.5"))
-    assert (config.checkpoint.every, config.optimizer.max_grad_norm) == (7, 0.5)
+def test_shares_of_training_are_ours_whatever_says_how_long_it_is(write: Write) -> None:
+    """Epochs become steps when the rows are read."""
+    for length in ("num_train_epochs: 2", "max_steps: 40"):
+        config = config_of(write(length, "warmup_ratio: 0.03", "warmup_steps: 0", "save_steps: 0.26"))
+        assert (config.scheduler.warmup_steps, config.checkpoint.every) == (0.03, 0.26)
+    config = config_of(write("save_steps: 7", "warmup_ratio: 0", "warmup_steps: 5"))
+    assert (config.checkpoint.every, config.scheduler.warmup_steps) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss_type"), [("dpo", "sigmoid"), ("dpo", "[[sigmoid]]"), ("ipo", "ipo"), ("kto", "kto")]
+)
+def test_the_loss_of_the_algorithm_may_be_given_by_the_name_of_trl(
+    write: Write, algorithm: str, loss_type: str
+) -> None:
+    config = config_of(write(f"loss_type: {loss_type}", algorithm=algorithm))
+    assert config.loss.type == algorithm
+
+
+def test_no_clipping_is_zero_as_in_transformers(write: Write) -> None:
+    assert config_of(write("max_grad_norm: 0")).optimizer.max_grad_norm == math.inf
+    assert config_of(write("max_grad_norm: 0.5")).optimizer.max_grad_norm == 0.5
 
 
 def test_what_a_table_says_is_not_computed_again(write: Write) -> None:
@@ -204,8 +220,12 @@ def test_no_limit_of_steps_is_as_if_none_was_given(write: Write, tmp_path: Path)
         (("seed: 1", "learning_rate: high"), {}, "line 12: optimizer.lr = 'high' is not valid"),
         (("max_length: 99999",), {}, "line 11: seq_len = 99999 is above max_position_embeddings"),
         (("num_generations: 4",), {}, "line 11: num_generations has no meaning for offline algorithms"),
-        (("warmup_ratio: 0.1",), {}, "line 11: warmup_ratio = 0.1 is a share of max_steps, which is not given"),
-        (("save_steps: 0.5",), {}, "line 11: save_steps = 0.5 is a share of max_steps, which is not given"),
+        (("warmup_ratio: 1.0",), {}, "line 11: warmup_ratio = 1.0 is not a share of training; give 0 or more, below 1"),
+        (("warmup_ratio: 0.1", "warmup_steps: 5"), {}, "warmup_ratio both set scheduler.warmup_steps, to 5 and 0.1"),
+        (("loss_type: ipo",), {}, "line 11: loss_type = 'ipo' is not what algorithm = 'dpo' does: use execution.algo"),
+        (("loss_type: robust",), {}, "line 11: loss_type = 'robust' is not what algorithm = 'dpo' does: that is loss."),
+        (("loss_type: aot",), {}, "line 11: loss_type = 'aot' is not what algorithm = 'dpo' does: leave it out; exec"),
+        (("save_steps: 1.5",), {}, "line 11: checkpoint.every: 1.5 is neither a whole number of steps nor a fraction"),
         (("max_grad_norm: off",), {}, "line 11: max_grad_norm = False is not a number"),
         (("eval_strategy: epoch",), {}, "line 11: eval_strategy = 'epoch' is not here"),
         (("max_length: 8", "max_seq_length: 9"), {}, "max_seq_length and max_length both set seq_len, to 9 and 8"),
@@ -258,8 +278,20 @@ def test_mistakes_are_told_with_their_line(
     assert message in str(error.value)
 
 
-def test_values_that_mean_the_same_in_some_runs_only_are_several(write: Write) -> None:
-    assert len(resolve(write("use_peft: [false, true]", "lora_r: [8, 16]"))) == 4
+def test_values_that_mean_nothing_beside_another_make_one_run(write: Write) -> None:
+    """Its name stays when there are more of them."""
+    names = ["use_peftFalse", "use_peftTrue-lora_r8", "use_peftTrue-lora_r16"]
+    for values in ("8, 16", "4, 8, 16"):
+        runs = resolve(write("use_peft: [false, true]", f"lora_r: [{values}]", "lora_dropout: [0.0, 0.1]"))
+        assert [run.name for run in runs if run.config.model_dump()["lora"] is None] == ["use_peftFalse"]
+        assert len(runs) == 1 + 2 * len(values.split())
+    (whole, *_) = runs
+    assert whole.variant.varied == {"use_peft": False} and whole.folder.name == "use_peftFalse"
+    assert any("makes no use of lora_r, lora_dropout, so it is one run" in note for note in whole.notes)
+    assert [run.name for run in resolve(write("use_peft: [false, true]", "lora_r: [8, 16]"))] == names
+
+
+def test_values_that_others_tell_apart_are_several(write: Write) -> None:
     own = ("max_steps: 2", "env_args: [{limit: 1}, {limit: 1.0}]")  # for the environment to tell apart
     assert len(resolve(write(*own, algorithm="grpo", script=("env: reverse-text",)))) == 2
 

@@ -33,7 +33,7 @@ def load(model: Path, strategy: str, ranks: Ranks) -> Trained:
 
 
 def make_checkpointer(trained: Trained, root: Path, ranks: Ranks) -> Checkpointer:
-    return Checkpointer(RunDir(root), CheckpointConfig(), ranks, trained.model, trained.optimizer)
+    return Checkpointer(RunDir(root), CheckpointConfig(), ranks, trained.model, trained.optimizer, max_steps=9)
 
 
 def update(trained: Trained, step: int) -> None:

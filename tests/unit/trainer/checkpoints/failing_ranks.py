@@ -21,7 +21,7 @@ def main(model: Path, root: Path) -> None:
         trained = load(model, "zero3", ranks)
         run_log = RunLog(RunDir(root), "trainer", enabled=ranks.is_first)
         config = CheckpointConfig(every=10)
-        saver = Checkpointer(RunDir(root), config, ranks, trained.model, trained.optimizer, run_log)
+        saver = Checkpointer(RunDir(root), config, ranks, trained.model, trained.optimizer, run_log, max_steps=9)
         write_part = SnapshotWriter._write_part
 
         def write(writer: SnapshotWriter, snapshot: Snapshot, staging: Path) -> None:

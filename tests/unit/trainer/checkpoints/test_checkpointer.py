@@ -32,7 +32,7 @@ CPU = Ranks.single(torch.device("cpu"))
 
 def checkpointer(stepper: Stepper, root: Path, **options: int | None) -> Checkpointer:
     config, run_log = CheckpointConfig.model_validate(options), RunLog(RunDir(root), "trainer")
-    return Checkpointer(RunDir(root), config, CPU, stepper.model, stepper.optimizer, run_log)
+    return Checkpointer(RunDir(root), config, CPU, stepper.model, stepper.optimizer, run_log, max_steps=99)
 
 
 def save(stepper, root: Path, step: int) -> Path:

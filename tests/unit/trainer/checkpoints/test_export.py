@@ -35,7 +35,7 @@ def save_run(root: Path, model_dir: Path, model: LanguageModel | ScoringModel, s
     run_dir = RunDir(root)
     write_json(run_dir.config / "sft.json", {"model": {"name": str(model_dir), "dtype": "float32"}} | config)
     optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
-    saver = Checkpointer(run_dir, CheckpointConfig(keep_last=9), Ranks.single(CPU), model, optimizer)
+    saver = Checkpointer(run_dir, CheckpointConfig(keep_last=9), Ranks.single(CPU), model, optimizer, max_steps=9)
     saver.save(step)
     saver.close()
 

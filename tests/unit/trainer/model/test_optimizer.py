@@ -38,6 +38,12 @@ def test_cosine() -> None:
     assert factors(6, type="cosine", warmup_steps=2) == pytest.approx([0.5, 1.0, start, *rest])
 
 
+def test_a_warm_up_may_be_a_share_of_training() -> None:
+    """Rounded up: 3 % of 40 steps are 2, 7 % of 100 are 7, whatever 0.07 * 100 is in floating point."""
+    for max_steps, share, steps in ((40, 0.03, 2), (100, 0.07, 7), (8, 0.25, 2), (4, 1e-9, 1)):
+        assert factors(max_steps, warmup_steps=share) == factors(max_steps, warmup_steps=steps)
+
+
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 def test_every_step_learns(kind: str, warmup: int) -> None:

@@ -133,7 +133,7 @@ def test_rows_as_the_objectives_take_them(tokenizer: Tokenizer) -> None:
     assert encode(PAIR, tokenizer, "bco") == dpo
     reward = encode(PAIR, tokenizer, "reward")
     assert [completion(tokenizer, each) for each in reward.samples] == ["cba<|im_end|>\n\n", "abc<|im_end|>\n\n"]
-    assert reward.margin == 1.5
+    assert reward.margin == encode(PAIR | {"margin": "1.5"}, tokenizer, "reward").margin == 1.5
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,7 @@ def test_rows_as_the_objectives_take_them(tokenizer: Tokenizer) -> None:
     [
         (LABELED, "dpo", "'chosen'"),
         ({"prompt": "abc", "completion": "cba"}, "kto", "'label'"),
+        (PAIR | {"margin": "nan"}, "reward", "'margin' must be a number; it is nan"),
         (PAIR | {"margin": "large"}, "reward", "'margin' must be a number; it is 'large'"),
         (PAIR | {"margin": math.nan}, "reward", "'margin' must be a number; it is nan"),
         (PAIR | {"margin": -math.inf}, "reward", "'margin' must be a number; it is -inf"),
