@@ -174,9 +174,9 @@ def test_of_two_servers_one_may_die_and_return_and_every_task_is_trained_as_ofte
     other_port = free_port()
     serve()
     mortal = serve(other_port)
-    addresses = f"http://127.0.0.1:{free_port()},{url},http://127.0.0.1:{other_port}"
+    other, never = (f"http://127.0.0.1:{port}" for port in (other_port, free_port()))
     num_steps = 2 * STEPS  # enough to stop it on its way, however late a busy machine sees where it is
-    options = ["--max-steps", str(num_steps), "--orchestrator.client.base-url", addresses]
+    options = ["--max-steps", str(num_steps), "--orchestrator.client.base-url", f"{never},{url},{other}"]
     process = starter.start("rl", *arguments("run", *options))
     run = tmp_path / "run"
     wait_for_batch(run, 1, process)
@@ -195,7 +195,8 @@ def test_of_two_servers_one_may_die_and_return_and_every_task_is_trained_as_ofte
     assert len(tasks) == len(set(tasks)) == num_steps * PROMPTS
     present = metrics(run, "orchestrator", "servers/present")
     assert present[0] == present[-1] == 2 and min(present) == 1
-    assert [name for name in event_names(run) if name.startswith("server_")] == ["server_away", "server_joined"]
+    events = [(event["event"], event["server"]) for event in read_json_lines(RunDir(run).events) if "server" in event]
+    assert events == [("server_away", never), ("server_away", other), ("server_joined", other)]
     assert max(metrics(run, "trainer", "mismatch_kl")) < 0.05
 
 

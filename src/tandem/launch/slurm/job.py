@@ -23,6 +23,8 @@ from tandem.utils.errors import UserError
 TEMPLATES = Path(__file__).parent / "templates"
 SITE_TEMPLATES = "TANDEM_SLURM_TEMPLATES"
 JOB = "TANDEM_SLURM_JOB"  # set by the script: the job that a command is the work of; empty by hand
+# c10d takes nodes for dead whose clocks differ, and starts the others without them.
+RENDEZVOUS = "--rdzv-backend=static"
 RESTARTED = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]'
 
 
@@ -125,7 +127,7 @@ def command_line(job: Job) -> str:
     return (
         f"python -m {srun.MODULE} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
         f"  python -m torch.distributed.run --nnodes={nodes} --nproc-per-node={job.ranks_per_node} \\\n"
-        f"  --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$TANDEM_RENDEZVOUS "
+        f"  {RENDEZVOUS} --rdzv-endpoint=$TANDEM_RENDEZVOUS "
         f"--shutdown-timeout={shutdown_timeout(job.save_timeout_s)} \\\n"
         f"  -m {module} {given}"
     )

@@ -256,6 +256,7 @@ def test_roles_are_laid_over_the_nodes_of_a_job(make_config, tmp_path: Path, mon
     assert orchestrator.config["client"]["base_url"] == "http://10.0.0.3:11005"
     assert orchestrator.config["client"]["api_key_var"] == "TANDEM_API_KEY"
     assert trainer.command[1:4] == ["-m", srun.MODULE, "--nodes=2"] and "--nodelist=a,b" in trainer.command
+    assert "--rdzv-endpoint=10.0.0.1:10005" in trainer.command and "--rdzv-backend=static" in trainer.command
     assert trainer.command[-4:] == ["-m", "tandem.entrypoints.trainer", "@", f"{tmp_path}/trainer.json"]
 
 

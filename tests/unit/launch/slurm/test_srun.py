@@ -34,6 +34,7 @@ kill -URG $(cat {folder}/task)
 # Told to end, it takes until it is allowed to.
 COMMAND = """
 echo $$ > {folder}/command
+echo $PET_NODE_RANK > {folder}/node_rank
 trap 'echo told >> {folder}/told' TERM
 touch {folder}/ready
 until [ -e {folder}/told ] && [ -e {folder}/may_end ]; do sleep 0.01; done
@@ -49,7 +50,8 @@ def start(tmp_path: Path) -> Start:
             (tmp_path / name).write_text(text.format(folder=tmp_path))
             (tmp_path / name).chmod(0o755)
         command = ["bash", "-c", COMMAND.format(folder=tmp_path)]
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "PYTHONPATH": ":".join(sys.path)}
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
+        environment |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3"}
         process = subprocess.Popen([sys.executable, "-m", MODULE, "--nodes=1", "--", *command], env=environment)
         wait_until((tmp_path / "ready").exists, 20, "the command")
         return process
@@ -66,6 +68,7 @@ def test_the_command_is_told_once_and_may_take_its_time(start: Start, tmp_path: 
     assert process.wait(60) == 143
     assert (tmp_path / "cancelled").read_text() == "--signal=URG 7.1\n", "no other step of the job"
     assert (tmp_path / "told").read_text() == "told\n"
+    assert (tmp_path / "node_rank").read_text() == "3\n", "torchrun has to know which node it is on"
 
 
 def test_told_again_the_step_is_killed(start: Start, tmp_path: Path) -> None:
