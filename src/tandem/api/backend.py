@@ -18,7 +18,7 @@ from tandem.api.gpus import gpu_environment
 from tandem.config.explain import explain_validation_error
 from tandem.config.trainer import TrainerConfig
 from tandem.launch.supervisor import last_lines
-from tandem.models.files import check_model_dir
+from tandem.models.files import check_model
 from tandem.transport.checkpoints import drop_lines_after, newest_checkpoint, prepare_run
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.transport.weights.manifest import MANIFEST
@@ -114,7 +114,7 @@ class PyTorchTrainingBackend:
                 "deterministic": config.deterministic,
             }
         )
-        check_model_dir(self.model_dir, self.config.model.impl)
+        check_model(self.config.model)
         self.run_dir.refuse_another_run(resume=self.config.resume, clean=self.clean)
         self._held.enter_context(hold_run(self.run_dir.root, "run_rl_training"))
         step = prepare_run(self.run_dir, resume=self.config.resume, clean=self.clean)

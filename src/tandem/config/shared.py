@@ -35,6 +35,10 @@ class ModelConfig(Config):
     """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
     architecture it has. inference.engine chooses what serves the model."""
 
+    trust_remote_code: bool = False
+    """Run the Python code that a model brings (auto_map in its config.json), with impl = "hf" and with engine = "vllm",
+    that of reference and teacher models too. Give it only for models whose code you would run yourself."""
+
 
 class LengthOptions(Config):
     """How long the sequences of a model are."""

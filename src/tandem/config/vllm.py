@@ -22,6 +22,7 @@ from tandem.utils.errors import UserError
 ALIASES = {
     "model": "model.name",
     "dtype": "model.dtype",
+    "trust-remote-code": "model.trust_remote_code",
     "max-model-len": "seq_len",
     "max-num-seqs": "max_sequences",
     "max-num-batched-tokens": "tokens_per_step",

@@ -11,7 +11,7 @@ from tandem.config.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
-from tandem.models.files import check_model_dir, embedding_size, within_positions
+from tandem.models.files import check_model, embedding_size, within_positions
 from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run, refuse_fewer_steps
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.devices import refuse_missing_gpu
@@ -37,7 +37,7 @@ def run_offline(
         submit_run(name, config)
         return
     run_dir = RunDir(config.output_dir)
-    check_model_dir(config.model.name, config.model.impl)
+    check_model(config.model)
     config = within_positions(config, config.model.name)
     refuse_missing_trackers(config.metrics.report_to)
     refuse_missing_gpu(config.device, "device")

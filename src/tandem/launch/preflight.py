@@ -13,7 +13,7 @@ from tandem.launch.given_servers import check_given_servers
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
-from tandem.models.files import check_frozen_model, check_model_dir, check_positions, embedding_size
+from tandem.models.files import check_frozen_model, check_model, check_model_dir, check_positions, embedding_size
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.tasks import encode_prompts
@@ -38,7 +38,7 @@ def check(config: RLConfig) -> int:
         changes = review_changes(config, run_dir.config / "rl.json", start, allowed=config.allow_changes)
         if changes and not config.dry_run:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
-    check_model_dir(config.model.name, config.model.impl)
+    check_model(config.model)
     tokenizer = Tokenizer(config.model.name)
     _check_frozen_models(config, tokenizer)
     here = on_this_node(config)
@@ -66,7 +66,7 @@ def _check_frozen_models(config: RLConfig, tokenizer: Tokenizer) -> None:
         ("trainer.loss.teacher.model", loss.teacher.model, loss.teacher.coef),
     ):
         if path is not None and coef > 0:
-            check_frozen_model(path, option, config.model.impl, num_tokens)
+            check_frozen_model(path, option, config.model, num_tokens)
 
 
 def is_finished(config: RLConfig) -> bool:

@@ -1,11 +1,12 @@
 """Which files make a directory a model. No torch: the launcher checks a model before anything starts."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from tandem.config.shared import Impl
+from tandem.config.shared import Impl, ModelConfig
 from tandem.models.shards import weight_files
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
@@ -15,7 +16,12 @@ from tandem.utils.hub import cache_folder, is_hub_name, is_offline
 C = TypeVar("C", bound=BaseModel)
 
 
-def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
+def check_model(model: ModelConfig) -> None:
+    """As `check_model_dir` does."""
+    check_model_dir(model.name, model.impl, trust_remote_code=model.trust_remote_code)
+
+
+def check_model_dir(model_dir: Path, impl: Impl = "native", *, trust_remote_code: bool = False) -> None:
     """Raise UserError unless the directory holds an architecture that `impl` supports, weights and a tokenizer."""
     if not model_dir.is_dir():
         hub = f", and not in the hub's cache {cache_folder()}" if is_hub_name(model_dir) else ""
@@ -32,6 +38,8 @@ def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
         raise UserError(f"model.name = {str(model_dir)!r} holds no model: there is no config.json in it")
     if impl == "native":
         ModelSpec.load(model_dir)
+    elif not trust_remote_code and _needs_its_code(model_dir):
+        raise needs_its_code("model.name", model_dir)
     try:
         weight_files(model_dir)
     except UserError as error:
@@ -40,13 +48,32 @@ def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
         raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
 
 
-def check_frozen_model(model_dir: Path, option: str, impl: Impl, num_tokens: int) -> None:
+def needs_its_code(option: str, model_dir: Path) -> UserError:
+    return UserError(
+        f"{option} = {str(model_dir)!r} needs the Python code that it brings, which is not run unasked; if you would "
+        "run it yourself, give --model.trust-remote-code"
+    )
+
+
+def _needs_its_code(model_dir: Path) -> bool:
+    """Whether transformers, whose own models are listed in its source, knows none of this kind. Without an import."""
+    config = read_table(model_dir / "config.json")
+    found = find_spec("transformers")
+    if "auto_map" not in config or found is None or found.origin is None:
+        return False
+    lists = (Path(found.origin).parent / "models" / "auto").glob("*.py")
+    return not any(f'"{config.get("model_type")}"' in path.read_text(encoding="utf-8") for path in lists)
+
+
+def check_frozen_model(model_dir: Path, option: str, model: ModelConfig, num_tokens: int) -> None:
     """Raise UserError unless the directory holds a model that says how likely any of the policy's `num_tokens` tokens
-    is. It needs no tokenizer: it reads what the policy wrote."""
+    is. It needs no tokenizer: it reads what the policy wrote. It is loaded as the policy, `model`, is."""
     if not (model_dir / "config.json").exists():
         raise UserError(f"{option} = {str(model_dir)!r} holds no model: there is no config.json in it")
+    if model.impl == "hf" and not model.trust_remote_code and _needs_its_code(model_dir):
+        raise needs_its_code(option, model_dir)
     try:
-        if impl == "native":
+        if model.impl == "native":
             ModelSpec.load(model_dir)
         weight_files(model_dir)
     except UserError as error:

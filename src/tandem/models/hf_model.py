@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tandem.config.lora import LoRAConfig, refuse_unknown_targets
 from tandem.models.attention import PackedAttention
+from tandem.models.files import needs_its_code
 from tandem.models.lora_training import PREFIX, adapter_config
 from tandem.models.precision import rounding_autocast
 from tandem.models.runtime import whole
@@ -165,12 +166,16 @@ class HFDecoder(nn.Module):
                 yield name, module
 
 
-def load_hf_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> HFDecoder:
+def load_hf_model(
+    model_dir: Path, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+) -> HFDecoder:
     """The model of a directory by transformers. Raises UserError where log-probs or files would come out wrong."""
     transformers = _require("transformers")
     try:
-        model = _load_without_dropout(transformers, model_dir, dtype)
+        model = _load_without_dropout(transformers, model_dir, dtype, trust_remote_code)
     except Exception as error:  # transformers has many kinds for a config.json, or weights, that do not fit
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise needs_its_code("model.name", model_dir) from error
         reason = textwrap.shorten(str(error), MAX_REASON, placeholder=" …")  # a list of every architecture may follow
         raise UserError(f"model.name = {str(model_dir)!r}: transformers cannot load it: {reason}") from error
     decoder = HFDecoder(model.to(device))
@@ -179,15 +184,16 @@ def load_hf_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> 
     return decoder
 
 
-def _load_without_dropout(transformers: Any, model_dir: Path, dtype: torch.dtype) -> Any:
-    config = transformers.AutoConfig.from_pretrained(model_dir)
+def _load_without_dropout(transformers: Any, model_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    # Left out, transformers asks on the terminal.
+    config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     for key, value in config.to_dict().items():
         if any(word in key for word in RANDOM) and isinstance(value, float):
             setattr(config, key, 0.0)
     # PyTorch's attention has no cap for its scores, and transformers would leave it out.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     return transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, config=config, dtype=dtype, attn_implementation=attention
+        model_dir, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
     )
 
 

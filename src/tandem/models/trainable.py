@@ -55,8 +55,10 @@ def compute_exactly(decoder: Trainable, device: torch.device) -> None:
 
 def _load(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Trainable:
     """With weights in `dtype`, computing in the model's own."""
-    load = load_hf_model if model.impl == "hf" else hf.load_decoder
-    decoder = load(model.name, dtype, device)
+    if model.impl == "hf":
+        decoder = load_hf_model(model.name, dtype, device, trust_remote_code=model.trust_remote_code)
+    else:
+        decoder = hf.load_decoder(model.name, dtype, device)
     decoder.compute_dtype = getattr(torch, model.dtype)
     return decoder
 

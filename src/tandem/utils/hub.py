@@ -14,7 +14,7 @@ from tandem.utils.log import say
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDER = "models--"
 # What makes a model: no copies of the weights in other formats.
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 TRUE = ("1", "ON", "YES", "TRUE")
 
 

@@ -73,6 +73,7 @@ def test_the_native_engine_refuses_them_with_a_hint() -> None:
     ("name", "message"),
     [
         ("max_model_len", "is our option seq_len"),
+        ("trust-remote-code", "is our option model.trust_remote_code"),
         ("no-enable-prefix-caching", "is our option prefix_caching"),
         ("api-server-count", "is fixed: one process must see every token"),
         ("worker-extension-cls", "is fixed"),

@@ -111,6 +111,16 @@ def test_an_architecture_that_only_transformers_knows(good, tiny_model: Path, tm
         preflight.check(good(model={"name": tmp_path / "model", "impl": "hf"}, inference=vllm))
 
 
+def test_models_that_need_code_of_their_own(good, tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "odd")
+    described = {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config"}}
+    write_json(folder / "config.json", read_json(folder / "config.json") | described)
+    teacher = {"loss": {"teacher": {"coef": 0.1, "model": folder}}}
+    for model, trainer, option in ((folder, {}, "model.name"), (tiny_model, teacher, "trainer.loss.teacher.model")):
+        with pytest.raises(UserError, match=rf"^{option} = '.*odd' needs the Python code .* --model.trust-remote-code"):
+            preflight.check(good(model={"name": model, "impl": "hf"}, trainer=trainer))
+
+
 def test_an_adapter_is_no_model(good, tmp_path: Path) -> None:
     write_json(tmp_path / "adapter_config.json", {})
     with pytest.raises(UserError, match="is a LoRA adapter; give the model it belongs to"):

@@ -1,12 +1,14 @@
 """What of a model is looked at before it is loaded."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.config.inference import InferenceConfig
-from tandem.models.files import check_positions, position_limit, within_positions
+from tandem.config.shared import ModelConfig
+from tandem.models.files import check_model, check_positions, position_limit, within_positions
 from tandem.models.shards import weight_files
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
@@ -26,6 +28,19 @@ from tandem.utils.files import write_json
 )
 def test_how_many_positions_a_model_has(config: dict[str, Any], limit: int | None) -> None:
     assert position_limit(config) == limit
+
+
+def test_code_that_a_model_brings_is_not_needed_for_kinds_that_transformers_knows(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    model = ModelConfig(name=folder, impl="hf")
+    write_json(folder / "config.json", {"model_type": "olmo2", "auto_map": {"AutoConfig": "odd.Config"}})
+    check_model(model)
+    write_json(folder / "config.json", {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config"}})
+    with pytest.raises(UserError, match="give --model.trust-remote-code"):
+        check_model(model)
+    check_model(model.model_copy(update={"trust_remote_code": True}))
 
 
 def test_a_length_that_was_given_is_refused_and_the_default_gives_way(tmp_path: Path) -> None:

@@ -288,6 +288,21 @@ def test_files_that_do_not_fit_are_refused_in_one_line(
     assert len(str(raised.value)) < 500 and "\n" not in str(raised.value)
 
 
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers knows such models, and none of them that writes."""
+    folder = shutil.copytree(make_model("olmo2"), tmp_path / "code")
+    described = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "odd.Model"}}
+    write_json(folder / "config.json", read_json(folder / "config.json") | described)
+    (folder / "odd.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    with pytest.raises(UserError, match=r"'.*code' needs the Python code that it brings.* --model.trust-remote-code"):
+        load_hf_model(folder, torch.float32, CPU)
+    assert not asked and not (tmp_path / "ran").exists()
+
+
 def test_a_model_without_attention_heads(tmp_path: Path) -> None:
     config = AutoConfig.for_model("mamba", vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)

@@ -68,6 +68,8 @@ def build_command(
         own |= {"uvicorn-log-level": "warning", "disable-uvicorn-access-log": True}
         # A client that wants no call gets words: the template must not tell the model of the tools either.
         own["exclude-tools-when-tool-choice-none"] = True
+    if config.model.trust_remote_code:
+        own["trust-remote-code"] = True
     if config.gpu_memory_utilization is not None:
         own["gpu-memory-utilization"] = config.gpu_memory_utilization
     if not any(name in own | flags for name in CACHE_FLAGS) and (config.kv_cache_tokens is not None or vllm.is_cpu):

@@ -1,6 +1,7 @@
 """`inference --engine vllm`: check what can be checked, then become vLLM's server."""
 
 import errno
+import logging
 import os
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from tandem.utils.files import read_table
 from tandem.utils.memory import free_memory_bytes
 from tandem.utils.ports import handed_over, holder_of, listen, listen_or_refuse
 
+logger = logging.getLogger(__name__)
+
 LONG_CONTEXT = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # by which vLLM serves more than the model has positions
 
 
@@ -29,6 +32,9 @@ def become_server(config: InferenceConfig) -> NoReturn:
     api_key = config.server.resolve_api_key()
     vllm = check_vllm(config)
     model_config = check_model_files(config.model.name)
+    if "auto_map" in model_config and not config.model.trust_remote_code:
+        told = "brings Python code, which is not run; if vLLM refuses the model, that may be why"
+        logger.warning("model.name = '%s' %s (--model.trust-remote-code)", config.model.name, told)
     if not os.environ.get(LONG_CONTEXT):
         config = within_positions(config, config.model.name)
     if isinstance(vocab_size := model_config.get("vocab_size"), int):

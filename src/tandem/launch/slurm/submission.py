@@ -20,7 +20,7 @@ from tandem.launch.plan import API_KEY_VAR, SGLANG_KEY_VAR, make_plan, run_confi
 from tandem.launch.restarts import delay_before_s
 from tandem.launch.slurm.client import job_below, require_slurm, submit
 from tandem.launch.slurm.job import Job, check_venv, in_script, render
-from tandem.models.files import check_model_dir
+from tandem.models.files import check_model, check_model_dir
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
@@ -84,7 +84,7 @@ def _check(command: str, config: RLConfig | OfflineConfig) -> None:
     if config.resume:
         _check_resumed(config)
     if not waits_for_others(config.slurm):
-        check_model_dir(config.model.name, config.model.impl)
+        check_model(config.model)
     if isinstance(config, RLConfig):
         for plan in config.orchestrator.plans.values():
             check_names(plan.env)

@@ -27,6 +27,7 @@ RENAMED: Mapping[str, str] = {
     "torch_compile": "parallel.compile",
     "full_determinism": "deterministic",
     "model_name_or_path": "model.name",
+    "trust_remote_code": "model.trust_remote_code",
     "lora_r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
@@ -163,7 +164,6 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "half precision here is bfloat16; use bf16: true"),
     "fp16_full_eval": ((False,), "half precision here is bfloat16; use bf16: true"),
     "sync_ref_model": ((False,), "the reference model is the one that training starts from"),
-    "trust_remote_code": ((False,), "code from a model's repository is not run"),
     "activation_offloading": ((False,), "use gradient_checkpointing"),
     "shuffle_dataset": ((True,), "tasks are visited in random order"),
     "enable_jit_checkpoint": (

@@ -18,7 +18,7 @@ from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sbatch import is_one_line
 from tandem.config.sft import SFTConfig
-from tandem.config.shared import Impl
+from tandem.config.shared import ModelConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree, merge, nest, read_config_file
 from tandem.data.dataset import check_sources
@@ -33,7 +33,7 @@ from tandem.launch.sweep.layout import ARGUMENTS, check_layout, nearest_of
 from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
 from tandem.launch.sweep.same_runs import idle_keys, refuse_same_runs
-from tandem.models.files import check_model_dir, check_positions
+from tandem.models.files import check_model, check_positions
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
 
@@ -77,7 +77,7 @@ class Resolver:
         self.document = document
         self.output_dir = check_layout(document)
         self.several = False
-        self._checked_models: set[tuple[Path, str, int | None]] = set()  # by name, impl and seq_len
+        self._checked_models: set[tuple[Any, ...]] = set()
 
     def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
         self.several = len(variants) > 1
@@ -308,9 +308,9 @@ class Resolver:
             raise self._refuse((keys or [""])[0], explain_validation_error(cls, error)) from error
 
     def _check_files(self, config: Config, tree: Tree) -> None:
-        model: Path = getattr(config, "model").name  # noqa: B009  # all three commands have it
+        model: ModelConfig = getattr(config, "model")  # noqa: B009  # all three commands have it
         try:
-            self._check_model(model, tree["model"].get("impl", "native"), tree.get("seq_len"))
+            self._check_model(model, tree.get("seq_len"))
         except UserError as error:
             key = "model_name_or_path" if "model.name" in str(error) else "max_length"
             raise self._refuse(key, str(error)) from error
@@ -327,17 +327,17 @@ class Resolver:
             key = KEYS.get(option, option)
             raise self._refuse(key, f"{key} = {rest}") from error
 
-    def _check_model(self, model: Path, impl: Impl, seq_len: int | None) -> None:
+    def _check_model(self, model: ModelConfig, seq_len: int | None) -> None:
         """Once, whatever else varies."""
-        if (model, impl, seq_len) in self._checked_models:
+        if (asked := (model.name, model.impl, model.trust_remote_code, seq_len)) in self._checked_models:
             return
-        self._checked_models.add((model, impl, seq_len))
-        if is_hub_name(model) and not is_offline():
-            fetch_model(model)
-            model = find_model(model)
-        check_model_dir(model, impl)
+        self._checked_models.add(asked)
+        if is_hub_name(model.name) and not is_offline():
+            fetch_model(model.name)
+            model = model.model_copy(update={"name": find_model(model.name)})
+        check_model(model)
         if seq_len is not None:
-            check_positions(model, seq_len)
+            check_positions(model.name, seq_len)
 
     def _evaluation(self, folder: Path, tree: Tree, algorithm: Algorithm) -> Tree | None:
         """The configuration of `evaluate` for the trained model; None: no evaluation is asked for."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
-from tandem.models.files import check_model_dir
+from tandem.models.files import check_model
 from tandem.models.reward_model import new_scorer, scorer_config
 from tandem.models.trainable import load_trainable, merged_tensors, whole_tensors
 from tandem.trainer.checkpoints.checkpointer import MODEL
@@ -31,7 +31,7 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
     """Write the model of a checkpoint that was verified, in `dtype` or the precision of the run."""
     config = run_config(run_dir)
     model = ModelConfig.model_validate(config["model"])
-    check_model_dir(model.name, model.impl)
+    check_model(model)
     folder = run_dir.checkpoints / step_name(step) / TRAINER
     if config.get("loss", {}).get("type") == "reward":
         tensors, hf_config = scorer_tensors(model, folder), scorer_config(model.name)

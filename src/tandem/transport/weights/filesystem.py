@@ -140,7 +140,8 @@ class WeightsPublisher:
 
 
 def copy_side_files(model_dir: Path, folder: Path) -> None:
-    for name in SIDE_FILES:
+    code = (path.name for path in model_dir.glob("*.py"))  # of a model that brings its own
+    for name in (*SIDE_FILES, *code):
         source = model_dir / name
         if source.is_dir():
             shutil.copytree(source, folder / name, copy_function=shutil.copyfile)

@@ -108,6 +108,12 @@ def test_the_share_of_a_gpu_is_vllms_own_flag() -> None:
     assert "kv-cache-memory-bytes" not in on_cpu, "both say how large the cache is"
 
 
+def test_code_of_a_model_is_run_where_our_option_says_so() -> None:
+    for trusted in (True, False):
+        config = make_config(model={"name": "/models/tiny", "trust_remote_code": trusted})
+        assert ("trust-remote-code" in flags_of(build_command(config, GPU, SHAPE, FREE))) == trusted
+
+
 def test_middleware_of_others_comes_before_ours() -> None:
     command = build_command(make_config(vllm={"flags": {"middleware": ["a.A", "b.B"]}}), GPU, SHAPE, FREE)
     at = [command[i + 1] for i, argument in enumerate(command) if argument == "--middleware"]

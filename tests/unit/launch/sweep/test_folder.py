@@ -108,12 +108,12 @@ def test_what_all_runs_share_is_read_once(write: Write, tmp_path: Path, monkeypa
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "job.sh").write_text('{% extends "tandem/job.sh" %}')
     monkeypatch.setenv(SITE_TEMPLATES, str(tmp_path / "site"))
-    counted(resolve, "check_model_dir")
+    counted(resolve, "check_model")
     counted(folder, "read_jobs")
     counted(jinja2.Environment, "compile")
     entrypoint.write(write("learning_rate: [1.0e-4, 2.0e-4, 3.0e-4]", "max_length: [16, 32]"))
     # The model is looked at for each seq_len, and the site's template extends ours.
-    assert counts == {"check_model_dir": 2, "read_jobs": 1, "compile": 2}
+    assert counts == {"check_model": 2, "read_jobs": 1, "compile": 2}
 
 
 def test_a_folder_that_cannot_be_made_is_told_by_its_key(write: Write, tmp_path: Path) -> None:

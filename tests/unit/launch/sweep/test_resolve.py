@@ -74,6 +74,7 @@ def test_arguments_of_the_trainer_become_ours(write: Write) -> None:
                 "seed: 4",
                 "remove_unused_columns: false",
                 "logging_dir: None",
+                "trust_remote_code: true",
             ),
             slurm=("nodes: 2", "gres: gpu:4"),
             rest="environment:\n  WANDB_PROJECT: salamandra\n  WANDB_NAME: first",
@@ -85,7 +86,7 @@ def test_arguments_of_the_trainer_become_ours(write: Write) -> None:
     assert (config.eval.every, config.batch_size, config.tokens_per_microbatch) == (0.05, 2 * 8 * 8, 2 * 2 * 65)
     assert (config.parallel.ranks, config.parallel.gradient_checkpointing) == (4, 1)
     assert (config.optimizer.betas, config.scheduler.type, config.scheduler.warmup_steps) == ([0.9, 0.95], "cosine", 3)
-    assert (config.checkpoint.every, config.seed) == (7, 4)
+    assert (config.checkpoint.every, config.seed, config.model.trust_remote_code) == (7, 4, True)
     assert (config.metrics.project, config.metrics.run_name) == ("salamandra", "first")
 
 
