@@ -8,15 +8,26 @@ from types import ModuleType
 import pytest
 from tests import ports
 from tests.integration.processes import ENVIRONMENT, Starter, command
+from tests.metrics_table import undocumented
 from tests.patience import PATIENCE
 
 from tandem.models.cpu import library
+from tandem.utils.run_dir import RunDir
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels() -> None:
     """Compiled before anything is waited for: the first process that starts would take as long as that."""
     library.load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def metrics_of_all_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whatever the tests have run, what it wrote is in docs/metrics.md."""
+    yield
+    runs = [RunDir(path.parent) for path in tmp_path_factory.getbasetemp().rglob("metrics.jsonl")]
+    unknown = {str(run.root): names for run in runs if run.config.is_dir() and (names := undocumented(run))}
+    assert not unknown, f"docs/metrics.md does not name them: {unknown}"
 
 
 @pytest.fixture
