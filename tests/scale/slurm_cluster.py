@@ -49,6 +49,7 @@ SlurmdTimeout=300
 MessageTimeout=60
 KillWait=60
 CompleteWait=0
+MaxArraySize=6
 GresTypes=gpu
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 Gres=gpu:4\n"

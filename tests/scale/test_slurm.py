@@ -32,6 +32,7 @@ execution:
   distributed_config: DDP
 slurm:
   job-name: preferences
+{slurm}
   cpus-per-task: 1
   time: 0:30:00
 rl_script_args:
@@ -83,7 +84,7 @@ def write_pairs(folder: Path, last: str = "") -> None:
 
 def write_sweep(folder: Path, **values: str) -> Path:
     path = folder / "config.yaml"
-    path.write_text(SWEEP.format(folder=folder, **values))
+    path.write_text(SWEEP.format(folder=folder, **{"slurm": "", "rest": ""} | values))
     return path
 
 
@@ -175,14 +176,18 @@ def test_rl_trains_on_two_nodes_and_samples_on_a_third(rl_run: RlRun) -> None:
     assert sorted(rl_run.places) == ["n1", "n3", "n[1-2]"], "the script, the server, the ranks"
 
 
-def test_twelve_runs_as_an_array(slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
+def test_twelve_runs_as_arrays(slurm_cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "other")
     write_pairs(tmp_path)
     models, rates = f"[{tiny_model}, {tmp_path}/other]", "[5.0e-4, 1.0e-3, 2.0e-3]"
-    config = str(write_sweep(tmp_path, algorithm="[dpo, kto]", models=models, rates=rates, rest=""))
+    files = f"  output: {tmp_path}/logs/%x-%A_%a.out\n  error: {tmp_path}/errors/all.out"
+    config = str(write_sweep(tmp_path, algorithm="[dpo, kto]", models=models, rates=rates, slurm=files))
     assert "12 of 12 runs submitted" in sweep(slurm_cluster, config, "--submit", "--max-jobs", str(MAX_JOBS))
     assert "0 of 12 runs submitted" in sweep(slurm_cluster, config, "--submit")
     jobs = jobs_of(tmp_path, "run")
+    arrays = list(dict.fromkeys(job.partition("_")[0] for job in jobs))
+    tasks = [f"{arrays[number // 6]}_{number % 6}" for number in range(12)]
+    assert jobs == tasks, "MaxArraySize is 6"
     most, deadline = 0, time.monotonic() + 300 * PATIENCE
     while any(slurm_cluster.jobs().get(job) in ("PENDING", "RUNNING", "COMPLETING") for job in jobs):
         states = slurm_cluster.jobs()
@@ -190,6 +195,8 @@ def test_twelve_runs_as_an_array(slurm_cluster: Cluster, tiny_model: Path, tmp_p
         assert time.monotonic() < deadline, printed(tmp_path)
         time.sleep(0.3)
     assert most <= MAX_JOBS
+    assert {path.stem for path in (tmp_path / "logs").iterdir()} == {f"preferences-{task}" for task in tasks}
+    assert (tmp_path / "errors" / "all.out").exists()
     # Every run has written the table at its end; the last one's has all of them.
     rows = list(csv.DictReader((tmp_path / "sweep" / "results.csv").read_text().splitlines()))
     assert [row["state"] for row in rows] == ["finished"] * 12, printed(tmp_path)

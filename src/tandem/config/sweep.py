@@ -29,7 +29,7 @@ class SweepConfig(Config):
     """Submit an array job. --no-array: one job per run."""
 
     max_jobs: int | None = Field(default=None, ge=1)
-    """Most runs at once: of an array, or with --local. None: no limit on SLURM, one run with --local."""
+    """Most runs at once, of those submitted together or with --local. None: no limit on SLURM, one run with --local."""
 
     @model_validator(mode="after")
     def _does_one_thing(self) -> "SweepConfig":

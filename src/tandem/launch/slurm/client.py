@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,14 @@ def submit(script: Path, options: Sequence[str] = (), environment: Mapping[str, 
         reason = " ".join(done.stderr.replace("sbatch: error: ", "").split())
         raise UserError(f"sbatch refused {script}: {reason}")
     return done.stdout.strip().partition(";")[0]
+
+
+def max_array_size() -> int:
+    """The most tasks of an array; SLURM's default where it does not say."""
+    command = ["scontrol", "show", "config"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", told, re.MULTILINE)
+    return int(found[1]) if found else 1001
 
 
 def jobs_under_way() -> dict[str, str]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tandem.config.sbatch import is_one_line
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.slurm import srun
 from tandem.utils.errors import UserError
+from tandem.utils.run_lock import refuse_unwritable
 
 TEMPLATES = Path(__file__).parent / "templates"
 SITE_TEMPLATES = "TANDEM_SLURM_TEMPLATES"
@@ -142,7 +144,7 @@ def sbatch_options(job: Job) -> dict[str, Any]:
     """What the user gave, and what is computed where nothing is given."""
     given = {name: value for name, value in job.slurm.sbatch.items() if name not in ("requeue", "no-requeue")}
     computed: dict[str, Any] = {
-        "output": f"{as_pattern(job.folder)}/slurm-%j.out",
+        "output": usual_output(job.folder),
         "open-mode": "append",  # a job that is queued again keeps its id
     }
     if job.slurm.nodes > 1:
@@ -164,6 +166,23 @@ def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
         for name, value in options.items()
         if value is not None and value is not False
     ]
+
+
+def usual_output(folder: Path) -> str:
+    """Where a job prints to that says nothing of it."""
+    return f"{as_pattern(folder)}/slurm-%j.out"
+
+
+def make_log_folders(slurm: SlurmConfig) -> None:
+    """Of `output` and `error`, up to a folder whose name SLURM fills in: it makes none itself, and fails a job whose
+    files have none."""
+    for option in ("output", "error"):
+        if (pattern := slurm.sbatch.get(option)) is not None:
+            place = Path(str(slurm.sbatch.get("chdir", "."))) / str(pattern)
+            fixed = takewhile(lambda part: "%" not in part.replace("%%", ""), place.parent.parts)
+            folder = Path(*(part.replace("%%", "%") for part in fixed))
+            with refuse_unwritable(folder, f"slurm.{option}"):
+                folder.mkdir(parents=True, exist_ok=True)
 
 
 def as_pattern(folder: Path) -> str:

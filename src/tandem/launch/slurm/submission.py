@@ -19,7 +19,7 @@ from tandem.launch.evaluation import models_of
 from tandem.launch.plan import API_KEY_VAR, SGLANG_KEY_VAR, make_plan, run_config
 from tandem.launch.restarts import delay_before_s
 from tandem.launch.slurm.client import job_below, require_slurm, submit
-from tandem.launch.slurm.job import Job, check_venv, in_script, render
+from tandem.launch.slurm.job import Job, check_venv, in_script, make_log_folders, render
 from tandem.models.files import check_model, check_model_dir
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.transport.weights.manifest import MANIFEST
@@ -200,11 +200,13 @@ def _hand_over(job: Job, files: dict[Path, Tree], dry_run: bool, secrets: dict[s
             refuse_queued(jobs)
         with refuse_unwritable(job.folder):
             _write(job.folder, files, script, text)
+        make_log_folders(job.slurm)
         if dry_run:
             say(f"dry run: the job script is {script}; nothing was submitted")
             return
         number = submit(script, environment=secrets)
-    say(f"submitted job {number} ({script}); it prints to {job.folder}/slurm-{number}.out")
+    prints = str(job.slurm.sbatch.get("output", f"{job.folder}/slurm-%j.out"))
+    say(f"submitted job {number} ({script}); it prints to {prints.replace('%j', number)}")
 
 
 def refuse_queued(jobs: Path) -> None:

@@ -27,7 +27,7 @@ from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree
 from tandem.launch.slurm.client import jobs_under_way
-from tandem.launch.slurm.job import Job, render
+from tandem.launch.slurm.job import Job, make_log_folders, render
 from tandem.launch.slurm.submission import with_servers
 from tandem.launch.sweep.progress import count_runs, reported
 from tandem.launch.sweep.resolve import SubExperiment
@@ -97,6 +97,7 @@ def _write_run(output_dir: Path, run: SubExperiment) -> None:
     for path, content in _files_of(output_dir, run).items():
         # Not flushed: `sweep` can write it again, and a sweep may have tens of thousands.
         write_atomic(path, content, flush=False)
+    make_log_folders(run.slurm)
 
 
 def _files_of(output_dir: Path, run: SubExperiment) -> dict[Path, bytes]:

@@ -52,7 +52,10 @@ def test_a_second_job_is_refused_and_a_dry_run_changes_nothing(
     assert content(tmp_path / "run").items() >= submitted.items()
     assert len(queue.read_text().splitlines()) == 4
     queue.write_text("")  # it has ended
-    sft(tmp_path, tiny_model, "--max-steps", "7")
+    sft(tmp_path, tiny_model, "--max-steps", "7", "--slurm.output", f"{tmp_path}/%j.out")
+    assert f"it prints to {tmp_path}/40.out" in capsys.readouterr().out
     assert content(tmp_path / "run").items() >= submitted.items()
+    sft(tmp_path, tiny_model, "--max-steps", "8", "--dry-run", "--slurm.output", f"{tmp_path}/logs/1/%x/%j.out")
+    assert list((tmp_path / "logs").rglob("*")) == [tmp_path / "logs" / "1"], "SLURM makes no folders"
     steps = {path.parent.name: read_json(path)["max_steps"] for path in first.parent.glob("*/sft.json")}
-    assert steps == {"1": 3, "2": 5, "3": 7}
+    assert steps == {"1": 3, "2": 5, "3": 7, "4": 8}

@@ -31,6 +31,11 @@ from tandem.utils.files import append_json_line, write_json
 TWO = "learning_rate: [1.0e-4, 2.0e-4]"
 
 
+@pytest.fixture(autouse=True)
+def arrays_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.launch.sweep.submit.max_array_size", lambda: 3)
+
+
 def finish(run: Run, *, step: int = 3) -> None:
     """What a run leaves that got to `step` of 3."""
     write_json(run.directory / "config" / f"{run.command}.json", {"max_steps": 3})
@@ -241,6 +246,62 @@ def test_jobs_that_ask_for_different_things_are_different_arrays(write: Write, m
     submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None)
     assert scripts == ["array_0.sh", "array_1.sh"]
     assert "#SBATCH --cpus-per-task=2" in (output_dir / "array_1.sh").read_text()
+
+
+def test_more_runs_than_an_array_has_tasks_are_several_and_the_limit_is_of_all(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write("seed: [1, 2, 3, 4, 5, 6, 7]", slurm=("dependency: afterok:7",))
+    output_dir, runs = entrypoint.write(file)
+    called: list[Sequence[str]] = []
+    monkeypatch.setattr(
+        "tandem.launch.sweep.submit.submit", lambda _, options: called.append(options) or str(len(called))
+    )
+    monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
+    submit_runs(output_dir, runs, resume=False, array=True, max_jobs=2)
+    assert called == [
+        ["--array=0-2%2"],
+        ["--array=0-2%2", "--dependency=afterany:1,afterok:7"],
+        ["--array=0-0%2", "--dependency=afterany:2,afterok:7"],
+    ]
+    assert [job["run"] for job in folder.read_jobs(output_dir).values()] == [
+        "1_0",
+        "1_1",
+        "1_2",
+        "2_0",
+        "2_1",
+        "2_2",
+        "3_0",
+    ]
+    (output_dir / "jobs.json").unlink()
+    called.clear()
+    submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None)
+    assert called == [["--array=0-2"], ["--array=0-2"], ["--array=0-0"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "lines", "place"),
+    [
+        ((), ["--output={sweep}/array_0-%A_%a.out", "--job-name=sweep"], ' >> "$folder"/slurm-$SLURM_JOB_ID.out 2>&1'),
+        (("output: logs/%j/out",), ["--output=logs/%j/out", "--job-name=sweep"], ""),
+        (("error: logs/err", "job-name: my runs"), ["--error=logs/err", "--job-name='my runs'"],
+         ' >> "$folder"/slurm-$SLURM_JOB_ID.out'),
+    ],
+)  # fmt: skip
+def test_an_array_has_the_name_and_the_files_that_the_experiment_says(
+    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: tuple[str, ...], lines: list[str], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output_dir, runs = entrypoint.write(write(TWO, slurm=given))
+    assert (tmp_path / "logs").is_dir() == bool(given), "SLURM makes no folder for what jobs print"
+    monkeypatch.setattr("tandem.launch.sweep.submit.submit", lambda script, options: "9")
+    monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
+    submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None)
+    script = (output_dir / "array_0.sh").read_text()
+    for line in lines:
+        assert f"#SBATCH {line.format(sweep=output_dir)}\n" in script
+    assert script.count("#SBATCH --output=") == script.count("#SBATCH --job-name=") == 1
+    assert script.endswith(f'exec bash "$folder"/job.sh{place}\n')
 
 
 def test_an_array_prints_below_a_folder_with_a_percent_sign(
