@@ -228,7 +228,7 @@ class SlowWriter(ThreadPoolExecutor):
 
     def submit(self, write: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
         written: Future[Any] = Future()
-        written.result = lambda _=None: write(*arguments)
+        written.result = lambda timeout=None: write(*arguments)
         return written
 
 
