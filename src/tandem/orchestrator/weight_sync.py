@@ -120,11 +120,9 @@ class Policy:
     async def load(self, path: Path, version: int) -> None:
         """Returns when every server that is there serves it; those that are away get it when they return, and those
         that are removed are not waited for."""
-        before, self._wanted = self._wanted, (path, version)
+        before = self._wanted
+        self._want(path, version)
         present = [replica for replica in self.replicas if replica.is_present]
-        for replica in self.replicas:
-            if replica not in present:
-                replica.wanted = (path, version)
         loading = {asyncio.ensure_future(replica.load(path, version)): replica for replica in present}
         try:
             while pending := [
@@ -137,7 +135,7 @@ class Policy:
                 if task.done() and replica in self.replicas:
                     task.result()
         except InferenceError:
-            self._wanted = before
+            self._want(*before)
             raise
         finally:
             for task in loading:
@@ -171,6 +169,13 @@ class Policy:
                     raise
                 continue
             await on_update(previous, newest)
+
+    def _want(self, path: Path, version: int) -> None:
+        """Of servers that are away, or join."""
+        self._wanted = (path, version)
+        for replica in self.replicas:
+            if not replica.is_present:
+                replica.wanted = self._wanted
 
     def _choose(self, session: int | None) -> Replica:
         known = None if session is None else self._sessions.get(session)

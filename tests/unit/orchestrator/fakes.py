@@ -2,16 +2,26 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.concurrency import EngineLoad
-from tandem.types.rollout import Completion, SamplingRequest, Task
+from tandem.types.rollout import Completion, Rollout, SamplingRequest, Task, Turn
 from tandem.utils.errors import UserError
 
 TASKS = [Task(index, [{"role": "user", "content": "abcdef"[index]}], "") for index in range(6)]
+
+
+def say_more(rollout: Rollout, *token_ids: list[int], finish_reason: str = "stop") -> Rollout:
+    """The rollout as a conversation that goes on with these turns."""
+    turns = [
+        Turn([12], Completion(ids, [-0.5] * len(ids), rollout.completion.versions[:1] * len(ids), finish_reason))
+        for ids in token_ids
+    ]
+    return replace(rollout, later=[*rollout.later, *turns])
 
 
 class FakeServer:

@@ -26,6 +26,16 @@ def test_tasks_go_to_the_pool_of_their_latest_group(make_group: MakeGroup) -> No
     assert curriculum.metrics() == {"curriculum/easy": 1.0, "curriculum/hard": 1.0}
 
 
+def test_a_group_counts_for_one_batch(make_group: MakeGroup) -> None:
+    """An order is counted again where a run is resumed, and a group is made again that was too stale."""
+    curriculum = make()
+    curriculum.count(make_group(7, rewards=(1.0, 1.0)), place=0)
+    curriculum.update()
+    curriculum.count(make_group(3, rewards=(0.0, 0.0)), place=0)
+    curriculum.update()
+    assert (curriculum.easy, curriculum.hard) == (set(), {0})
+
+
 def test_of_two_groups_of_a_task_the_later_order_decides_whichever_finished_first(make_group: MakeGroup) -> None:
     curriculum = make()
     curriculum.count(make_group(14, rewards=(1.0, 1.0)), place=4)

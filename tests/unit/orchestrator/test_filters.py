@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import say_more
 
 from tandem.config.filters import FilterConfig
 from tandem.config.orchestrator import OrchestratorConfig
@@ -113,6 +114,25 @@ def test_repetition_is_filtered_above_its_limit(make_group: MakeGroup) -> None:
     kept = make_filter(max_repetition=0.5)(group)
     assert kept is not None
     assert [rollout.is_trained for rollout in kept.rollouts] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"max_repetition": 0.5}, [True, False, False]),  # a turn that repeats itself, first or last
+        ({"min_tokens": 6}, [False, True, True]),  # of all turns together
+        ({"max_tokens": 6}, [True, False, False]),
+        ({"truncated": True}, [True, True, False]),  # one turn that was cut off
+    ],
+)
+def test_conversations_are_filtered_by_all_of_their_turns(
+    make_group: MakeGroup, options: dict[str, Any], left: list[bool]
+) -> None:
+    one, same = make_group(0, rewards=(0.0,)).rollouts[0], [5] * 12
+    again = replace(one, completion=replace(one.completion, token_ids=same))
+    rollouts = [say_more(one, [1, 2, 3, 4]), say_more(again, [1, 2]), say_more(one, same, finish_reason="length")]
+    kept = make_filter(**options)(replace(make_group(0), rollouts=rollouts))
+    assert kept is not None and [rollout.is_trained for rollout in kept.rollouts] == left
 
 
 def test_a_step_that_would_never_be_complete_ends_the_run(make_group: MakeGroup) -> None:

@@ -41,10 +41,16 @@ class LetterRewards:
 
     def __init__(self, rewards: dict[str, Any]) -> None:
         self.rewards = rewards
+        self.num_waiting = self.num_given_up = 0
 
     async def score(self, task: Task, completion: str) -> float:
         if self.rewards.get(completion) is WAITS:
-            await asyncio.Event().wait()
+            self.num_waiting += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.num_waiting -= 1
+                self.num_given_up += 1
         reward = self.rewards.get(completion, 1.0)
         if isinstance(reward, BaseException):
             raise reward
@@ -136,3 +142,24 @@ def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: T
     assert group is not None and [rollout.text for rollout in group.rollouts] == ["a", "d", "e"]
     assert [request["n"] for request in client.requests] == [3, 2]
     assert [[one.completion for one in attempt.failed] for attempt in attempts] == [["b", "b"], []]
+
+
+def test_nothing_is_scored_any_more_once_a_group_is_called_off(tokenizer: Tokenizer) -> None:
+    """What a score waits for costs memory, a worker, or money; of a group that hangs, and of one that is too stale."""
+    rewards = LetterRewards({"b": UserCodeError(Failure("took too long", hung=True)), "c": WAITS, "d": WAITS})
+
+    async def called_off() -> None:
+        client, request = FakeClient(tokenizer), SamplingRequest(3, 8, temperature=1.0, seed=1)
+        maker = RolloutMaker(client, rewards, tokenizer, tries=2, record=attempts.append, delays_s=(0.0,))
+        making = asyncio.ensure_future(maker.make_group(TASK, PROMPT, 9, request))
+        while rewards.num_waiting + rewards.num_given_up < 2:
+            await asyncio.sleep(0)
+        assert (len(attempts), rewards.num_given_up, rewards.num_waiting) == (1, 1, 1), "c with b; d waits"
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        await asyncio.sleep(0)
+        assert rewards.num_given_up == 2 and asyncio.all_tasks() == {asyncio.current_task()}
+
+    attempts: list[Attempt] = []
+    asyncio.run(called_off())

@@ -32,6 +32,13 @@ def test_the_summary_by_hand() -> None:
     assert scores["pass@2_ci95"] == pytest.approx(1.96 * math.sqrt(0.5) / math.sqrt(2))
 
 
+def test_of_tasks_with_fewer_samples_no_more_are_drawn_than_all_have() -> None:
+    """Three samples and two: pass@3 would say something of the first task alone."""
+    scores = summarize([[0.0, 0.0, 1.0], [0.0, 1.0]], solved_reward=1.0)
+    assert {name for name in scores if not name.endswith("_ci95")} == {"reward", "pass@1", "pass@2"}
+    assert scores["pass@2"] == pytest.approx((2 / 3 + 1) / 2)
+
+
 def test_confidence_shrinks_with_the_number_of_tasks_and_is_unknown_for_one() -> None:
     assert confidence([0.0, 1.0] * 50) == pytest.approx(1.96 * 0.5 / 10, rel=0.01)
     assert math.isnan(confidence([1.0]))

@@ -251,6 +251,29 @@ def test_weights_that_one_server_refuses_are_an_error(tmp_path: Path) -> None:
         machines[1].refuses = {1}
         with pytest.raises(InferenceError, match="checksum"):
             await policy.load(tmp_path, 1)
+        assert policy.version == 0 and not policy.next_update.done()
+
+    run_with(tmp_path, 2, body)
+
+
+def test_a_version_that_was_refused_is_given_to_no_server_afterwards(tmp_path: Path) -> None:
+    """Neither to one that was started again, nor to one that was away, nor to one that joins."""
+
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        refusing, away = machines
+        away.down = True
+        refusing.refuses = {1}
+        await until(lambda: policy.num_present == 1)
+        with pytest.raises(InferenceError, match="checksum"):
+            await policy.load(tmp_path, 1)
+        joining = Machine("http://host2:8000")
+        policy.add(joining, is_present=False)
+        away.down = False
+        await until(lambda: policy.num_present == 3)
+        assert (away.versions, joining.versions) == ([0, 0], [0])
+        refusing.instance = None
+        assert (await ask(policy))[0].versions == [0]
+        assert refusing.asked and refusing.versions == [0, 0]
 
     run_with(tmp_path, 2, body)
 

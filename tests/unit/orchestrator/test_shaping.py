@@ -1,8 +1,10 @@
 """Penalties on length, by hand and against TRL's."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.fakes import say_more
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.orchestrator.shaping import RewardShaping, length_bonuses, overlong_penalty
@@ -37,6 +39,17 @@ def test_rewards_of_groups(make_group) -> None:
     shaped = shaping(overlong={"buffer_tokens": 2, "penalty": 0.5})
     assert [shaped.rewards(group) for group in groups] == [[1.0, 0.75, 0.5], [0.0, 0.25]]
     assert shaped.metrics(groups) == pytest.approx({"reward/shaped_mean": 0.5, "completions/overlong": 0.6})
+
+
+def test_the_longest_turn_of_a_conversation_is_penalized_and_all_of_them_together_are_its_length(make_group) -> None:
+    """The limit is that of one turn: turns of one and two tokens are over by one of the buffer, (1, 1, 1) are not."""
+    first, _, three = make_group(0, rewards=(1.0, 1.0, 1.0)).rollouts
+    group = replace(make_group(0), rollouts=[say_more(first, [5, 6]), say_more(first, [5], [6]), three])
+    shaped = shaping(overlong={"buffer_tokens": 2, "penalty": 0.5})
+    assert shaped.rewards(group) == [0.75, 1.0, 0.5]
+    assert shaped.metrics([group])["completions/overlong"] == pytest.approx(2 / 3)
+    longer = replace(group, rollouts=[say_more(first, [5], [6], [7]), three])
+    assert shaping(length_penalty={"weight": 1.0}).rewards(longer) == [0.5, 1.5]
 
 
 def test_without_the_options_rewards_stay_as_they_are(make_group) -> None:

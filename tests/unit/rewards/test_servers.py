@@ -217,3 +217,75 @@ def test_the_same_question_is_asked_once_and_errors_are_forgotten() -> None:
         assert calls[6:] == ["a", "a"]
 
     asyncio.run(story())
+
+
+def test_what_is_asked_again_stays_longest() -> None:
+    async def story() -> None:
+        cache: AnswerCache[str] = AnswerCache(2)
+        calls: list[str] = []
+
+        async def answer(name: str) -> str:
+            calls.append(name)
+            return name
+
+        for name in ("a", "b", "a", "c", "a"):  # when "c" comes, "b" was asked for longest ago
+            assert await cache.get(name, lambda name=name: answer(name)) == name
+        assert calls == ["a", "b", "c"] and cache.num_hits == 2
+
+    asyncio.run(story())
+
+
+def test_an_answer_comes_to_others_though_the_first_to_ask_has_gone_away() -> None:
+    async def story() -> None:
+        cache: AnswerCache[str] = AnswerCache(2)
+        may_answer, calls = asyncio.Event(), 0
+
+        async def answer() -> str:
+            nonlocal calls
+            calls += 1
+            await may_answer.wait()
+            return "the answer"
+
+        first, second = (asyncio.ensure_future(cache.get("a", answer)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        third = asyncio.ensure_future(cache.get("a", answer))
+        may_answer.set()
+        assert (await second, await third, calls) == ("the answer", "the answer", 1)
+        assert first.cancelled()
+
+    asyncio.run(story())
+
+
+def test_a_question_whose_answer_was_given_up_is_asked_again() -> None:
+    """An error that comes late forgets its own question, not the one that was asked again since."""
+
+    async def story() -> None:
+        cache: AnswerCache[str] = AnswerCache(1)
+        may_fail = asyncio.Event()
+
+        async def fail() -> str:
+            await may_fail.wait()
+            raise asyncio.CancelledError
+
+        async def answer(name: str) -> str:
+            return name
+
+        late = asyncio.ensure_future(cache.get("a", fail))
+        await asyncio.sleep(0)
+        await cache.get("b", lambda: answer("b"))  # there is room for one: "a" is forgotten
+        assert await cache.get("a", lambda: answer("first")) == "first"
+        may_fail.set()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        assert await cache.get("a", lambda: answer("second")) == "first"
+        may_fail.clear()
+        cancelled = asyncio.ensure_future(cache.get("c", fail))
+        await asyncio.sleep(0)
+        may_fail.set()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert await cache.get("c", lambda: answer("again")) == "again"
+
+    asyncio.run(story())

@@ -21,6 +21,6 @@ def make_batch() -> Callable[..., TrainBatch]:
             )
             for number, (num_prompt, num_learned) in enumerate(shapes)
         ]
-        return TrainBatch(step, 0.7, pack(samples))
+        return TrainBatch(step, 2 / 3, pack(samples))
 
     return make

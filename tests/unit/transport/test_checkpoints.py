@@ -12,6 +12,7 @@ from tandem.transport.checkpoints import (
     how_to_go_on,
     is_finished,
     newest_checkpoint,
+    refuse_fewer_steps,
     remove_superseded,
     rewind,
     start_step,
@@ -293,6 +294,12 @@ def test_a_step_that_was_not_published_is_logged_once(tmp_path: Path) -> None:
     assert start(run_dir, resume=True) == 6
     left = [(line["process"], line["step"]) for line in read_metrics(run_dir)]
     assert left == [("trainer", 6), ("orchestrator", 6), ("orchestrator", 7)]
+
+
+def test_a_run_goes_on_from_its_last_step_but_not_from_one_beyond(tmp_path: Path) -> None:
+    refuse_fewer_steps(RunDir(tmp_path), 4, max_steps=4)
+    with pytest.raises(UserError, match=r"is at step 5, but max_steps = 4; raise max_steps to continue"):
+        refuse_fewer_steps(RunDir(tmp_path), 5, max_steps=4)
 
 
 def test_what_could_not_be_kept_is_refused() -> None:

@@ -277,6 +277,26 @@ def test_whoever_lost_its_lock_ends(tmp_path: Path) -> None:
     assert (tmp_path / "orchestrator.lock").exists(), "the other's lock is left alone"
 
 
+def test_a_lock_is_lost_when_two_looks_in_a_row_do_not_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared file system may fail to answer for a moment, again and again."""
+    looks, left = iter([False, True, False, True, True, False, False]), threading.Event()
+    told: list[tuple[str, list[bool]]] = []
+
+    def leave(reason: str) -> None:
+        told.append((reason, list(looks)))
+        left.set()
+
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.001)
+    monkeypatch.setattr(run_lock, "_leave", leave)
+    monkeypatch.setattr(run_lock.RunLock, "_is_in_place", lambda _: next(looks, True))
+    path = tmp_path / "trainer.lock"
+    lock = run_lock.take(path, Holder.this_process("rl"))
+    assert left.wait(60)
+    ((reason, unseen),) = told
+    assert f"{path} was taken or removed" in reason and unseen == []
+    lock.release()
+
+
 def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = r"output_dir = '/proc/run' cannot be written: .*choose another --output-dir"
     with pytest.raises(UserError, match=told), hold_run(Path("/proc/run"), "rl"):

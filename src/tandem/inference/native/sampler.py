@@ -138,10 +138,9 @@ def invert_cdf(logprobs: Tensor, uniform: NDArray[np.float32]) -> Tensor:
     cumulative = logprobs.exp().cumsum_(dim=-1)
     total = cumulative[:, -1:]
     u = torch.from_numpy(uniform).to(logprobs.device)[:, None]
-    # Below the total even after rounding: the first entry above the target then has probability above zero.
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(u * total, below_total)
-    tokens = torch.searchsorted(cumulative, target, right=True)
+    # Below the total even after rounding, as u is at most 1 - 2^-24: so the first entry above it exists, and has
+    # probability above zero.
+    tokens = torch.searchsorted(cumulative, u * total, right=True)
     return tokens.clamp_(max=logprobs.shape[-1] - 1)  # only NaN reaches past the end
 
 

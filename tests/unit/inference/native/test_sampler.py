@@ -129,6 +129,16 @@ def test_a_token_of_probability_zero_is_never_drawn(u: float, zeros: int, scale:
     assert invert_cdf(logprobs, np.array([u], np.float32)).item() in {zeros, zeros + 2}
 
 
+def test_the_largest_uniform_number_draws_the_last_token_that_can_be_drawn() -> None:
+    """Whatever the probabilities add up to after rounding: a little less than 1, or more."""
+    logits = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
+    logits[:, 40:] = -math.inf
+    logprobs = logits.log_softmax(-1)
+    totals = logprobs.exp().cumsum(-1)[:, -1]
+    assert (totals < 1).any() and (totals > 1).any()
+    assert (invert_cdf(logprobs, np.full(2000, 1 - 2**-24, np.float32)) == 39).all()
+
+
 def test_the_cumulative_distribution_is_inverted_from_below() -> None:
     # Cumulative 1/8, 3/8, 7/8, 1: a border belongs to the token above it.
     logprobs = torch.tensor([LOGITS] * 6).log_softmax(-1)

@@ -143,6 +143,16 @@ def test_a_correction_weighs_the_policy_term(make_streams) -> None:
     assert loss == pytest.approx(-1.5 - 1.0) and gradient == pytest.approx([-1.5, -1.0])
 
 
+def test_metrics_say_what_the_correction_does(make_streams) -> None:
+    """Trainer to engine 2, 0.5 and 1: the first is masked, of the others the policy term stays as it is."""
+    streams = make_streams([1.0] * 3, [1.0] * 3, sampled_ratios=[2.0, 0.5, 1.0])
+    masked = LossConfig(old_logprobs="recomputed", correction=CorrectionConfig(type="mask", low=0.4, high=1.5))
+    metrics = make_policy_loss(masked)(streams).metrics
+    assert (metrics["masked_fraction"].value.item(), metrics["masked_fraction"].count) == (1.0, 3)
+    assert metrics["correction"].value.item() == pytest.approx(0.5 + 1.0)
+    assert not {"correction", "masked_fraction"} & make_policy_loss(LossConfig())(streams).metrics.keys()
+
+
 @pytest.mark.parametrize(
     ("config", "loss"),
     [

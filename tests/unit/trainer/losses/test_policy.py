@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tandem.config.losses import LossConfig
 from tandem.trainer.losses import LossOutput, PolicyStreams, make_policy_loss
+from tandem.trainer.losses.metrics import Metric
 from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 
@@ -50,7 +51,7 @@ def test_on_policy_the_gradient_is_minus_the_advantage(make_streams) -> None:
         (1.5, 2.0, -2.6, 0.0),  # above 1.3: -1.3 A, flat
         (0.5, 2.0, -1.0, -1.0),  # a good token that became rare is not clipped
         (0.9, -2.0, 1.8, 1.8),  # within 0.8: -r A
-        (0.5, -2.0, 1.6, 0.0),  # below 0.8: -0.8 A, flat
+        (0.75, -2.0, 1.6, 0.0),  # below 0.8: -0.8 A, flat
         (1.5, -2.0, 3.0, 3.0),  # a bad token that became common is not clipped
     ],
 )
@@ -77,6 +78,25 @@ def test_the_dual_clip_holds_bad_tokens(make_streams, ratio, advantage, loss, gr
     assert output.loss.item() == pytest.approx(loss)
     assert actual.item() == pytest.approx(gradient)
     assert output.metrics["clip_fraction_high"].value.item() == (1.0 if gradient == 0 else 0.0)
+
+
+@pytest.mark.parametrize("options", [{"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}, {"type": "cispo"}])
+def test_tokens_without_an_advantage_are_not_held_back(make_streams, options) -> None:
+    """Whatever their ratio, they have no loss that a bound could change."""
+    output, gradient = loss_and_gradient(make_streams, [0.1, 1.0, 8.0], [0.0, 0.0, 0.0], **options)
+    assert output.loss.item() == 0.0 and gradient.tolist() == [0.0, 0.0, 0.0]
+    assert clip_fractions(output.metrics) == (0.0, 0.0, 0.0)
+
+
+def test_a_ratio_at_its_bound_is_not_held_back() -> None:
+    """On policy, with clips of zero: no ratio has moved."""
+    zeros, advantages = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64)
+    assert clip_fractions(clipped_term(zeros, advantages, 0.0, 0.0, 1.0).metrics) == (0.0, 0.0, 0.0)
+    assert clip_fractions(cispo_term(zeros - 1.5, zeros, advantages, 0.0).metrics) == (0.0, 0.0, 0.0)
+
+
+def clip_fractions(metrics: dict[str, Metric]) -> tuple[float, ...]:
+    return tuple(metrics[name].value.item() for name in ("clip_fraction", "clip_fraction_low", "clip_fraction_high"))
 
 
 def test_gspo_by_hand(make_streams) -> None:
@@ -114,7 +134,9 @@ def test_cispo_by_hand(make_streams) -> None:
     logprobs = [-1.5 + torch.tensor(ratio).log().item() for ratio in (0.5, 2.0, 8.0)]
     assert output.loss.item() == pytest.approx(-0.5 * logprobs[0] + 2 * logprobs[1] - 5 * logprobs[2])
     assert gradient.tolist() == pytest.approx([-0.5, 2.0, -5.0])
-    assert output.metrics["clip_fraction"].value.item() == 1.0
+    assert clip_fractions(output.metrics) == (1.0, 0.0, 1.0)
+    held, _ = loss_and_gradient(make_streams, [8.0], [-1.0], type="cispo")
+    assert clip_fractions(held.metrics) == (1.0, 0.0, 1.0), "a bad token too"
 
 
 def test_reinforce_by_hand(make_streams) -> None:
@@ -122,7 +144,7 @@ def test_reinforce_by_hand(make_streams) -> None:
     output, gradient = loss_and_gradient(make_streams, [1.0, 2.0], [2.0, -1.0], type="reinforce")
     assert output.loss.item() == pytest.approx(3.0 + (-1.5 + 0.693147), abs=1e-5)
     assert gradient.tolist() == pytest.approx([-2.0, 1.0])
-    assert output.metrics["clip_fraction"].value.item() == 0.0
+    assert clip_fractions(output.metrics) == (0.0, 0.0, 0.0)
 
 
 def test_gradients_are_those_of_the_values() -> None:

@@ -98,6 +98,18 @@ def test_a_large_model_is_divided_among_files(model_dir: Path, tmp_path: Path, m
         verify_manifest(path, 1)
 
 
+def test_a_part_holds_as_much_as_it_may_and_never_nothing() -> None:
+    """Tensors of 8 bytes a number: at most 16 bytes, or one tensor that is larger, wherever it stands."""
+
+    def divided(*sizes: int) -> list[list[int]]:
+        tensors = [(str(number), torch.zeros(size, dtype=torch.float64)) for number, size in enumerate(sizes)]
+        return [[len(tensor) for tensor in part.values()] for part in filesystem.divide(tensors, most_bytes=16)]
+
+    assert divided(3, 1, 1, 1, 3) == [[3], [1, 1], [1], [3]]
+    assert divided(1, 2, 0, 1) == [[1], [2, 0], [1]]
+    assert divided() == [[]], "a model without tensors is one file"
+
+
 def test_a_version_can_be_loaded_before_it_is_on_the_disk(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

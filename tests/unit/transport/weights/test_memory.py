@@ -1,6 +1,9 @@
 """Weights through memory: what is held, what goes on to the files, and what an engine then reads."""
 
 import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,30 +18,40 @@ from tandem.inference.native.weights import FileSource, MemorySource
 from tandem.models.hf import load_decoder, stream_tensors
 from tandem.models.lora import make_adapter, read_adapter
 from tandem.models.trainable import adapter_config, adapter_tensors, load_trainable
-from tandem.transport.weights.device import views_of
 from tandem.transport.weights.filesystem import Tensors, WeightsPublisher
 from tandem.transport.weights.manifest import Announcement, Place, announce, find_announced, is_adapter, newest_version
-from tandem.transport.weights.memory import MemoryFirst, OwnMemory, SharedMemory
+from tandem.transport.weights.memory import HeldVersion, MemoryFirst, OwnMemory, SharedMemory, read_shared
 from tandem.utils.run_dir import step_name
 
 CPU = torch.device("cpu")
+needs_linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
 
-def test_a_version_is_held_as_it_was_published_and_lies_in_the_files_too(tiny_model: Path, tmp_path: Path) -> None:
-    memory = OwnMemory(torch.bfloat16)
-    publisher = MemoryFirst(memory, WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=2))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # cast, and as the trainer has them
+def test_a_version_is_held_as_it_was_published_and_lies_in_the_files_too(
+    tiny_model: Path, tmp_path: Path, dtype: str
+) -> None:
+    memory = OwnMemory(getattr(torch, dtype))
+    publisher = MemoryFirst(memory, WeightsPublisher(tmp_path, tiny_model, dtype, keep=2))
     decoder = load_decoder(tiny_model, torch.float32, CPU).requires_grad_(False)
     publisher.publish(stream_tensors(decoder), version=1)
+    decoder.norm.weight.fill_(7.0)  # the trainer goes on
     assert newest_version(tmp_path) == 1, "known before there are files"
     publisher.close()
     assert newest_version(tmp_path) == 1 and find_announced(tmp_path) is None
-    decoder.norm.weight.fill_(7.0)  # the trainer goes on
     held = memory.find(1)
     assert held is not None and memory.find(0) is None and memory.find(2) is None
     written = load_file(tmp_path / step_name(1) / "model.safetensors")
     assert held.tensors.keys() == written.keys()
     assert all(torch.equal(held.tensors[name], tensor) for name, tensor in written.items())
-    assert (written["model.norm.weight"] == 1).all() and written["model.norm.weight"].dtype == torch.bfloat16
+    assert (written["model.norm.weight"] == 1).all() and written["model.norm.weight"].dtype == getattr(torch, dtype)
+
+
+def test_a_version_is_known_here_before_other_ranks_are_waited_for() -> None:
+    """The engine of another rank may be told to load it as soon as that rank goes on."""
+    found: list[HeldVersion | None] = []
+    memory = OwnMemory(torch.float32, when_held=lambda: found.append(memory.find(1)))
+    assert memory.hold({"w": torch.ones(2)}, 1, None) is found[0]
 
 
 def test_an_engine_takes_the_held_version_and_files_for_all_others(tiny_model: Path, tmp_path: Path) -> None:
@@ -70,12 +83,15 @@ def test_an_adapter_from_memory_is_the_one_in_the_files(tiny_model: Path, tmp_pa
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].down, part.down) for name, part in expected.items())
     assert all(torch.equal(found[name].up, part.up) for name, part in expected.items())
+    held = memory.find(5)
+    assert held is not None and {tensor.dtype for tensor in held.tensors.values()} == {torch.float32}
+    assert all(torch.equal(held.tensors[name], tensor) for name, tensor in adapter_tensors(trained).items())
     memory.hold({"nonsense": torch.ones(2, 2)}, 6, described)
     with pytest.raises(AdapterRefused, match="nonsense"):
         MemorySource(memory, tmp_path, FileSource()).read_adapter(tmp_path / step_name(6), 6, decoder)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+@needs_linux
 def test_an_engine_reads_what_another_process_shares_before_there_are_files(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +116,61 @@ def test_an_engine_reads_what_another_process_shares_before_there_are_files(
     assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"]), "whoever reads it keeps it"
 
 
+@needs_linux
+def test_shared_memory_keeps_the_version_before_which_may_be_read_while_the_next_one_is_published() -> None:
+    memory = SharedMemory(torch.float32)
+    places = [share(memory, {"w": torch.full((2,), float(version))}, version) for version in (1, 2, 3)]
+    assert read_shared(places[1], 2)["w"].tolist() == [2.0, 2.0]
+    assert read_shared(places[2], 3)["w"].tolist() == [3.0, 3.0]
+    with pytest.raises((OSError, ValueError)):
+        read_shared(places[0], 1)
+    memory.close()
+    for place, version in zip(places[1:], (2, 3), strict=True):
+        with pytest.raises((OSError, ValueError)):
+            read_shared(place, version)
+
+
+@needs_linux
+@pytest.mark.parametrize("asked", [2, 4])
+def test_a_descriptor_that_became_another_version_is_not_read(asked: int) -> None:
+    memory = SharedMemory(torch.float32)
+    place = share(memory, {"w": torch.ones(2)}, 3)
+    with pytest.raises(ValueError, match=f"holds version 3 by now, not {asked}"):
+        read_shared(place, asked)
+    memory.close()
+
+
+@needs_linux
+def test_shared_memory_has_each_number_in_its_place() -> None:
+    """However a tensor lies in the trainer's memory; an adapter in the precision of training."""
+    values = torch.arange(1.0, 13.0) / 3
+    tensors = {"turned": values.view(3, 4).T, "every_other": values[::2]}
+    memory = SharedMemory(torch.bfloat16)
+    for described, dtype in ((None, torch.bfloat16), ({"r": 2}, torch.float32)):
+        found = read_shared(share(memory, tensors, 1, described), 1)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
+    memory.close()
+
+
+@needs_linux
+def test_nothing_but_a_descriptor_is_opened(tmp_path: Path) -> None:
+    """An announcement is a file that others may have written."""
+    path = tmp_path / "memory"
+    path.write_bytes((7).to_bytes(8, "little"))
+    with path.open("rb") as file:
+        for place in (str(path), f"/proc/{os.getpid()}/fd/{file.fileno()}/", f"/proc/self/fd/{file.fileno()}"):
+            with pytest.raises(ValueError, match="is no place in memory"):
+                read_shared(Place(place, {}), 7)
+        assert read_shared(Place(f"/proc/{os.getpid()}/fd/{file.fileno()}", {}), 7) == {}
+
+
+def share(memory: SharedMemory, tensors: Tensors, version: int, described: Any = None) -> Place:
+    place = memory.hold(tensors, version, described).place
+    assert place is not None
+    return place
+
+
 class NoFiles(WeightsPublisher):
     """Files that are not written while a test looks."""
 
@@ -107,7 +178,7 @@ class NoFiles(WeightsPublisher):
         return self.folder
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+@needs_linux
 def test_an_adapter_is_served_from_shared_memory_before_there_are_files(tiny_model: Path, tmp_path: Path) -> None:
     lora = LoRAConfig(rank=2, alpha=3)
     trained = load_trainable(ModelConfig(name=tiny_model), CPU, lora, seed=1)
@@ -128,23 +199,89 @@ def test_an_adapter_is_served_from_shared_memory_before_there_are_files(tiny_mod
     memory.close()
 
 
-def test_memory_of_a_gpu_that_a_server_cannot_reach_is_not_waited_for(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+class OneSet:
+    """Memory with room for one version, as a GPU's: the next is written over it."""
+
+    def __init__(self, tell: Callable[[str, int], None]) -> None:
+        self.tell = tell
+
+    def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
+        self.tell("memory", version)
+        return HeldVersion(version, {}, adapter_config, deliver=partial(self.tell, "delivered", version))
+
+
+class ToldFiles(WeightsPublisher):
+    def __init__(self, folder: Path, tell: Callable[[str, int], None]) -> None:
+        super().__init__(folder, folder, "float32", keep=1)
+        self.tell = tell
+
+    def publish(self, tensors: Tensors, version: int) -> Path:
+        self.tell("files", version)
+        return self.folder
+
+    def close(self) -> None:
+        self.tell("closed", 0)
+
+
+class SlowWriter(ThreadPoolExecutor):
+    """Writes files when somebody waits for them, and not before."""
+
+    def submit(self, write: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
+        written: Future[Any] = Future()
+        written.result = lambda timeout=None: write(*arguments)
+        return written
+
+
+def test_a_version_is_announced_then_delivered_and_in_the_files_before_it_is_written_over(tmp_path: Path) -> None:
+    """The engine is told of what is announced, and what is to be delivered waits for it. Files are read from the same
+    memory, and the announcement stands until they are there: else the version would be gone for a while."""
+    told: list[tuple[str, int, int | None]] = []
+
+    def tell(what: str, version: int) -> None:
+        announced = find_announced(tmp_path)
+        told.append((what, version, None if announced is None else announced.version))
+
+    publisher = MemoryFirst(OneSet(tell), ToldFiles(tmp_path, tell))
+    publisher._writer = SlowWriter()
+    publisher.publish({}, 1)
+    publisher.publish({}, 2)
+    publisher.close()
+    assert told == [
+        *(("memory", 1, None), ("delivered", 1, 1), ("files", 1, 1)),
+        *(("memory", 2, 1), ("delivered", 2, 2), ("files", 2, 2)),
+        ("closed", 0, None),
+    ]
+
+
+def test_files_that_could_not_be_written_are_told_once_with_the_next_version(tmp_path: Path) -> None:
+    memory = OwnMemory(torch.float32)
+    publisher = MemoryFirst(memory, WeightsPublisher(tmp_path, tmp_path / "no_model", "float32", keep=1))
+    publisher.publish({"w": torch.ones(2)}, 1)
+    with pytest.raises(FileNotFoundError, match="no_model"):
+        publisher.publish({"w": torch.ones(2)}, 2)
+    assert memory.find(2) is None
+    publisher.close()
+
+
+def test_files_of_the_last_version_that_could_not_be_written_are_told_at_the_end(tmp_path: Path) -> None:
+    files = WeightsPublisher(tmp_path, tmp_path / "no_model", "float32", keep=1)
+    publisher = MemoryFirst(OwnMemory(torch.float32), files)
+    publisher.publish({"w": torch.ones(2)}, 1)
+    with pytest.raises(FileNotFoundError, match="no_model"):
+        publisher.close()
+
+
+@pytest.mark.parametrize("adapter_config", [None, {"r": 2}])
+def test_the_version_that_a_run_goes_on_from_is_held_and_its_files_are_not_touched(
+    tiny_model: Path, tmp_path: Path, adapter_config: dict[str, Any] | None
 ) -> None:
-    decoder = load_decoder(tiny_model, torch.bfloat16, CPU)
-    expected = dict(stream_tensors(decoder))
-    WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=1).publish(expected, version=1)
-    layout = {name: ["bfloat16", list(tensor.shape), 256] for name, tensor in expected.items()}
-    announce(tmp_path, Announcement(1, Place("cuda:" + "00" * 64 + "+0", layout)))
-    found = FileSource().read(tmp_path / step_name(1), 1, decoder)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    assert "no place in the memory of cpu" in caplog.text
-
-
-def test_tensors_lie_within_their_memory() -> None:
-    memory = torch.arange(32, dtype=torch.uint8)
-    views = views_of(memory, {"a": ["bfloat16", [2, 3], 4], "b": ["uint8", [2], 30]})
-    assert views["a"].shape == (2, 3) and views["b"].tolist() == [30, 31]
-    for shape, at in (([2], 30), ([-1], 4), ([1], -2)):
-        with pytest.raises(ValueError, match="outside of the memory"):
-            views_of(memory, {"a": ["bfloat16", shape, at]})
+    files = WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=1, adapter_config=adapter_config)
+    written = next(files.publish({"w": torch.ones(2)}, 3).glob("*.safetensors"))
+    before = written.stat()
+    memory = OwnMemory(torch.bfloat16)
+    publisher = MemoryFirst(memory, files)
+    publisher.republish({"w": torch.ones(2)}, 3)
+    publisher.close()
+    held = memory.find(3)
+    assert held is not None and held.tensors.keys() == {"w"} and held.adapter_config == adapter_config
+    assert os.path.samestat(written.stat(), before)
