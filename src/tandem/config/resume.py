@@ -1,12 +1,12 @@
 """`--resume DIR`: going on with the run in DIR needs nothing else. What it was started with is read from DIR/config."""
 
-import json
 import shlex
 from pathlib import Path
 
 from tandem.config.sources import SUFFIXES, Tree
 from tandem.utils.errors import UserError
-from tandem.utils.run_content import COMMAND
+from tandem.utils.files import read_table
+from tandem.utils.run_content import COMMAND, refuse_misshapen
 
 FLAG = "--resume"
 # What belongs to one start of a run rather than to the run.
@@ -35,8 +35,8 @@ def stored_config(run: Path, command: str) -> Tree:
     """What the run was started with, but where: it may lie elsewhere now."""
     path = run / "config" / f"{command}.json"
     try:
-        stored = json.loads(path.read_bytes())
-    except ValueError as error:
+        stored = read_table(path)
+    except (OSError, UserError) as error:
         raise UserError(f"{FLAG} {run}: {path} is damaged ({error}); give the configuration and --resume") from error
     return {key: value for key, value in stored.items() if key not in OF_ONE_START}
 
@@ -44,7 +44,10 @@ def stored_config(run: Path, command: str) -> Tree:
 def starting_directory(run: Path) -> Path | None:
     """Where the run was started: paths in its configuration may be relative to that."""
     path = run / "config" / COMMAND
-    words = shlex.split(path.read_text().partition("\n")[0]) if path.exists() else []
+    try:
+        words = shlex.split(path.read_text().partition("\n")[0]) if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}, which says where the run was started, is damaged: {error}; remove it") from error
     return Path(words[1]) if len(words) == 2 and words[0] == "cd" else None
 
 
@@ -52,6 +55,7 @@ def _require_run(run: Path, command: str) -> Path:
     folder = run / "config"
     if not run.is_dir():
         raise UserError(f"{FLAG} {run}: there is no such directory; give the output_dir of a run")
+    refuse_misshapen(run)
     if (folder / f"{command}.json").exists():
         return run
     others = [name for name in ("rl", "sft", "align") if (folder / f"{name}.json").exists()]

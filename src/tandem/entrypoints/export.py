@@ -23,10 +23,12 @@ def export(config: ExportConfig) -> None:
     from tandem.transport.checkpoints import choose_checkpoint
     from tandem.utils.errors import UserError
     from tandem.utils.log import setup_logging
+    from tandem.utils.run_content import refuse_misshapen
     from tandem.utils.run_dir import RunDir, step_name
 
     setup_logging(config.log_level)
     run_dir = RunDir(config.run_dir)
+    refuse_misshapen(config.run_dir, "run_dir")
     step = choose_checkpoint(run_dir, config.step)
     output = config.output_dir or run_dir.root / "export" / step_name(step)
     if output.exists():

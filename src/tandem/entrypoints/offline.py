@@ -1,7 +1,6 @@
 """What `sft` and `align` do before and after training: checks, the dataset, the run directory, metrics."""
 
 import logging
-import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -87,7 +86,7 @@ def _train(name: str, config: OfflineConfig, data: Dataset[Any], train: Train[An
     except (KeyboardInterrupt, Stopped) as stop:
         if not is_first_rank():
             raise
-        asked = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT, "stopped by Ctrl-C")
+        asked = stop if isinstance(stop, Stopped) else Stopped.by(stop)
         raise Stopped(asked.signal_number, f"{asked}; {how_to_go_on(run_dir, own_command(name))}") from None
     finally:
         forwarder.close()

@@ -12,12 +12,14 @@ from typing import Any
 from tandem.config.shared import CheckpointConfig
 from tandem.transport.checkpoints import how_to_go_on, is_finished
 from tandem.transport.weights.manifest import MANIFEST
-from tandem.utils.errors import UserError, file_damage
+from tandem.utils.errors import UserError
 from tandem.utils.files import is_number, read_json_lines, read_table
 from tandem.utils.findings import Watch
 from tandem.utils.metrics import read_metrics
+from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with
-from tandem.utils.run_lock import Holder, is_held, read_holder
+from tandem.utils.run_holder import Holder, read_holder
+from tandem.utils.run_lock import is_held
 from tandem.utils.waiting import Deadline
 
 LOOK_S = 0.5
@@ -64,11 +66,11 @@ def status_lines(root: Path) -> list[str]:
     run_dir = require_run(root)
     holder = running(run_dir)
     max_steps = _max_steps(run_dir)
-    try:
+    if (damage := misshapen(root)) is None:
         told = [f"{root}: {_state(run_dir, max_steps, holder)}", *_progress_lines(run_dir, max_steps)]
-    except OSError as error:
+    else:
         state = "not running" if holder is None else _running(holder)
-        told = [f"{root}: {state}", f"damaged     {file_damage(error)}"]
+        told = [f"{root}: {state}", f"damaged     {damage}"]
     return [*told, f"logs        {run_dir.root / 'logs'}"]
 
 
@@ -93,8 +95,6 @@ def _progress_lines(run_dir: RunDir, max_steps: int) -> list[str]:
         told.append(
             f"damaged     {run_dir.metrics}: {len(times) - len(signs)} of {len(times)} lines have no valid time"
         )
-    if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
-        told.append(f"damaged     {run_dir.checkpoints} is not a folder; move it away")
     return told
 
 
@@ -154,8 +154,7 @@ def _running(holder: Holder) -> str:
 
 
 def _ended(run_dir: RunDir) -> str:
-    try:
-        is_done = is_finished(run_dir, ("orchestrator", "trainer"), _max_steps(run_dir))
-    except OSError as error:
-        return f"it is damaged: {file_damage(error)}"
+    if (damage := misshapen(run_dir.root)) is not None:
+        return f"it is damaged: {damage}"
+    is_done = is_finished(run_dir, ("orchestrator", "trainer"), _max_steps(run_dir))
     return "it is finished" if is_done else how_to_go_on(run_dir, "rl")

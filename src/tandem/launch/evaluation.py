@@ -14,6 +14,7 @@ from tandem.transport.weights.manifest import MANIFEST, is_adapter
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 from tandem.utils.http import OK, HttpClient
+from tandem.utils.run_content import refuse_misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:
         return config.model.resolve(), [(0, config.model.resolve())]
     assert config.run is not None
     run_dir = RunDir(config.run)
+    refuse_misshapen(config.run, "run")
     try:
         name = read_json(run_dir.config / "trainer.json")["model"]["name"]
         base = (starting_directory(config.run) or Path()).joinpath(name).resolve()

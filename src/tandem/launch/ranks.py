@@ -9,6 +9,8 @@ import sys
 
 from tandem.utils.processes import SUPERVISOR_PID
 
+TORCHRUN = "tandem.trainer.parallel.torchrun"
+
 
 def spread_over_ranks(module: str, world_size: int, on_signal_timeout_s: float) -> None:
     """Returns in a process that trains; where several are wanted and this is none of them yet, it never returns.
@@ -19,7 +21,7 @@ def spread_over_ranks(module: str, world_size: int, on_signal_timeout_s: float) 
         return
     # The process stays the same, so whoever watches over this one watches over torchrun, and torchrun over the ranks.
     os.environ[SUPERVISOR_PID] = str(os.getpid())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command = [sys.executable, "-m", TORCHRUN, "--standalone", f"--nproc-per-node={world_size}"]
     command += [f"--shutdown-timeout={math.ceil(on_signal_timeout_s) + 3}"]
     sys.stdout.flush()
     sys.stderr.flush()

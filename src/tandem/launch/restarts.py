@@ -12,10 +12,10 @@ from collections import Counter
 from tandem.transport.checkpoints import newest_checkpoint, rewind
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import GAVE_UP, RunLog, read_metrics
+from tandem.utils.processes import REFUSED, UNUSABLE
 from tandem.utils.run_dir import RunDir
 
 MOST_DELAY_S = 60.0
-USER_ERROR = 2  # the exit code of a mistake that only a user can mend
 
 
 def delay_before_s(restart: int, first_s: float) -> float:
@@ -41,7 +41,7 @@ class Restarts:
         """How long to wait before the process is started again; None: the run has failed."""
         self._has_begun = self._has_begun or self._count_steps() > self._steps_before
         gave_up = self._count_given_up()[name] > self._given_up_before[name]
-        is_final = code == USER_ERROR or gave_up or not self._has_begun
+        is_final = code in (REFUSED, UNUSABLE) or gave_up or not self._has_begun
         if is_final or self._counts[name] >= self.max_restarts:
             return None
         self._counts[name] += 1

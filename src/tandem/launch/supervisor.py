@@ -17,9 +17,10 @@ from pathlib import Path
 
 from tandem.launch.plan import ProcessPlan
 from tandem.launch.restarts import Restarts
-from tandem.utils.errors import shorten
+from tandem.utils.errors import BrokenRunDirectory, shorten
 from tandem.utils.ports import handed_over
 from tandem.utils.processes import REPEATED_WITHIN_S, SUPERVISOR_PID, describe_exit
+from tandem.utils.run_lock import gone
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class Supervisor:
 
     def _restart(self, name: str, code: int) -> None:
         """Start a process again that has failed, and with it whoever has to go back; RunFailed where that is no use."""
+        if self.restarts is not None and not self.restarts.run_dir.root.is_dir():
+            raise BrokenRunDirectory(gone(self.restarts.run_dir.root))  # which is why the process failed
         delay_s = None if self.restarts is None else self.restarts.next_delay_s(name, code)
         if self.restarts is None or delay_s is None:
             if self.restarts is not None:
@@ -153,7 +156,7 @@ class Supervisor:
         self.restarts.record(name, why, step)
 
     def _start(self, plan: ProcessPlan, more: Sequence[str] = ()) -> None:
-        plan.log.parent.mkdir(parents=True, exist_ok=True)
+        plan.log.parent.mkdir(exist_ok=True)
         environment = os.environ | plan.environment | {SUPERVISOR_PID: str(os.getpid())}
         handed = self.listening.get(plan.listens_as or plan.name)
         if handed is not None:

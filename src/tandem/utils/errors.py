@@ -26,6 +26,10 @@ class Diverged(ArithmeticError):
     """Numbers that are not finite. The message is all there is to know; another try may do."""
 
 
+class BrokenRunDirectory(RuntimeError):
+    """It was moved away, or what lies in it is not what a run left there. The message is all there is to know."""
+
+
 class OutOfMemory(RuntimeError):
     """Of a GPU: what took its memory, and which option to lower. The message is all there is to know."""
 

@@ -47,7 +47,7 @@ def fsync_path(path: Path) -> None:
 def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
     """Write `content` so that `path` holds either the old bytes or all of the new ones. Without `flush` this holds for
     other processes, not for a crash of the machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was moved away is not made again
     temporary = staging_path(path)
     try:
         with naming_file(path), temporary.open("wb") as file:
@@ -139,7 +139,8 @@ def staging_directory(final: Path) -> Path:
     """A fresh, empty directory beside `final`, to be filled and then published."""
     staging = staging_path(final)
     remove(staging)
-    staging.mkdir(parents=True)
+    final.parent.mkdir(exist_ok=True)
+    staging.mkdir()
     return staging
 
 

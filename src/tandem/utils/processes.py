@@ -9,18 +9,20 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
 from tandem.utils import keeper
-from tandem.utils.errors import NOT_WRITABLE, Diverged, OutOfMemory, UserError, shorten_lines
+from tandem.utils.errors import NOT_WRITABLE, BrokenRunDirectory, Diverged, OutOfMemory, UserError, shorten_lines
 from tandem.utils.keeper import descendants, stat_fields
 from tandem.utils.log import say, write_what_the_terminal_can
 
 SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
+# Exit codes of what starting again does not mend: a user's mistake, and a disk that is full or a directory that broke.
+REFUSED, UNUSABLE = 2, 3
 PR_SET_PDEATHSIG = 1
 # Schedulers send a signal to all processes of a job, and parents pass it on: within this time it is one.
 REPEATED_WITHIN_S = 1.0
@@ -31,12 +33,22 @@ COMMANDS = (
 )
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, treated as Ctrl-C is: whoever cleans up for the one does so for the other."""
+
+
 class Stopped(Exception):
     """A process was asked to end, and did so in order. The exit code is 128 + the signal."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
         self.signal_number = signal_number
+
+    @classmethod
+    def by(cls, interrupt: KeyboardInterrupt) -> "Stopped":
+        if isinstance(interrupt, Terminated):
+            return cls(signal.SIGTERM, "stopped by SIGTERM")
+        return cls(signal.SIGINT, "stopped by Ctrl-C")
 
 
 def die_with_supervisor() -> None:
@@ -144,26 +156,52 @@ def _leave(number: int, _frame: object) -> NoReturn:
     os._exit(128 + number)
 
 
+@contextmanager
+def cleaning_up_on_sigterm() -> Iterator[None]:
+    """What is entered inside is left in order; until somebody takes the signal over, such as the supervisor. Not in a
+    process that others have started and end: they would not wait."""
+    is_others = SUPERVISOR_PID in os.environ or "RANK" in os.environ
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_others or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(_number: int, _frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # repeated, it would cut the clean-up short
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def run_entrypoint(name: str, body: Callable[[], None]) -> None:
     """Run a process's main part and give its end an exit code; whatever an error says, it stays readable.
 
-    2: a user's mistake, in one line. 128 + signal: asked to end. 1: anything else.
+    2: a user's mistake, in one line. 3: the disk does not take what is written, or the run directory broke.
+    128 + signal: asked to end. 1: anything else.
     """
     die_with_supervisor()
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        body()
+        with cleaning_up_on_sigterm():
+            body()
     except UserError as error:
-        _exit(f"{name}: {error}", 2)
+        _exit(f"{name}: {error}", REFUSED)
+    except BrokenRunDirectory as error:
+        _exit(f"{name}: {error}", UNUSABLE)
     except Stopped as stopped:
         _exit(f"{name}: {stopped}", 128 + stopped.signal_number)
-    except KeyboardInterrupt:
-        _exit(f"{name}: stopped by Ctrl-C", 128 + signal.SIGINT)
+    except KeyboardInterrupt as interrupt:
+        stopped = Stopped.by(interrupt)
+        _exit(f"{name}: {stopped}", 128 + stopped.signal_number)
     except Exception as error:
-        in_one_line = isinstance(error, Diverged | OutOfMemory) or is_torch_out_of_memory(error)
-        in_one_line |= isinstance(error, OSError) and error.errno in NOT_WRITABLE
-        _exit(f"{name}: {error}" if in_one_line else traceback.format_exc(), 1)
+        is_disk = isinstance(error, OSError) and error.errno in NOT_WRITABLE
+        in_one_line = isinstance(error, Diverged | OutOfMemory) or is_torch_out_of_memory(error) or is_disk
+        _exit(f"{name}: {error}" if in_one_line else traceback.format_exc(), UNUSABLE if is_disk else 1)
     finally:
         gc.unfreeze()  # where Python takes the modules apart, libraries say which of their objects it did not find
 

@@ -3,6 +3,7 @@
 Whatever has another name is a user's, in whichever folder it lies, and stays.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -82,31 +83,34 @@ def delete_run(root: Path) -> None:
             place.rmdir()
 
 
-def refuse_misshapen(root: Path) -> None:
-    """UserError where a folder stands in the place of a file or the reverse, or a link that leads nowhere."""
+def refuse_misshapen(root: Path, option: str = "output_dir") -> None:
+    """UserError where what a run has there is something else; `option` named the directory."""
+    if (found := misshapen(root)) is not None:
+        raise UserError(f"{option} = {str(root)!r}: {found}")
+
+
+def misshapen(root: Path) -> str | None:
+    """A folder in the place of a file or the reverse, a link that leads nowhere, a pipe that nobody writes to."""
     for name in PLACES:
-        if name != HERE and _exists(root / name) and not (root / name).is_dir():
-            raise _misshapen(root, name, "folder")
+        if name != HERE and os.path.lexists(root / name) and not (root / name).is_dir():
+            return f"{name} is {_kind(root / name)}, and a run has a folder there; move it away"
+    for name in FOLDERS:
+        for path in _named(root / name, STEP):
+            if not path.is_dir():
+                return f"{path.relative_to(root)} is {_kind(path)}, and a run has a folder there; move it away"
     for name, pattern in (*FILES.items(), *MORE_FILES.items()):
         for path in _named(root / name, pattern):
             if not path.is_file():
-                raise _misshapen(root, str(path.relative_to(root)), "file")
+                return f"{path.relative_to(root)} is {_kind(path)}, and a run has a file there; move it away"
+    return None
 
 
-def _misshapen(root: Path, name: str, wanted: str) -> UserError:
-    path = root / name
+def _kind(path: Path) -> str:
     if not path.exists():
-        found = "a link that leads nowhere"
-    elif path.is_dir() or path.is_file():
-        found = "a folder" if path.is_dir() else "a file"
-    else:
-        found = "neither a file nor a folder"
-    return UserError(f"output_dir = {str(root)!r}: {name} is {found}, and a run has a {wanted} there; move it away")
-
-
-def _exists(path: Path) -> bool:
-    """Also a link that leads nowhere."""
-    return path.is_symlink() or path.exists()
+        return "a link that leads nowhere"
+    if path.is_dir() or path.is_file():
+        return "a folder" if path.is_dir() else "a file"
+    return "neither a file nor a folder"
 
 
 def _written(root: Path, files: Mapping[str, str], folders: Mapping[str, str]) -> Iterator[Path]:

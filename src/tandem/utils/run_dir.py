@@ -161,7 +161,7 @@ def steps_with(folder: Path, marker: str) -> list[int]:
     """The steps below `folder` whose marker file is there, in order."""
     if not folder.is_dir():
         return []
-    found = [step_of(path) for path in folder.iterdir() if (path / marker).exists()]
+    found = [step_of(path) for path in folder.iterdir() if (path / marker).is_file()]
     return sorted(step for step in found if step is not None)
 
 

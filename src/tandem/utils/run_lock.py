@@ -12,22 +12,21 @@ by it, and keeps it fresh as well, so that a run whose supervisor is stopped doe
 """
 
 import errno
-import json
 import logging
 import os
 import shlex
-import socket
+import stat
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.utils.errors import NO_ROOM, NOT_WRITABLE, UserError
+from tandem.utils.errors import NO_ROOM, NOT_WRITABLE, BrokenRunDirectory, UserError
+from tandem.utils.files import remove
 from tandem.utils.log import say
-from tandem.utils.processes import is_first_rank, process_exists, process_state, start_time
+from tandem.utils.processes import is_first_rank, process_state
+from tandem.utils.run_holder import Holder, read_holder
 
 logger = logging.getLogger(__name__)
 
@@ -37,49 +36,6 @@ STALE_S = 60.0
 CLAIM_S = 5.0
 TOKEN = "TANDEM_RUN_LOCK"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system without hard links
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock, as the file says. `machine` is None where processes cannot be looked up by pid."""
-
-    token: str
-    command: str
-    host: str
-    machine: str | None
-    pid: int
-    process_started: int | None
-    since: str
-
-    @classmethod
-    def this_process(cls, command: str) -> "Holder":
-        return cls(
-            token=uuid.uuid4().hex,
-            command=command,
-            host=socket.gethostname(),
-            machine=_this_machine(),
-            pid=os.getpid(),
-            process_started=start_time(os.getpid()),
-            since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        )
-
-    def is_on_this_machine(self) -> bool:
-        return self.machine is not None and self.machine == _this_machine()
-
-    def is_alive(self) -> bool:
-        """Asked on its own machine only."""
-        started = start_time(self.pid)
-        if started is None:
-            return process_exists(self.pid)  # of another user, and hidden
-        return started == self.process_started and process_state(self.pid) not in ("Z", "X")
-
-    def describe(self) -> str:
-        look = f"ps -fp {self.pid}"
-        command = look if self.is_on_this_machine() else f"ssh {shlex.quote(self.host)} {look}"
-        return (
-            f"`{self.command}` (pid {self.pid} on {self.host}, since {self.since}); look at it with: {command}; "
-            "wait for it, end it, or choose another --output-dir"
-        )
 
 
 @contextmanager
@@ -101,7 +57,40 @@ def hold_run(root: Path, command: str, roles: Sequence[str] = ROLES) -> Iterator
                 lock = take(path, holder)
             stack.callback(lock.release)
         stack.enter_context(_told_to_children(holder.token))
+        with _telling_what_broke(lock):
+            yield
+
+
+@contextmanager
+def _telling_what_broke(lock: "RunLock") -> Iterator[None]:
+    """In one line, where it is the run directory: it was moved away, or holds something else than a run left there."""
+    root = lock.path.parent
+    try:
         yield
+    except Exception as error:
+        if not lock.is_in_place():
+            raise BrokenRunDirectory(gone(root)) from error
+        if isinstance(error, OSError) and error.errno not in NOT_WRITABLE and _is_below(root, error.filename):
+            raise BrokenRunDirectory(
+                f"the run in output_dir = {str(root)!r} is damaged: {error.filename}: {error.strerror}"
+            ) from error
+        raise
+
+
+def _is_below(root: Path, filename: object) -> bool:
+    if not isinstance(filename, str):
+        return False
+    return any(Path(whole(filename)).is_relative_to(whole(root)) for whole in (os.path.abspath, os.path.realpath))
+
+
+def gone(root: Path) -> str:
+    """Why a process ends whose lock is not where it was."""
+    if root.is_dir():
+        return f"the lock in {root} was taken or removed: this process ends, so that no two write to one run"
+    return (
+        f"output_dir = {str(root)!r} was renamed or deleted under the run, which ends; where it was renamed, continue "
+        "with --resume and the new name"
+    )
 
 
 @contextmanager
@@ -126,7 +115,7 @@ def take(path: Path, holder: Holder) -> "RunLock":
         content = _bytes_of(path)
         if content is None:
             continue  # released meanwhile
-        found = _holder_in(content)
+        found = Holder.decode(content)
         if is_held(path, found):
             holds = read_holder(path) or found  # it may have changed hands while it was watched
             who = "another process" if holds is None else holds.describe()
@@ -154,7 +143,7 @@ class RunLock:
         self._released.set()
         self._thread.join(BEAT_S)
         try:
-            if self.is_own and self._is_in_place():
+            if self.is_own and self.is_in_place():
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # the run may be ending for the same reason, and its own error is the one to show
             logger.warning("the lock %s could not be removed: %s", self.path, error.strerror)
@@ -166,21 +155,21 @@ class RunLock:
         while not self._released.wait(BEAT_S):
             self._beat()
             # Twice: a shared file system may fail to answer for a moment.
-            num_lost = 0 if self._is_in_place() else num_lost + 1
+            num_lost = 0 if self.is_in_place() else num_lost + 1
             if num_lost > 1:
-                _leave(f"the lock {self.path} was taken or removed: this process ends, so that no two write to one run")
+                _leave(gone(self.path.parent))
             if not self.is_own and not warned and self.holder.is_on_this_machine():
                 warned = self._warn_if_stopped()
 
     def _beat(self) -> None:
         """Through the open file: it cannot overwrite the lock of another process."""
         try:
-            os.pwrite(self._file.fileno(), _content(self.holder, time.monotonic_ns()), 0)
+            os.pwrite(self._file.fileno(), self.holder.encode(time.monotonic_ns()), 0)
             os.fsync(self._file.fileno())
         except OSError as error:
             logger.warning("the lock %s could not be kept fresh: %s", self.path, error)
 
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except OSError:
@@ -216,34 +205,21 @@ def _changes(look: Callable[[], bytes | None]) -> bool:
     return False
 
 
-def read_holder(path: Path) -> Holder | None:
-    """None where there is no lock, or none that can be read."""
-    return _holder_in(_bytes_of(path) or b"")
-
-
-def _holder_in(content: bytes) -> Holder | None:
-    try:
-        record = json.loads(content)
-        return Holder(**{key: value for key, value in record.items() if key != "beat"})
-    except (ValueError, TypeError, AttributeError):
-        return None
-
-
 def _bytes_of(path: Path) -> bytes | None:
+    """None where there is no lock. UserError where something else stands in its place: nobody will release it."""
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise UserError(f"{path} is no file, so it is no lock; remove it")
         return path.read_bytes()
     except FileNotFoundError:
         return None
-
-
-def _content(holder: Holder, beat: int) -> bytes:
-    """Of the same length at every beat, so that it is written in place."""
-    return (json.dumps(asdict(holder) | {"beat": f"{beat:020d}"}) + "\n").encode()
+    except OSError as error:
+        raise UserError(f"the lock {path} cannot be read: {error.strerror}; remove it if nothing runs there") from error
 
 
 def _create(path: Path, holder: Holder) -> bool:
     """The whole file at once, or not at all."""
-    content = _content(holder, time.monotonic_ns())
+    content = holder.encode(time.monotonic_ns())
     temporary = path.with_name(f".{path.name}.{holder.token}.tmp")
     try:
         temporary.write_bytes(content)
@@ -282,9 +258,9 @@ def _remove_stale(path: Path, examined: Holder | None) -> None:
 def _await_removal(claim: Path) -> None:
     """It is there for a moment, unless its process was killed in that moment."""
     deadline = time.monotonic() + CLAIM_S
-    while claim.exists():
+    while os.path.lexists(claim):
         if time.monotonic() > deadline:
-            claim.unlink(missing_ok=True)
+            remove(claim)
         time.sleep(0.01)
 
 
@@ -318,15 +294,6 @@ def refuse_unwritable(root: Path, option: str = "--output-dir") -> Iterator[None
         if error.errno == errno.EPERM:  # permissions would be EACCES
             reason = f"{reason} (it may be immutable: lsattr -d {shlex.quote(str(root))})"
         raise UserError(f"output_dir = {str(root)!r} cannot be written: {reason}; {fix} another {option}") from error
-
-
-def _this_machine() -> str | None:
-    """Equal exactly where a pid means the same process: one boot of one system, one namespace of processes."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return None
 
 
 def _leave(reason: str) -> None:

@@ -1,6 +1,7 @@
 """A run seen from another terminal."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,10 @@ def test_a_number_that_no_float_holds_is_no_reward(run_dir: RunDir) -> None:
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_file_that_cannot_be_read_is_told_beside_the_state(run_dir: RunDir, name: str) -> None:
     (run_dir.root / name).mkdir()
-    damage, logs = f"damaged     {name}: Is a directory", f"logs        {run_dir.root / 'logs'}"
+    damage, logs = (
+        f"damaged     {name} is a folder, and a run has a file there; move it away",
+        f"logs        {run_dir.root / 'logs'}",
+    )
     assert status_lines(run_dir.root) == [f"{run_dir.root}: not running", damage, logs]
     with hold_run(run_dir.root, "rl"):
         first, *others = status_lines(run_dir.root)
@@ -121,13 +125,17 @@ def test_a_file_that_cannot_be_read_is_told_beside_the_state(run_dir: RunDir, na
 
 def test_a_run_whose_events_cannot_be_read_can_still_be_stopped(run_dir: RunDir) -> None:
     run_dir.events.mkdir()
-    told = f"nothing runs in {run_dir.root}; it is damaged: events.jsonl: Is a directory"
+    told = f"nothing runs in {run_dir.root}; it is damaged: events.jsonl is a folder, and a run has a file there; move it away"
     assert stop_run(run_dir.root) == told
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_told(run_dir: RunDir) -> None:
     run_dir.checkpoints.write_text("not a folder")
-    told = status_lines(run_dir.root)
-    assert "there is no checkpoint yet" in told[0] and "checkpoint  none yet" in told
-    assert f"damaged     {run_dir.checkpoints} is not a folder; move it away" in told
-    assert "there is no checkpoint yet" in stop_run(run_dir.root)
+    told = "checkpoints is a file, and a run has a folder there; move it away"
+    assert f"damaged     {told}" in status_lines(run_dir.root)
+    assert stop_run(run_dir.root) == f"nothing runs in {run_dir.root}; it is damaged: {told}"
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(run_dir: RunDir) -> None:
+    os.mkfifo(run_dir.metrics)
+    assert "metrics.jsonl is neither a file nor a folder" in "\n".join(status_lines(run_dir.root))

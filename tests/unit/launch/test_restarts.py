@@ -9,8 +9,10 @@ import pytest
 from tandem.launch.restarts import MOST_DELAY_S, Restarts
 from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
 from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.errors import BrokenRunDirectory
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import GAVE_UP, RunLog
+from tandem.utils.processes import REFUSED, UNUSABLE
 from tandem.utils.run_dir import RunDir, step_name
 
 SERVE = "import time; time.sleep(600)"
@@ -80,10 +82,49 @@ def test_what_fails_before_the_first_step_is_a_mistake(run_dir: RunDir) -> None:
 
 def test_what_only_a_user_can_mend_is_not_tried_again(run_dir: RunDir) -> None:
     restarts = begun(run_dir)
-    assert restarts.next_delay_s("trainer", 2) is None
+    assert restarts.next_delay_s("trainer", REFUSED) is None
+    assert restarts.next_delay_s("trainer", UNUSABLE) is None
     RunLog(run_dir, "orchestrator").event(GAVE_UP, why="another run has the server")
     assert restarts.next_delay_s("orchestrator", 1) is None
     assert restarts.next_delay_s("inference", 1) is not None
+
+
+# As a trainer whose files the disk does not take; the orchestrator would go on.
+FULL = """\
+import resource
+from pathlib import Path
+from tandem.utils.files import write_atomic
+from tandem.utils.log import write_what_the_terminal_can
+from tandem.utils.processes import run_entrypoint
+
+def train():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    write_atomic(Path("FILE"), b"x" * 1000)
+
+write_what_the_terminal_can()  # the log does not take much either
+run_entrypoint("trainer", train)
+"""
+
+
+def test_a_disk_that_is_full_is_not_tried_again(make_process, run_dir: RunDir, tmp_path: Path) -> None:
+    full = FULL.replace("FILE", str(tmp_path / "file"))
+    plans = [make_process("orchestrator", SERVE), make_process("trainer", full)]
+    with pytest.raises(RunFailed, match="trainer process ended with exit code 3") as caught:
+        Supervisor(plans, restarts=begun(run_dir)).run(nothing)
+    assert "trainer: [Errno 27] File too large: " in str(caught.value)
+    (event,) = read_json_lines(run_dir.events)
+    assert event["event"] == "failed" and "File too large" in event["why"]
+
+
+def test_a_run_whose_directory_is_gone_ends_with_one_line(make_process, tmp_path: Path) -> None:
+    """And nothing of it is made again."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    rename = f"import os; os.rename('{run_dir.root}', '{tmp_path / 'moved'}'); raise SystemExit(1)"
+    plans = [make_process("orchestrator", SERVE), make_process("trainer", rename)]
+    with pytest.raises(BrokenRunDirectory, match=r"run' was renamed or deleted under the run, which ends; .* --resume"):
+        Supervisor(plans, restarts=begun(run_dir)).run(nothing)
+    assert not run_dir.root.exists()
 
 
 def test_a_clock_that_is_set_back_changes_nothing(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

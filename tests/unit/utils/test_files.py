@@ -14,6 +14,7 @@ from tandem.utils.files import (
     append_json_line,
     checksum,
     for_each,
+    keep_lines,
     publish_directory,
     read_json,
     read_json_lines,

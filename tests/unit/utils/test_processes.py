@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from tandem.utils import keeper
-from tandem.utils.errors import Diverged, UserError
+from tandem.utils.errors import BrokenRunDirectory, Diverged, UserError
 from tandem.utils.processes import (
     SUPERVISOR_PID,
+    UNUSABLE,
     Stopped,
+    cleaning_up_on_sigterm,
     descendants,
     die_with_supervisor,
     kept,
@@ -73,8 +75,60 @@ def test_an_error_of_any_length_stays_readable(capsys: pytest.CaptureFixture[str
 def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run_entrypoint("trainer", leaving(OSError(errno.ENOSPC, "No space left on device", "/run/weights")))
-    assert caught.value.code == 1
+    assert caught.value.code == UNUSABLE
     assert capsys.readouterr().err == "trainer: [Errno 28] No space left on device: '/run/weights'\n"
+
+
+def test_a_run_directory_that_broke_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_entrypoint("sft", leaving(BrokenRunDirectory("it was renamed")))
+    assert (caught.value.code, capsys.readouterr().err) == (UNUSABLE, "sft: it was renamed\n")
+
+
+# Waits as a command does that checks what it was given. Its clean-up goes on for longer than signals are repeated.
+WAITING = """\
+import sys, time
+from pathlib import Path
+from tandem.utils.processes import run_entrypoint
+from tandem.utils.run_lock import hold_run
+
+def check():
+    with hold_run(Path(sys.argv[1]), "rl"):
+        try:
+            print("checking", flush=True)
+            time.sleep(60)
+        finally:
+            print("leaving", flush=True)
+            time.sleep(0.5)
+
+run_entrypoint("rl", check)
+"""
+
+
+def test_sigterm_before_the_start_leaves_no_lock(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "checking\n"
+    assert sorted(path.name for path in root.iterdir()) == ["orchestrator.lock", "trainer.lock"]
+    process.terminate()
+    assert process.stdout.readline() == "leaving\n"
+    process.terminate()  # schedulers repeat it
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (128 + signal.SIGTERM, "rl: stopped by SIGTERM\n")
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("variable", [SUPERVISOR_PID, "RANK"])
+def test_what_others_have_started_ends_at_once(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "0")
+    with cleaning_up_on_sigterm():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.delenv(variable)
+    with cleaning_up_on_sigterm():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_training_that_diverges_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

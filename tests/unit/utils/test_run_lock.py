@@ -1,5 +1,6 @@
 """One owner a run directory; a dead one's lock does not stay in the way."""
 
+import errno
 import json
 import os
 import signal
@@ -7,15 +8,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tandem.orchestrator.samples import write_samples
+from tandem.trainer.checkpoints.snapshot import make_room
+from tandem.transport.weights.manifest import Announcement, announce
 from tandem.utils import run_lock
-from tandem.utils.errors import UserError
-from tandem.utils.run_lock import TOKEN, Holder, hold_run, read_holder
+from tandem.utils.errors import BrokenRunDirectory, UserError
+from tandem.utils.files import staging_directory, write_json
+from tandem.utils.metrics import RunLog
+from tandem.utils.run_dir import RunDir, step_name
+from tandem.utils.run_holder import Holder, read_holder
+from tandem.utils.run_lock import TOKEN, hold_run
 
 # Says what became of it, and holds on until it is told to end.
 TAKE = """\
@@ -31,6 +39,24 @@ try:
 except UserError as error:
     print(error, flush=True)
 """
+
+
+# What else may stand where a file belongs.
+KINDS: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: (path / "below").mkdir(parents=True),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "pipe": os.mkfifo,
+}
+# Whoever writes to a run directory while a run goes on.
+WRITERS: dict[str, Callable[[RunDir], object]] = {
+    "metrics": lambda run_dir: RunLog(run_dir, "trainer").metrics(1, {"loss": 0.5}),
+    "samples": lambda run_dir: write_samples(run_dir.samples(1), [], None),
+    "rollouts": lambda run_dir: staging_directory(run_dir.rollouts / step_name(1)),
+    "checkpoint": lambda run_dir: make_room(run_dir.checkpoints / step_name(1) / ".trainer.tmp", 0),
+    "announcement": lambda run_dir: announce(run_dir.weights, Announcement(1, None)),
+    "configuration": lambda run_dir: write_json(run_dir.config / "rl.json", {}),
+}
 
 
 def start_taker(root: Path) -> subprocess.Popen[str]:
@@ -64,7 +90,7 @@ def elsewhere(root: Path, role: str = "trainer") -> Path:
     """The lock of a process on another machine."""
     path = root / f"{role}.lock"
     holder = replace(Holder.this_process("rl"), host="node-7", machine="another boot", pid=4711)
-    path.write_bytes(run_lock._content(holder, 1))
+    path.write_bytes(holder.encode(1))
     return path
 
 
@@ -102,7 +128,7 @@ def test_a_stopped_holder_still_holds(taker, tmp_path: Path) -> None:
 
 def test_another_process_with_the_same_pid_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "trainer.lock"
-    path.write_bytes(run_lock._content(replace(Holder.this_process("rl"), process_started=1), 1))
+    path.write_bytes(replace(Holder.this_process("rl"), process_started=1).encode(1))
     with hold_run(tmp_path, "trainer", ["trainer"]):
         found = read_holder(path)
         assert found is not None and found.process_started != 1
@@ -113,7 +139,7 @@ def test_of_many_at_once_exactly_one_wins(tmp_path: Path, stale: bool) -> None:
     if stale:
         for role in run_lock.ROLES:
             gone = replace(Holder.this_process("rl"), process_started=1)
-            (tmp_path / f"{role}.lock").write_bytes(run_lock._content(gone, 1))
+            (tmp_path / f"{role}.lock").write_bytes(gone.encode(1))
     takers = [start_taker(tmp_path) for _ in range(6)]
     time.sleep(0.5)  # they read a line before they begin
     for process in takers:
@@ -217,7 +243,7 @@ def test_a_lock_of_another_machine_is_held_while_it_changes(tmp_path: Path, monk
             for number in range(2, 10**6):
                 if ended.wait(0.05):
                     return
-                os.pwrite(file.fileno(), run_lock._content(holder, number), 0)
+                os.pwrite(file.fileno(), holder.encode(number), 0)
 
     beating = threading.Thread(target=beat)
     beating.start()
@@ -246,6 +272,74 @@ def test_a_lock_that_cannot_be_read_is_watched(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "trainer.lock").write_bytes(content)
         with hold_run(tmp_path, "rl"):
             pass
+
+
+@pytest.mark.parametrize("key", ["token", "command", "host", "machine", "pid", "process_started", "since"])
+@pytest.mark.parametrize("value", [[], {}, 1.5, True, -1, 2**70, "x"])
+def test_a_lock_with_another_kind_of_value_is_damaged(key: str, value: object) -> None:
+    """One that decodes can be described and looked up."""
+    record = json.loads(Holder.this_process("rl").encode(1)) | {key: value}
+    holder = Holder.decode(json.dumps(record).encode())
+    if holder is not None:
+        assert isinstance(holder.is_alive(), bool) and f"pid {holder.pid} on" in holder.describe()
+    else:
+        assert not (isinstance(value, str) and key not in ("pid", "process_started"))
+
+
+@pytest.mark.parametrize("name", ["trainer.lock", "orchestrator.lock"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_lock_is_refused_and_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    KINDS[kind](tmp_path / name)
+    with pytest.raises(UserError, match=rf"{name} is no file, so it is no lock; remove it"), hold_run(tmp_path, "rl"):
+        pass
+    assert read_holder(tmp_path / name) is None, "nor does who only looks"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_stands_in_the_place_of_a_claim_goes(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "CLAIM_S", 0.1)
+    monkeypatch.setattr(run_lock, "STALE_S", 0.1)
+    (tmp_path / "trainer.lock").write_bytes(b"stale")
+    KINDS[kind](tmp_path / ".trainer.lock.stale")
+    with hold_run(tmp_path, "rl"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["orchestrator.lock", "trainer.lock"]
+
+
+def test_a_directory_that_is_moved_away_is_told_and_not_made_again(tmp_path: Path) -> None:
+    root, moved = tmp_path / "run", tmp_path / "moved"
+    told = r"run' was renamed or deleted under the run, which ends; where it was renamed, continue with --resume and"
+    with pytest.raises(BrokenRunDirectory, match=told), hold_run(root, "sft"):
+        root.rename(moved)
+        RunLog(RunDir(root), "sft").metrics(1, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    with pytest.raises(BrokenRunDirectory, match="was taken or removed"), hold_run(root, "sft"):
+        (root / "trainer.lock").unlink()
+        raise RuntimeError("whatever comes of it")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_nothing_that_is_written_makes_the_run_directory_again(tmp_path: Path, write: str) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        WRITERS[write](run_dir)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_file_system_says_of_a_run_is_one_line(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with (
+        pytest.raises(BrokenRunDirectory, match=r"run' is damaged: \S+/run/weights/step_1: Is a directory"),
+        hold_run(root, "rl"),
+    ):
+        (root / "weights" / "step_1").mkdir(parents=True)
+        (root / "weights" / "step_1").read_bytes()
+    with pytest.raises(IsADirectoryError), hold_run(root, "rl"):
+        tmp_path.read_bytes()  # of other places, users' code may speak
+    with pytest.raises(PermissionError), hold_run(root, "rl"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(root / "weights"))  # one line as it is
 
 
 def test_a_holder_changes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

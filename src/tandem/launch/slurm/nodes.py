@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tandem.config.rl import RLConfig
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
+from tandem.launch.ranks import TORCHRUN
 from tandem.launch.slurm import srun
 from tandem.launch.slurm.job import RENDEZVOUS, in_job, shutdown_timeout
 from tandem.utils.processes import SUPERVISOR_PID
@@ -46,7 +47,7 @@ def _over(plan: ProcessPlan, nodes: Sequence[str], save_timeout_s: float) -> Pro
         *(sys.executable, "-m", srun.MODULE, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
         *(f"--nodelist={','.join(nodes)}", "--overlap", "--kill-on-bad-exit=1", "--"),
         *("env", f"--unset={SUPERVISOR_PID}"),
-        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}"),
+        *(sys.executable, "-m", TORCHRUN, f"--nnodes={count}"),
         f"--nproc-per-node={plan.config['parallel']['ranks']}",
         *(RENDEZVOUS, f"--rdzv-endpoint={os.environ['TANDEM_RENDEZVOUS']}"),
         f"--shutdown-timeout={shutdown_timeout(save_timeout_s)}",

@@ -12,8 +12,9 @@ from tandem.transport.checkpoints import is_end, last_events
 from tandem.utils.errors import file_damage
 from tandem.utils.files import is_number, read_json
 from tandem.utils.metrics import read_metrics
+from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import RunDir
-from tandem.utils.run_lock import read_holder
+from tandem.utils.run_holder import read_holder
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def progress_of(output_dir: Path, runs: Sequence[Run]) -> list[Progress]:
 
 
 def _progress(run: Run, jobs: Mapping[str, str], under_way: Mapping[str, str]) -> Progress:
+    if (damage := misshapen(run.directory)) is not None:
+        return Progress(run, "damaged", 0, None, {}, damage=damage)
     max_steps = _max_steps(run)
     try:
         lines = read_metrics(RunDir(run.directory))

@@ -38,6 +38,7 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
     else:
         lora = LoRAConfig.model_validate(config["lora"]) if config.get("lora") else None
         tensors, hf_config = decoder_tensors(model, lora, folder), read_json(model.name / "config.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_directory(output)
     write_model(staging, tensors, hf_config | {"dtype": dtype or model.dtype})
     copy_side_files(model.name, staging)

@@ -7,6 +7,7 @@ Whatever fails on one rank fails on all.
 
 import errno
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from tandem.trainer.parallel.parts import is_divided, local_part
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.checkpoints import TRAINER, remove_superseded
 from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.errors import NOT_WRITABLE
 from tandem.utils.files import publish_directory, write_atomic
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
@@ -94,21 +96,21 @@ class SnapshotWriter:
         self._together(action if self.ranks.is_first else lambda: None)
 
     def _together(self, action: Callable[[], None]) -> None:
-        """What fails on one rank fails on all: none is left waiting."""
-        error: BaseException | None = None
+        """What fails on one rank fails on all, and by the same error where it is the disk: none is left waiting."""
+        cause: Exception | None = None
         try:
             action()
-        except BaseException as caught:  # DCP's own is no Exception
-            error = caught
+        except Exception as error:
+            cause = error
+        except BaseException as error:  # DCP's own is no Exception
+            cause = cause_of(error)
         if self.group is not None:
-            failed = torch.tensor(int(error is not None))
+            failed = torch.tensor(0 if cause is None else 1 + disk_error_of(cause))
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
-            if error is None and failed:
-                raise RuntimeError("another rank could not write its part; see the first error in the log")
-        if isinstance(error, Exception):
-            raise error
-        if error is not None:
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            if cause is None and failed:
+                cause = failure_elsewhere(int(failed) - 1)
+        if cause is not None:
+            raise cause
 
     def _size_bytes(self, snapshot: Snapshot) -> int:
         """Of the tensors on all ranks; what all hold alike is divided among them."""
@@ -122,10 +124,29 @@ class SnapshotWriter:
         return int(total)
 
 
+def cause_of(error: BaseException) -> Exception:
+    """What a rank met, where DCP tells of it by an exception of its own: the file system, or something else."""
+    failures = [found for found, _ in getattr(error, "failures", {}).values()]
+    by_disk = [found for found in failures if isinstance(found, OSError)]
+    return by_disk[0] if by_disk else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def disk_error_of(error: Exception) -> int:
+    """The number of an error that another try does not mend; 0 of another one."""
+    return error.errno if isinstance(error, OSError) and error.errno in NOT_WRITABLE else 0
+
+
+def failure_elsewhere(disk_error: int) -> Exception:
+    told = "another rank could not write its part; see the first error in the log"
+    return OSError(disk_error, f"{os.strerror(disk_error)}; {told}") if disk_error else RuntimeError(told)
+
+
 def make_room(staging: Path, size_bytes: int) -> None:
     """An empty directory on a disk that has the space."""
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    step = staging.parent
+    for folder in (step.parent, step, staging):  # the run directory is there, or was moved away
+        folder.mkdir(exist_ok=True)
     free_bytes = shutil.disk_usage(staging).free
     if free_bytes < size_bytes:
         raise OSError(

@@ -26,7 +26,7 @@ def newest_version(folder: Path) -> int | None:
     if not folder.exists():
         return None
     steps = sorted((step for path in folder.iterdir() if (step := step_of(path)) is not None), reverse=True)
-    written = next((step for step in steps if (folder / step_name(step) / MANIFEST).exists()), None)
+    written = next((step for step in steps if (folder / step_name(step) / MANIFEST).is_file()), None)
     announced = find_announced(folder)
     return written if announced is None else max(announced.version, -1 if written is None else written)
 
@@ -125,7 +125,7 @@ def verify_manifest(folder: Path, version: int | None = None, name: str = MANIFE
     """Raise DamagedWeights unless every file is there, of the right size and content."""
     if not folder.is_dir():
         raise DamagedWeights(f"there is no directory {folder}")
-    if not (folder / name).exists():
+    if not (folder / name).is_file():
         raise DamagedWeights(f"{folder} has no {name}: it is unfinished or not a published version")
     written_version, files = read_manifest(folder / name)
     if version is not None and written_version != version:

@@ -186,7 +186,7 @@ def test_a_run_whose_files_cannot_be_read_is_shown_as_damaged_beside_the_others(
     finish(runs[2])
     entrypoint.sweep(entrypoint.read_command_line([str(file), "--status"]))
     told = capsys.readouterr().out
-    assert "damaged (metrics.jsonl: Is a directory)" in told and "damaged (events.jsonl: Is a directory)" in told
+    assert "damaged (metrics.jsonl is a folder, " in told and "damaged (events.jsonl is a folder, " in told
     assert "3 runs: 2 damaged, 1 finished." in told
 
 
