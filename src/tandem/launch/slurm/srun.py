@@ -24,7 +24,7 @@ MODULE = "tandem.launch.slurm.srun"
 POLL_S = 0.1
 # torchrun finds there which of the nodes it is on.
 TASK = """\
-export PET_NODE_RANK=$SLURM_PROCID
+export PET_NODE_RANK=$SLURM_NODEID
 trap 'kill -TERM $command 2> /dev/null' URG
 "$@" &
 command=$!

@@ -260,6 +260,12 @@ def test_roles_are_laid_over_the_nodes_of_a_job(make_config, tmp_path: Path, mon
     assert trainer.command[-4:] == ["-m", "tandem.entrypoints.trainer", "@", f"{tmp_path}/trainer.json"]
 
 
+def test_nodes_meet_without_comparing_their_clocks(tmp_path: Path) -> None:
+    """As torchrun's other way to meet does: nodes whose clocks differ would start without each other."""
+    (started,) = [part for part in render(make_job(tmp_path, slurm={"nodes": 2})).split("\n\n") if "--nnodes=2" in part]
+    assert "--rdzv-backend=static --rdzv-endpoint=$TANDEM_RENDEZVOUS " in started
+
+
 def test_a_script_started_by_hand_runs_its_command_here(
     tmp_path: Path, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Start:
             (tmp_path / name).chmod(0o755)
         command = ["bash", "-c", COMMAND.format(folder=tmp_path)]
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
-        environment |= {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3"}
+        environment |= {"SLURM_JOB_ID": "7", "SLURM_NODEID": "3"}
         process = subprocess.Popen([sys.executable, "-m", MODULE, "--nodes=1", "--", *command], env=environment)
         wait_until((tmp_path / "ready").exists, 20, "the command")
         return process
