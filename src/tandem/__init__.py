@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tandem.api.pool import NoSamplersLeft
     from tandem.api.rewards import MathReward, Reward
     from tandem.api.rollouts import RemoteRolloutManager, RolloutManager
-    from tandem.api.run import RunFailed, rl
+    from tandem.api.run import RunFailed, align, evaluate, export, rl, sft
     from tandem.api.sglang import SGLangEngine
     from tandem.api.training import RLTrainingConfig, run_rl_training
     from tandem.launch.cluster import Cluster, NodeConfig, WorkerDied
@@ -32,7 +32,7 @@ _PLACES = {
     "tandem.api.pool": ("NoSamplersLeft",),
     "tandem.api.rewards": ("MathReward", "Reward"),
     "tandem.api.rollouts": ("RemoteRolloutManager", "RolloutManager"),
-    "tandem.api.run": ("RunFailed", "rl"),
+    "tandem.api.run": ("RunFailed", "align", "evaluate", "export", "rl", "sft"),
     "tandem.api.sglang": ("SGLangEngine",),
     "tandem.api.training": ("RLTrainingConfig", "run_rl_training"),
     "tandem.launch.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
@@ -63,8 +63,12 @@ __all__ = [
     "VLLMEngine",
     "WorkerDied",
     "__version__",
+    "align",
+    "evaluate",
+    "export",
     "rl",
     "run_rl_training",
+    "sft",
 ]
 
 _HINTS = {

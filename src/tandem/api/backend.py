@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
+from tandem.api.callables import import_path, replace_callables
 from tandem.api.gpus import gpu_environment
 from tandem.config.explain import explain_validation_error
+from tandem.config.full_names import place_keys
+from tandem.config.short_names import TRAINER, keys_of
 from tandem.config.trainer import TrainerConfig
 from tandem.launch.supervisor import last_lines
 from tandem.models.files import check_model
@@ -56,7 +59,7 @@ class PyTorchTrainingBackend:
     checkpoints, metrics and logs; `clean` deletes a run that is there, `resume` goes on with it. A trainer that crashes
     is started again, up to `max_restarts` times: it goes on from its newest checkpoint and learns once more from the
     batches since then. `options` are those of the `[trainer]` section: `optimizer={"lr": 1e-4}`,
-    `loss={"type": "gspo"}`, `model={"dtype": "bfloat16"}`, `checkpoint={"every": 5}`.
+    `loss="gspo"` or a function, `model={"dtype": "bfloat16"}`, `checkpoint={"every": 5}`.
     """
 
     def __init__(
@@ -74,9 +77,14 @@ class PyTorchTrainingBackend:
         if gpu_ids is not None and len(gpu_ids) != world_size:
             raise UserError(f"world_size = {world_size} and gpu_ids = {list(gpu_ids)}; give one GPU for each rank")
         self._environment = gpu_environment(gpu_ids, "gpu_ids")
+        folder = Path(output_dir)
+        try:
+            options = place_keys(TrainerConfig, options, keys_of(TRAINER))
+        except ValueError as error:
+            raise UserError(f"{type(self).__name__}: {error}") from error
         self._options = {
             **({} if gpu_ids is None else {"device": "cuda"}),
-            **options,
+            **replace_callables(options, lambda value, key: import_path(value, folder, key)),
             "model": {"name": str(model_name), **options.get("model", {})},
             "output_dir": str(output_dir),
             "parallel": {

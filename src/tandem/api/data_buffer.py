@@ -1,10 +1,11 @@
 """The prompts of a training run, in a shuffled order without end."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from tandem.api.callables import own_import_path, replace_callables
 from tandem.config.environment import EnvConfig
 from tandem.config.explain import explain_validation_error
 from tandem.envs.protocol import has
@@ -54,11 +55,12 @@ class DataBuffer:
         self._order = TaskOrder(self.tasks, seed)
 
     @classmethod
-    def from_env(cls, env: str | Mapping[str, Any], seed: int = 0) -> "DataBuffer":
+    def from_env(cls, env: str | Mapping[str, Any] | Callable[..., Any], seed: int = 0) -> "DataBuffer":
         """The tasks of an environment, with its reward, or its conversations: a name (`reverse-text`,
-        `./my_env.py:Mine`), or the table that `[orchestrator.env]` would hold."""
+        `./my_env.py:Mine`), a class, or the table that `[orchestrator.env]` would hold."""
+        table = env if isinstance(env, Mapping) else {"id": env}
         try:
-            config = EnvConfig.model_validate({"id": env} if isinstance(env, str) else env)
+            config = EnvConfig.model_validate(replace_callables(table, own_import_path))
         except ValidationError as error:
             raise UserError(f"DataBuffer.from_env: {explain_validation_error(EnvConfig, error)}") from error
         environment = make_environment(config)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from tandem.api.callables import own_import_path, replace_callables
 from tandem.api.data_buffer import DataBuffer
 from tandem.api.engines import InferenceEngine
 from tandem.api.rollouts import RemoteRolloutManager, RolloutManager, Worker
@@ -40,8 +41,8 @@ class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
     num_steps: int = Field(ge=1)
     """Training steps."""
 
-    advantage: str = "grpo"
-    """How rewards become advantages, as in orchestrator.advantage.type: grpo, dr_grpo, rloo, …, or your own."""
+    advantage: str | Callable[..., Any] = "grpo"
+    """How rewards become advantages, as in orchestrator.advantage.type: grpo, dr_grpo, rloo, …, or a function."""
 
     overlap: bool = False
     """Generate the next batch while this one is trained on: faster, and rollouts are one version older."""
@@ -65,7 +66,7 @@ class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
 
         def __init__(self, **options: Any) -> None:
             try:
-                super().__init__(**options)
+                super().__init__(**replace_callables(options, own_import_path))
             except ValidationError as error:
                 problem = explain_validation_error(RLTrainingConfig, error)
                 raise UserError(f"RLTrainingConfig: {problem}") from error
@@ -78,7 +79,7 @@ class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
             **shared,
             model=ModelConfig(name=Path()),  # the backend's; none of these parts looks at it
             sampling=SamplingConfig(**{name: getattr(self, name) for name in SamplingConfig.model_fields}),
-            advantage=AdvantageConfig(type=self.advantage),
+            advantage=AdvantageConfig(type=str(self.advantage)),
             eval=self.eval or EvalConfig(),
             max_staleness=self.sync_every - 1 + self.overlap,
         )

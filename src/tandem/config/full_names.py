@@ -2,7 +2,7 @@
 top of a file for orchestrator.metrics, because no other option of its could be meant. What could be several is left as
 it is, and refused as an unknown key."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_origin
 
 from pydantic import BaseModel
@@ -29,15 +29,19 @@ def place_flags(cls: type[BaseModel], arguments: list[str]) -> list[str]:
     return placed
 
 
-def place_keys(cls: type[BaseModel], tree: Tree) -> Tree:
-    """What files say, the same way. ValueError where one option is given by two names."""
-    places = {key: find_place(cls, key, [".".join(path) for path in _leaves(tree[key])]) for key in tree}
+def place_keys(cls: type[BaseModel], tree: Tree, short_names: Mapping[str, str] | None = None) -> Tree:
+    """What files say, the same way; and what Python says, where a section may be given by what it is chosen by, under
+    its short name. ValueError where one option is given by two names."""
+    shorts = {key: name for key, name in (short_names or {}).items() if not isinstance(tree.get(key), Mapping)}
+    places = {
+        key: shorts.get(key) or find_place(cls, key, [".".join(path) for path in _leaves(tree[key])]) for key in tree
+    }
     result = {key: value for key, value in tree.items() if places[key] == key}
     for key, place in places.items():
         if place != key:
             given = nest(place.split("."), tree[key])
             if twice := _common(result, given):
-                raise ValueError(f"{twice} is also given as part of {key!r} at the top; give it once")
+                raise ValueError(f"{twice} is also given as {key!r} at the top; give it once")
             result = merge(result, given)
     return result
 

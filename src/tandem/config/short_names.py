@@ -19,6 +19,15 @@ EVALUATE = {"--env": "--env.id"}
 TRAINER = {"--loss": "--loss.type"}  # and of `align`
 
 
+def keys_of(short_names: Mapping[str, str]) -> dict[str, str]:
+    """The same names as keys of a table."""
+    return {_key(short): _key(full) for short, full in short_names.items()}
+
+
+def _key(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
     """The command line with every short name in full. Raises UserError where an option is given by both names."""
     given = {argument.partition("=")[0] for argument in arguments}

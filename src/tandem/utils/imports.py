@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,15 @@ def is_import_path(value: str) -> bool:
     return ":" in value or value.endswith(".py")
 
 
+# The import path whose module is being imported, for what that module does.
+_IMPORTING: ContextVar[str | None] = ContextVar("importing", default=None)
+
+
+def being_imported() -> str | None:
+    """The import path that this code runs for, where it runs because `load_object` imports it."""
+    return _IMPORTING.get()
+
+
 def load_object(path: str, key: str) -> Any:
     """The object that the option `key` names as `path`. The current directory can be imported from.
 
@@ -27,6 +37,7 @@ def load_object(path: str, key: str) -> Any:
         raise UserError(f"{key} = {path!r} names a file; name the object in it too, as in '{path}:name'")
     if not where or not attribute:
         raise UserError(f"{key} = {path!r} is no import path; give 'package.module:name' or './file.py:name'")
+    outer = _IMPORTING.set(path)
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except Exception as error:  # whatever the user's code does when it is imported
@@ -37,6 +48,8 @@ def load_object(path: str, key: str) -> Any:
             f"{key} = {path!r} cannot be imported: it ends the process (SystemExit: {error}); put what it does as a "
             'program below `if __name__ == "__main__":`'
         ) from error
+    finally:
+        _IMPORTING.reset(outer)
     if not hasattr(module, attribute):
         nearest = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

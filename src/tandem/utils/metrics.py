@@ -66,6 +66,23 @@ def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
     return [line for line in read_json_lines(run_dir.metrics) if _is_metrics(line)]
 
 
+def rows_by_step(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of all processes as one row a step, in order. A name that several processes give is a column for each
+    of them, as in trainer/tokens_per_s. Of lines that say the same of a step, the last counts: a run that was resumed
+    did the step again."""
+    givers: dict[str, set[str]] = {}
+    for line in lines:
+        for name in line.keys() - set(LINE_KEYS):
+            givers.setdefault(name, set()).add(line["process"])
+    rows: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        row = rows.setdefault(line["step"], {"step": line["step"]})
+        for name, value in line.items():
+            if name not in LINE_KEYS:
+                row[name if len(givers[name]) == 1 else f"{line['process']}/{name}"] = value
+    return [rows[step] for step in sorted(rows)]
+
+
 class Tracker(Protocol):
     """Somewhere metrics are shown."""
 

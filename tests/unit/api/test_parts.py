@@ -28,8 +28,18 @@ from tandem.api import backend, engines, run
 from tandem.api.gpus import gpu_environment
 from tandem.api.rewards import RewardedTasks
 from tandem.api.run import parse
+from tandem.config.export import ExportConfig
+from tandem.config.rl import RLConfig
+from tandem.config.short_names import MODEL, RL
 from tandem.rewards.pool import RewardFailed
 from tandem.types.rollout import Task
+from tandem.utils.imports import being_imported, load_object
+
+SHORT_NAMES = MODEL | RL
+
+
+def parse_rl(config: Any = None, **options: Any) -> RLConfig:
+    return parse(RLConfig, config, options, SHORT_NAMES)
 
 
 def test_importing_tandem_is_fast_and_none_of_its_names_brings_torch_or_ray() -> None:
@@ -265,17 +275,72 @@ def test_prompts_that_are_none_are_refused_before_anything_is_asked() -> None:
 
 
 def test_rl_takes_a_file_or_a_table_and_what_is_laid_over_it() -> None:
-    config = parse("examples/reverse_text/rl.toml", {"max_steps": 7, "trainer": {"optimizer": {"lr": 0.5}}})
+    config = parse_rl(
+        "examples/reverse_text/rl.toml", max_steps=7, optimizer={"lr": 0.5}, loss="gspo", env="arithmetic"
+    )
     assert config.trainer.max_steps == 7 and config.trainer.optimizer.lr == 0.5
-    assert parse(config, {}) is config
-    assert parse({"model": {"name": "models/x"}, "trainer": {}, "orchestrator": {}}, {}).inference is None
+    assert (config.trainer.loss.type, config.orchestrator.env.id) == ("gspo", "arithmetic")
+    assert parse_rl(config) is config
+    assert parse_rl(model="models/x").inference is None
     with pytest.raises(UserError, match="max_step"):
-        parse("examples/reverse_text/rl.toml", {"max_step": 7})
-    with pytest.raises(UserError, match="final"):
-        parse(config, {"max_steps": 7})
-    wrong: Any
-    for wrong in (None, 5):
-        assert f"config = {wrong} is none of a file" in refusal(partial(tandem.rl, wrong))
+        parse_rl("examples/reverse_text/rl.toml", max_step=7)
+    with pytest.raises(UserError, match="RLConfig is final: max_steps cannot be laid over it"):
+        parse_rl(config, max_steps=7)
+    twice = refusal(lambda: parse_rl(model="m", loss="gspo", trainer={"loss": {"type": "grpo"}}))
+    assert twice == "trainer.loss.type is also given as 'loss' at the top; give it once"
+    wrong: Any = 5
+    for command in (tandem.rl, tandem.sft, tandem.align, tandem.evaluate):
+        assert "config = 5 is none of a file" in refusal(partial(command, wrong))
+
+
+def own_reward(completion: str, answer: str) -> float:
+    return 1.0
+
+
+def test_callables_reach_the_configuration_by_import_path(tmp_path: Path) -> None:
+    def own_advantages(groups: list[list[float]]) -> list[list[float]]:
+        return [[reward * len(group) for reward in group] for group in groups]
+
+    class OwnEnv:
+        def __init__(self) -> None:
+            self.train_tasks = self.eval_tasks = [Task(0, [{"role": "user", "content": "a"}], "b")]
+
+        def score(self, task: Task, completion: str) -> float:
+            return 1.0
+
+    given = {"model": "m", "output_dir": str(tmp_path), "advantage": own_advantages, "env": OwnEnv}
+    config = parse_rl(given, reward=own_reward, trainer={"loss": {"type": own_reward}})
+    env, advantage, loss = config.orchestrator.env, config.orchestrator.advantage.type, config.trainer.loss.type
+    named = {advantage: "own_advantages", env.id: "OwnEnv", env.reward or "": "own_reward", loss: "own_reward"}
+    assert {path: load_object(path, "k").__name__ for path in named} == named
+    assert advantage.startswith(str(tmp_path / "functions" / "own_advantages_"))
+    trained = PyTorchTrainingBackend("m", output_dir=tmp_path, loss=own_reward).config
+    assert load_object(trained.loss.type, "k") is own_reward
+    assert PyTorchTrainingBackend("m", loss="gspo", lr=0.5).config.loss.type == "gspo"
+    mine = load_object(RLTrainingConfig(num_steps=1, advantage=own_advantages).advantage, "k")
+    assert mine([[1.0, 2.0]]) == [[2.0, 4.0]]
+    assert [task.answer for task in DataBuffer.from_env(OwnEnv).tasks] == ["b"]
+    told = refusal(lambda: parse_rl(model="m", reward=partial(own_reward, answer="")))
+    assert told.startswith(
+        "orchestrator.env.reward = functools.partial(<function own_reward>, answer='') is an object of type"
+    )
+
+
+def test_a_file_that_starts_a_run_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "starts_a_run.py"
+    script.write_text("import tandem\n\ndef score(completion, answer):\n    return 1.0\n\ntandem.rl(model='m')\n")
+    told = refusal(lambda: load_object(f"{script}:score", "orchestrator.env.reward"))
+    assert 'starts a run while it is imported; put what it does as a program below `if __name__ == "__main__":`' in told
+    assert being_imported() is None
+
+
+def test_a_command_ends_with_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ExportConfig(run_dir=tmp_path / "none")
+    assert (
+        refusal(lambda: run.run_command("export", config))
+        == f"run_dir = '{tmp_path / 'none'}' holds no complete checkpoint"
+    )
+    assert "export-model: run_dir" in capsys.readouterr().out
 
 
 def test_names_of_others_lead_to_ours() -> None:
@@ -320,6 +385,6 @@ def test_models_are_fetched_by_their_names_when_something_starts(
         await served.close()
 
     asyncio.run(start())
-    assert parse({"model": {"name": "someone/third"}, "trainer": {}, "orchestrator": {}}, {}).model.name.is_dir()
+    assert parse_rl(model="someone/third").model.name.is_dir()
     assert hub.asked == ["someone/first", "someone/second", "someone/third"]
     assert trained.model_dir.is_dir() and served.model_dir.is_dir()

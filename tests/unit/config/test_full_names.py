@@ -82,7 +82,7 @@ def test_two_names_of_one_option(refusal, rl_toml: str, tmp_path: Path) -> None:
     more = tmp_path / "more.toml"
     more.write_text("lr = 1e-3\n[trainer.optimizer]\nlr = 1e-3\n")
     told = refusal("@", rl_toml, "@", str(more))
-    assert told == "trainer.optimizer.lr is also given as part of 'lr' at the top; give it once"
+    assert told == "trainer.optimizer.lr is also given as 'lr' at the top; give it once"
     # A flag wins over a file, whichever name each of them uses.
     assert load_config(RLConfig, ["@", rl_toml, "--lr", "2", "--trainer.optimizer.eps", "1"]).trainer.optimizer.lr == 2
 

@@ -16,7 +16,14 @@ import pytest
 from tandem.utils import metrics
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
-from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
+from tandem.utils.metrics import (
+    MetricsForwarder,
+    RunLog,
+    open_forwarder,
+    read_metrics,
+    refuse_missing_trackers,
+    rows_by_step,
+)
 from tandem.utils.run_dir import RunDir
 
 SESSION_START = 1  # SessionLog.START of TensorBoard's event.proto
@@ -56,6 +63,23 @@ def test_what_events_say_is_bounded(tmp_path: Path) -> None:
 DAMAGED = (
     b'\n{"process": "trainer", "step": 1, "loss": 0.\n[1, 2]\nnull\n\xff\xfe\n{"process": "trainer"}\n{"step": 3}\n'
 )
+
+
+def test_rows_are_one_a_step_with_what_all_processes_say(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    orchestrator, trainer = RunLog(run_dir, "orchestrator"), RunLog(run_dir, "trainer")
+    orchestrator.metrics(0, {"eval/reward": 0.1})
+    orchestrator.metrics(2, {"reward/mean": 0.4, "tokens_per_s": 20})
+    orchestrator.metrics(1, {"reward/mean": 0.3, "tokens_per_s": 10})
+    trainer.metrics(1, {"loss": 9.0, "tokens_per_s": 5})
+    trainer.metrics(1, {"loss": 1.0, "tokens_per_s": 6})  # a run that went on from before
+    orchestrator.metrics(2, {"eval/reward": 0.2})
+    assert rows_by_step(read_metrics(run_dir)) == [
+        {"step": 0, "eval/reward": 0.1},
+        {"step": 1, "reward/mean": 0.3, "orchestrator/tokens_per_s": 10, "loss": 1.0, "trainer/tokens_per_s": 6},
+        {"step": 2, "reward/mean": 0.4, "orchestrator/tokens_per_s": 20, "eval/reward": 0.2},
+    ]
+    assert rows_by_step([]) == []
 
 
 def test_damaged_lines_are_neither_read_nor_forwarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
