@@ -372,6 +372,18 @@ def test_a_model_without_an_end_has_no_structures(tiny_model: Path) -> None:
         Grammars(tokenizer, tokenizer.vocab_size).compile(Structure("test", "regex", "a"))
 
 
+def test_a_grammar_that_is_asked_for_again_is_kept_longest(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.inference.grammars.MAX_KEPT", 2)
+    tokenizer = Tokenizer(tiny_model)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    first, second, third = (Structure("test", "regex", text) for text in "abc")
+    compiled = grammars.compile(first)
+    grammars.compile(second)
+    assert grammars.known(first) is compiled
+    grammars.compile(third)
+    assert grammars.known(first) is compiled and grammars.known(third) is not None and grammars.known(second) is None
+
+
 def test_masks_are_computed_beside_the_models_step(little: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward pass begins before they are done: here it waits until their thread has begun."""
     from tandem.inference import grammars

@@ -95,6 +95,14 @@ def test_texts_are_measured_together_and_once() -> None:
     assert space.place_all(["a"]) == [(1.0,)]
 
 
+def test_a_text_that_is_asked_for_again_is_remembered_longest() -> None:
+    space = GoalSpace(make_goals([CALLS]), cache_size=2)
+    measure: Any = space.goals[0].measure
+    for texts in (["a"], ["bb"], ["a"], ["ccc"], ["a"], ["bb"]):  # "ccc" takes the place of "bb"
+        space.place_all(texts)
+    assert measure.asked == [["a"], ["bb"], ["ccc"], ["bb"]]
+
+
 def test_requests_that_wait_are_measured_together() -> None:
     app = create_app(options(CALLS, cache_size=0))
     with TestClient(app) as client, ThreadPoolExecutor(8) as threads:

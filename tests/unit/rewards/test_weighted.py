@@ -13,7 +13,7 @@ from tandem.config.rewards import AnyReward
 from tandem.envs.results import checked_score
 from tandem.rewards.checked import BadReward
 from tandem.rewards.pool import RewardFailed
-from tandem.rewards.weighted import WeightedRewards
+from tandem.rewards.weighted import RewardsPending, WeightedRewards
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 from tandem.utils.processes import descendants, process_exists
@@ -122,6 +122,33 @@ def test_the_event_loop_checks_too() -> None:
 
     with pytest.raises(BadReward, match="exact_match: the reward is None, not a number"):
         asyncio.run(broken())
+
+
+def test_a_reward_that_fails_ends_those_that_still_wait() -> None:
+    """Nobody reads their answers, and a judge's cost money."""
+
+    async def broken() -> None:
+        rewards = make({"type": "exact_match"}, own("waits_for_ever", timeout_s=1000))
+        rewards._calls[0].function = lambda completion, answer: None
+        with pytest.raises(BadReward, match="exact_match"):
+            await rewards.score(TASK, "2")
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(broken())
+
+
+def test_what_is_called_off_says_which_rewards_it_waited_for() -> None:
+    async def called_off() -> None:
+        rewards = make({"type": "exact_match"}, own("waits_for_ever", timeout_s=1000))
+        scoring = asyncio.ensure_future(rewards.score(TASK, "2"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        scoring.cancel()
+        with pytest.raises(RewardsPending, match=r"^pending: waits_for_ever of env\.rewards$"):
+            await scoring
+
+    asyncio.run(called_off())
 
 
 @pytest.mark.parametrize("completion", ["sleeps", "holds the interpreter"])

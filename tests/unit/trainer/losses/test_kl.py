@@ -178,6 +178,15 @@ def test_kl_in_the_reward_by_hand(make_streams) -> None:
     assert "loss/kl" not in output.metrics
 
 
+def test_the_kl_that_is_told_and_that_is_paid_for_is_of_the_policy_as_it_is_now(make_streams) -> None:
+    """The reference is the policy before the batch, from which this one has moved by ln 1.1."""
+    streams = make_streams([1.1], [1.0], reference=[-1.5])
+    config = LossConfig(kl=KlConfig(coef=0.1, estimator="k1", place="reward"))
+    output = make_policy_loss(config)(streams)
+    assert output.metrics["reference_kl"].value.item() == pytest.approx(math.log(1.1))
+    assert output.loss.item() == pytest.approx(-1.1 * (1 - 0.1 * math.log(1.1)))
+
+
 def test_with_a_critic_the_kl_is_in_the_rewards_it_learned_from(make_streams) -> None:
     streams = make_streams([1.0], [1.0], reference=[-9.0])
     config = LossConfig(type="ppo", kl=KlConfig(coef=0.1, estimator="k1", place="reward"))

@@ -185,6 +185,7 @@ def test_mismatch_metrics_by_hand(make_streams) -> None:
     ratios = [1.25, 1.5, 0.5]
     metrics = make_policy_loss(LossConfig())(make_streams(ratios, [2.0, 2.0, -2.0])).metrics
     assert metrics["mismatch_kl"].value.item() == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios))
+    assert metrics["logprob_difference"].value.item() == pytest.approx(math.log(1.25) + math.log(1.5) + math.log(2))
     assert metrics["max/logprob_difference"].value.item() == pytest.approx(math.log(2))
     assert metrics["ratio"].value.item() == pytest.approx(3.25)
 

@@ -88,6 +88,23 @@ def test_a_group_with_a_learning_rate_of_its_own_keeps_its_ratio() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [1.5, 0.5]
 
 
+@pytest.mark.parametrize(("own_lr", "moved"), [(0.3, 0.15), (None, 0.05)])
+def test_a_value_head_learns_at_its_own_rate_and_does_not_decay(own_lr: float | None, moved: float) -> None:
+    """The first update of AdamW is the learning rate, of half the peak here, whatever the gradient."""
+    model = nn.ModuleDict({"decoder": nn.Linear(2, 2), "value_head": nn.Linear(2, 1)})
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=1.0), value_head_lr=own_lr)
+    set_lr(optimizer, 0.05)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    optimizer.step()
+    changes = {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    for name in ("value_head.weight", "value_head.bias"):
+        torch.testing.assert_close(changes[name], torch.full_like(changes[name], moved))
+    torch.testing.assert_close(changes["decoder.bias"], torch.full((2,), 0.05))
+    torch.testing.assert_close(changes["decoder.weight"], 0.05 + 0.05 * before["decoder.weight"])
+
+
 def test_the_update_is_that_of_pytorch_to_the_bit() -> None:
     torch.manual_seed(0)
     start = [torch.randn(33, 17), torch.randn(5)]

@@ -8,12 +8,16 @@ import torch
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.models.hf import load_decoder, named_tensors
-from tandem.trainer.rl.train import train_rl
+from tandem.trainer.model.optimizer import set_lr
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.rl.train import load_policy, train_rl
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.types.rollout import TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,25 @@ def config(model: Path, root: Path, **options: object) -> TrainerConfig:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    return named_tensors(load_decoder(path, torch.float32, torch.device("cpu")))
+    return named_tensors(load_decoder(path, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("critic_lr", [None, 0.25])
+def test_a_critic_has_the_learning_rate_that_was_asked_for(tiny_model: Path, tmp_path: Path, critic_lr) -> None:
+    loss = {"type": "ppo", "ppo": {"critic_lr": critic_lr}}
+    trained = load_policy(config(tiny_model, tmp_path, loss=loss), Ranks.single(CPU), exactly=False)
+    head = trained.model.value_head
+    assert head is not None and (head.weight == 0).all()
+    head.weight.grad = torch.ones_like(head.weight)
+    set_lr(trained.optimizer, 1e-3)
+    trained.optimizer.step()
+    torch.testing.assert_close(head.weight.detach(), torch.full_like(head.weight, -(critic_lr or 1e-3)))
+
+
+def test_only_ppo_has_a_critic(tiny_model: Path, tmp_path: Path) -> None:
+    loss = {"type": "grpo", "ppo": {"critic_lr": 0.25}}
+    trained = load_policy(config(tiny_model, tmp_path, loss=loss), Ranks.single(CPU), exactly=False)
+    assert trained.model.value_head is None
 
 
 def test_every_step_publishes_a_whole_model(tiny_model: Path, make_samples, tmp_path: Path) -> None:
