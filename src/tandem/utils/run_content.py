@@ -20,7 +20,7 @@ HERE = "."
 # By the folder they lie in. Nobody else keeps anything under these names: a run that starts would overwrite it.
 FILES = {
     HERE: r"(metrics|events|failures)\.jsonl|reference\.safetensors|stop",
-    "config": rf"{PROCESS}\.json|{COMMAND}|{VERSIONS}|servers\.txt|{WANDB_ID}",
+    "config": rf"{PROCESS}\.json|{COMMAND}|{VERSIONS}|servers\.txt|server_lease\.txt|{WANDB_ID}",
     "samples": rf"(eval_(.+_)?)?{STEP}\.jsonl",
     "weights": r"announced\.json",
 }

@@ -125,8 +125,8 @@ def test_a_file_that_cannot_be_read_is_told_beside_the_state(run_dir: RunDir, na
 
 def test_a_run_whose_events_cannot_be_read_can_still_be_stopped(run_dir: RunDir) -> None:
     run_dir.events.mkdir()
-    told = f"nothing runs in {run_dir.root}; it is damaged: events.jsonl is a folder, and a run has a file there; move it away"
-    assert stop_run(run_dir.root) == told
+    damage = "events.jsonl is a folder, and a run has a file there; move it away"
+    assert stop_run(run_dir.root) == f"nothing runs in {run_dir.root}; it is damaged: {damage}"
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_told(run_dir: RunDir) -> None:
