@@ -265,9 +265,9 @@ def test_a_server_that_a_run_trains_with_is_refused_to_another_until_that_run_ha
     first.communicate()
     last = batches(tmp_path / "first")[-1] + 2
     resumed = starter.run("rl", "--resume", str(tmp_path / "first"), "--max-steps", str(last), "--allow-changes")
-    assert resumed.returncode == 0 and "waiting for" not in resumed.stdout, resumed.stdout
+    assert resumed.returncode == 0 and "waiting for http" not in resumed.stdout, resumed.stdout
     second = starter.run("rl", *others)
-    assert second.returncode == 0 and "waiting for" not in second.stdout, second.stdout
+    assert second.returncode == 0 and "waiting for http" not in second.stdout, second.stdout
     for name, num_steps in (("first", last), ("second", 2)):
         assert max(metrics(tmp_path / name, "trainer", "mismatch_kl")) < 1e-6
         assert metrics(tmp_path / name, "trainer") == list(range(1, num_steps + 1))
