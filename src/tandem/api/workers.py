@@ -25,7 +25,7 @@ from tandem.launch.supervisor import last_lines
 from tandem.orchestrator.client import InferenceError
 from tandem.types.rollout import SamplingOptions, SamplingRequest
 from tandem.utils.errors import UserError
-from tandem.utils.files import json_text, write_json
+from tandem.utils.files import json_text, write_config
 from tandem.utils.processes import SUPERVISOR_PID
 
 ENGINES: dict[str, type[InferenceEngine]] = {"native": NativeEngine, "vllm": VLLMEngine, "sglang": SGLangEngine}
@@ -115,7 +115,7 @@ def run_rank(config: dict[str, Any], environment: dict[str, str], rank: int) -> 
     folder = Path(config["output_dir"])
     path, log = folder / "config" / f"trainer_rank_{rank}.json", folder / "logs" / f"trainer_rank_{rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, config)
+    write_config(path, config)
     with log.open("ab") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem.entrypoints.trainer", "@", str(path)],

@@ -18,6 +18,7 @@ from tandem.config.shared import SchedulerConfig, lr_factor
 from tandem.config.sources import Tree
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import read_json
+from tandem.utils.secrets import hidden, names_secret
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,10 @@ class Change:
         return rest if section in ("trainer", "orchestrator") else self.key
 
     def __str__(self) -> str:
-        if "api_key" in self.key:
+        if names_secret(self.key):
             return f"{self.key} (not shown)"
-        return f"{self.key} = {shorten(repr(self.old), MAX_CHARS)} → {shorten(repr(self.new), MAX_CHARS)}"
+        old, new = (shorten(repr(hidden(value)), MAX_CHARS) for value in (self.old, self.new))
+        return f"{self.key} = {old} → {new}"
 
 
 def review_changes(config: Config, stored: Path, step: int, *, allowed: bool) -> dict[str, list[Any]]:
@@ -95,7 +97,7 @@ def review_changes(config: Config, stored: Path, step: int, *, allowed: bool) ->
                 "continue anyway with --allow-changes"
             )
         logger.warning("resume: continues with options that change what is learned: %s", told)
-    return {change.key: [change.old, change.new] for change in changes if "api_key" not in change.key}
+    return {change.key: [hidden(change.old), hidden(change.new)] for change in changes if not names_secret(change.key)}
 
 
 def find_changes(old: Tree, new: Tree) -> list[Change]:

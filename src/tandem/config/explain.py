@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from tandem.config.hints import algorithm_hint, explanation, options_meant
 from tandem.utils.errors import shown
+from tandem.utils.secrets import HIDDEN, hidden, names_secret
 
 
 def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
@@ -46,11 +47,11 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
     """`others` say why the value is not of the other kinds that it could be."""
     location = [str(part) for part in details["loc"]]
     key = (prefix + _key(root, details)).removesuffix(".")
-    kind = details["type"]
+    kind, value = details["type"], _shown(key, details["input"])
     if others:
-        return f"{key} = {shown(details['input'])} is not valid: {_alternatives([details, *others])}"
+        return f"{key} = {value} is not valid: {_alternatives([details, *others])}"
     if kind == "extra_forbidden":
-        return f"unknown key {key!r} (value {shown(details['input'])}); {_nearest_key(root, location)}"
+        return f"unknown key {key!r} (value {value}); {_nearest_key(root, location)}"
     if kind == "missing":
         flag = ".".join([key, *_first_required(root, location)]).replace("_", "-")
         place = "its table" if _is_in_a_list(location) else f"the file or with --{flag}"
@@ -59,14 +60,21 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
         return _explain_tag(key, details)
     if kind == "literal_error":
         hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
-        return f"{key} = {shown(details['input'])} is not valid; {hint}"
+        return f"{key} = {value} is not valid; {hint}"
     if kind == "model_type":
         inner = _first_required(root, location) or [next(iter(_models_at(root, location)[0].model_fields))]
-        return f"{key} = {shown(details['input'])} is not valid: it is a section; give {'.'.join([key, *inner])}"
+        return f"{key} = {value} is not valid: it is a section; give {'.'.join([key, *inner])}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
         return f"{key}: {message}" if key else message
-    return f"{key} = {shown(details['input'])} is not valid: {message[0].lower()}{message[1:]}"
+    return f"{key} = {value} is not valid: {message[0].lower()}{message[1:]}"
+
+
+def _shown(key: str, value: Any) -> str:
+    """A misspelt key may be one, too."""
+    name = key.rpartition(".")[2]
+    is_secret = names_secret(name) or difflib.get_close_matches(name, ["api_key"], cutoff=0.7)
+    return HIDDEN if is_secret else shown(hidden(value))
 
 
 def _alternatives(errors: list[ErrorDetails]) -> str:
@@ -121,7 +129,7 @@ def _explain_tag(key: str, details: ErrorDetails) -> str:
     """Of a table that is one of several kinds, told apart by its type."""
     given = details["input"]
     if not isinstance(given, dict):
-        return f"{key} = {shown(given)} is not valid: it is a section; give {key}.type"
+        return f"{key} = {_shown(key, given)} is not valid: it is a section; give {key}.type"
     tags = [tag.strip("'") for tag in details.get("ctx", {}).get("expected_tags", "").split(", ")]
     one_of = f"one of: {', '.join(tags)}"
     if "type" not in given:

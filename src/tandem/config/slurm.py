@@ -1,5 +1,6 @@
 """Options of a SLURM job: `rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00` submits one instead of starting a run."""
 
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -7,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from tandem.config.base import Config
 from tandem.config.sbatch import gpus_per_node, sbatch_name, sbatch_value
+from tandem.utils.secrets import names_secret
 
 
 class SlurmConfig(Config):
@@ -63,6 +65,12 @@ class SlurmConfig(Config):
     @model_validator(mode="after")
     def _has_values_for_sbatch(self) -> Self:
         given = self.sbatch
+        for variable in re.findall(r"(\w+)=", str(given.get("export", ""))):
+            if names_secret(variable):
+                raise ValueError(
+                    f"export holds {variable}, which all could read in the job script; set {variable} where you give "
+                    "the command (SLURM hands it to the job), or under `environment` of a sweep"
+                )
         if "requeue" in given and given["requeue"] == given.get("no-requeue"):
             raise ValueError("requeue and no-requeue contradict each other; give one of them")
         return self

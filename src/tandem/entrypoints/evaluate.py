@@ -91,9 +91,10 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
     )
     from tandem.utils.files import write_json
     from tandem.utils.run_lock import refuse_unwritable
+    from tandem.utils.secrets import hidden
 
     results: list[dict[str, Any]] = []
-    options = config.model_dump(mode="json", exclude={"endpoint": {"api_key"}})
+    options = hidden(config.model_dump(mode="json"))
     async with open_environment(config.env) as environment:
         await try_environment(environment, config.env)
         tasks = choose_tasks(config, environment)

@@ -43,12 +43,12 @@ def make_plan(
     trainer = config.trainer.model_dump(mode="json")
     if len(servers) > 1:
         orchestrator["client"]["base_url"] = ",".join(server_urls(config, len(servers)))
-    secrets = _hide_key(orchestrator["client"])
+    secrets = hide_keys({"orchestrator": orchestrator})
     if gpus is not None and gpus.trainer:
         trainer["parallel"]["ranks"] = len(gpus.trainer)
     threads = share_cores(config, num_cores or usable_cores(), len(servers), trainer["parallel"]["ranks"])
     for server in servers.values():
-        secrets |= _hide_server_keys(server)
+        secrets |= hide_keys({"inference": server})
         server["threads"] = threads["inference"]
     trainer["threads"] = threads["trainer"]
     places = {} if gpus is None else dict(zip(servers, gpus.servers, strict=False)) | {"trainer": gpus.trainer}
@@ -105,9 +105,7 @@ def server_urls(config: RLConfig, count: int) -> list[str]:
 def run_config(config: RLConfig) -> Tree:
     """What `rl --resume` reads: the configuration as it was given, without keys."""
     tree = storable(config)
-    _hide_key(tree["orchestrator"]["client"])
-    if tree["inference"] is not None:
-        _hide_server_keys(tree["inference"])
+    hide_keys(tree)
     return tree
 
 
@@ -127,14 +125,20 @@ def share_cores(config: RLConfig, num_cores: int, num_servers: int = 1, num_rank
     return threads
 
 
-def _hide_server_keys(inference: dict[str, Any]) -> dict[str, str]:
-    return _hide_key(inference["server"]) | _hide_key(inference["sglang"], SGLANG_KEY_VAR)
+def hide_keys(tree: Tree) -> dict[str, str]:
+    """API keys travel in the environment, never in a config file on a shared disk. Takes them out of a configuration of
+    `rl`, or of a part of it."""
+    orchestrator, inference = (tree.get(name) or {} for name in ("orchestrator", "inference"))
+    return (
+        _hide_key(orchestrator.get("client"))
+        | _hide_key(inference.get("server"))
+        | _hide_key(inference.get("sglang"), SGLANG_KEY_VAR)
+    )
 
 
-def _hide_key(section: dict[str, Any], variable: str = API_KEY_VAR) -> dict[str, str]:
-    """API keys travel in the environment, never in a config file on a shared disk."""
-    key = section["api_key"]
-    if key is None:
+def _hide_key(section: dict[str, Any] | None, variable: str = API_KEY_VAR) -> dict[str, str]:
+    key = None if section is None else section.get("api_key")
+    if section is None or key is None:
         return {}
     section["api_key"] = None
     section["api_key_var"] = variable

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.launch.supervisor import last_lines
 from tandem.utils.errors import UserError
-from tandem.utils.files import write_json
+from tandem.utils.files import write_config
 from tandem.utils.http import OK, HttpClient, Unreachable
 from tandem.utils.ports import handed_over, listen
 from tandem.utils.processes import SUPERVISOR_PID
@@ -38,7 +38,7 @@ class ServerProcess:
         # The server inherits the socket: no other process can take its port meanwhile.
         with listen("127.0.0.1", 0) as listening, self.log.open("wb") as log:
             port = listening.getsockname()[1]
-            write_json(path, config | {"server": config.get("server", {}) | {"host": "127.0.0.1", "port": port}})
+            write_config(path, config | {"server": config.get("server", {}) | {"host": "127.0.0.1", "port": port}})
             own = {SUPERVISOR_PID: str(os.getpid())} | handed_over(listening)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tandem.entrypoints.inference", "@", str(path)],

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -21,6 +21,7 @@ from typing import Any, TypeGuard, TypeVar
 import orjson
 
 from tandem.utils.errors import UserError, naming_file
+from tandem.utils.secrets import holds_secret
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,6 +34,7 @@ WORTH_THREADS_BYTES = 2**26
 MAX_THREADS = 8
 # What is kept of a line that does not end.
 MAX_LINE_BYTES = 2**20
+WRITTEN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 
 
 def fsync_path(path: Path) -> None:
@@ -44,13 +46,13 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
+def write_atomic(path: Path, content: bytes, *, flush: bool = True, private: bool = False) -> None:
     """Write `content` so that `path` holds either the old bytes or all of the new ones. Without `flush` this holds for
-    other processes, not for a crash of the machine."""
+    other processes, not for a crash of the machine. What is private only the user can read."""
     path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was moved away is not made again
     temporary = staging_path(path)
     try:
-        with naming_file(path), temporary.open("wb") as file:
+        with naming_file(path), os.fdopen(os.open(temporary, WRITTEN, 0o600 if private else 0o666), "wb") as file:
             file.write(content)
             if flush:
                 file.flush()
@@ -65,6 +67,11 @@ def write_atomic(path: Path, content: bytes, *, flush: bool = True) -> None:
 
 def write_json(path: Path, value: Any, *, flush: bool = True) -> None:
     write_atomic(path, json_text(value), flush=flush)
+
+
+def write_config(path: Path, tree: Mapping[str, Any]) -> None:
+    """JSON that only the user can read if a secret is in it."""
+    write_atomic(path, json_text(tree), private=holds_secret(tree))
 
 
 def json_text(value: Any) -> bytes:

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines, write_atomic
 from tandem.utils.findings import Finding, Watch
-from tandem.utils.provenance import without_keys
 from tandem.utils.run_content import WANDB_ID
 from tandem.utils.run_dir import RunDir
+from tandem.utils.secrets import hidden
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def open_forwarder(
     project = project or os.environ.get("WANDB_PROJECT") or "tandem"
     name = run_name or os.environ.get("WANDB_NAME") or run_dir.root.resolve().name
     wandb_mode = wandb_mode or os.environ.get("WANDB_MODE") or "online"
-    told = without_keys(config)
+    told = hidden(config)
     openers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoardTracker(run_dir, told, start_step),
         "wandb": lambda: WandbTracker(run_dir, project, name, wandb_mode, told, start_step),

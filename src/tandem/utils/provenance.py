@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.utils.files import write_atomic, write_json
+from tandem.utils.files import write_atomic, write_config, write_json
 from tandem.utils.run_content import COMMAND, VERSIONS
+from tandem.utils.secrets import hidden_in_arguments
 
 PACKAGES = ("tandem-rl", "torch", "numpy", "safetensors", "tokenizers", "pydantic", "fastapi")
 
@@ -21,8 +22,8 @@ def write_run_config(folder: Path, configs: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / VERSIONS, package_versions())
     for name, config in configs.items():
-        write_json(folder / f"{name}.json", config)
-    command = f"{shlex.join(['cd', str(Path.cwd())])}\n{shlex.join(without_secrets(sys.argv))}\n"
+        write_config(folder / f"{name}.json", config)
+    command = f"{shlex.join(['cd', str(Path.cwd())])}\n{shlex.join(hidden_in_arguments(sys.argv))}\n"
     write_atomic(folder / COMMAND, command.encode())
 
 
@@ -32,33 +33,6 @@ def own_command(name: str) -> str:
     if program.suffix == ".py":
         return shlex.join([sys.executable, "-m", f"tandem.entrypoints.{program.stem}"])
     return name if shutil.which(name) == str(program) else shlex.quote(str(program))
-
-
-def without_secrets(arguments: list[str]) -> list[str]:
-    """The command line with API keys blotted out."""
-    shown: list[str] = []
-    for argument in arguments:
-        flag, separator, _ = argument.partition("=")
-        if _names_a_key(flag) and separator:
-            shown.append(f"{flag}=***")
-        elif shown and _names_a_key(shown[-1]):
-            shown.append("***")
-        else:
-            shown.append(argument)
-    return shown
-
-
-def without_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration for others to see: API keys are left out."""
-    return {
-        name: without_keys(value) if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if not _names_a_key(name)
-    }
-
-
-def _names_a_key(flag: str) -> bool:
-    return flag.replace("_", "-").endswith("api-key")
 
 
 def package_versions() -> dict[str, str]:

@@ -147,6 +147,15 @@ def test_harmless_changes_are_told_and_pass(tmp_path: Path, caplog: pytest.LogCa
     assert not any(key.startswith(("trainer.checkpoint", "orchestrator.max_steps")) for key in changes), "told once"
 
 
+def test_secrets_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    old, new = (rl(orchestrator={"env": {"args": {"token": token}}}) for token in ("s3cret-1", "s3cret-2"))
+    with pytest.raises(UserError, match=r"orchestrator\.env\.args\.token \(not shown\)") as refused:
+        review(old, new, tmp_path)
+    changes = review(old, new, tmp_path, allowed=True)
+    assert "s3cret" not in f"{refused.value} {changes} {caplog.text}"
+
+
 def test_another_length_of_a_decaying_schedule_is_refused_with_the_jump(tmp_path: Path) -> None:
     linear: dict[str, Any] = {"scheduler": {"type": "linear"}, "optimizer": {"lr": 1e-3}}
     with pytest.raises(

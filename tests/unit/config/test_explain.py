@@ -40,6 +40,12 @@ def test_an_unknown_key_in_an_optional_section(refusal, rl_toml) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["api-kee", "password"])
+def test_a_secret_under_a_wrong_name_is_not_shown(refusal, rl_toml, name: str) -> None:
+    message = refusal("@", rl_toml, f"--inference.server.{name}", "s3cret")
+    assert message.startswith(f"unknown key 'inference.server.{name.replace('-', '_')}' (value ***); ")
+
+
 def test_an_unknown_flag(refusal) -> None:
     assert refusal(*MODEL, "--optimizer.momentum", "1", cls=TrainerConfig).startswith(
         "unknown key 'optimizer.momentum' (value '1'); known here: betas, eps, lr, max_grad_norm, weight_decay"

@@ -38,7 +38,7 @@ def test_code_that_a_model_brings_is_not_needed_for_kinds_that_transformers_know
     write_json(folder / "config.json", {"model_type": "olmo2", "auto_map": {"AutoConfig": "odd.Config"}})
     check_model(model)
     write_json(folder / "config.json", {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config"}})
-    with pytest.raises(UserError, match=r"give --model.trust-remote-code"):
+    with pytest.raises(UserError, match=r"give --model\.trust-remote-code"):
         check_model(model)
     check_model(model.model_copy(update={"trust_remote_code": True}))
 

@@ -314,7 +314,7 @@ def test_trackio_stores_locally(tmp_path: Path) -> None:
         ("tiny", 1, {"orchestrator/reward/mean": 0.75}),
     ]
     ((config,),) = trackio_rows(tmp_path, "configs", "config")
-    assert json.loads(config)["trainer"] == {"optimizer": {"lr": 0.125}}
+    assert json.loads(config)["trainer"] == {"optimizer": {"lr": 0.125}, "api_key": "***"}
 
 
 def test_trackio_goes_on_with_the_same_run_only_if_the_run_is_resumed(tmp_path: Path) -> None:

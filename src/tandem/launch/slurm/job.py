@@ -49,6 +49,7 @@ class Job:
     inference: Path | None = None  # the configuration of the servers
     delays_s: Sequence[float] = ()  # before each restart of a server that failed
     environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Path | None = None  # a script that exports more, which only the user can read
     arguments: str = ""  # more of the command line, as the shell reads it
     comment: Sequence[str] = ()
     after: Sequence[str] = ()
@@ -84,6 +85,7 @@ def render(job: Job) -> str:
         "directory": quoted(Path.cwd()),
         "venv": quoted(job.slurm.venv or _own_environment()),
         "environment": [(name, shlex.quote(value)) for name, value in job.environment.items()],
+        "secrets": quoted(job.secrets),
         "nodes": job.slurm.nodes,
         "serving": job.serving,
         "servers_per_node": job.servers_per_node,

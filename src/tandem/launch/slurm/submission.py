@@ -24,7 +24,7 @@ from tandem.models.files import check_model, check_model_dir
 from tandem.transport.checkpoints import require_checkpoint
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
-from tandem.utils.files import locked, write_atomic, write_json
+from tandem.utils.files import locked, write_atomic, write_config
 from tandem.utils.log import say
 from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import refuse_unwritable
@@ -225,7 +225,7 @@ def _write(folder: Path, files: dict[Path, Tree], script: Path, text: str) -> No
     except FileExistsError:
         raise UserError(f"another command has just written a job to {folder}; try again") from None
     for path, tree in files.items():
-        write_json(path, tree)
+        write_config(path, tree)
     write_atomic(script, text.encode())
 
 

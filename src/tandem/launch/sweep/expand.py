@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from tandem.launch.sweep.document import Document
+from tandem.utils.secrets import holds_secret, names_secret
 
 Key = tuple[str, str]  # section, name
 MAX_NAME = 100
@@ -45,6 +46,9 @@ def expand(document: Document) -> list[Variant]:
     entries = document.entries
     varied = [key for key, entry in entries.items() if len(entry.alternatives) > 1]
     for section, key in varied:
+        if names_secret(key) or holds_secret(entries[section, key].alternatives):
+            told = f"{key} has several values, which would be in the names of runs and in runs.csv; give one"
+            raise document.refuse(section, key, told)
         counts = Counter(str(value) for value in entries[section, key].alternatives)
         if twice := [text for text, count in counts.items() if count > 1]:
             raise document.refuse(

@@ -7,14 +7,16 @@ output_dir/
   sweep.json        the same for programs; jobs.json: the SLURM job of each run
   NAME/config.yaml  the configuration of one run, for `rl`, `sft` or `align`
   NAME/job.sh       its job script
+  NAME/secrets.sh   keys that it exports, if there are any
   NAME/run/         its run directory
   results.csv results.svg    by --status, and at the end of every run
+
+Files that hold a secret only the user can read.
 """
 
 import csv
 import io
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from tandem.config.changes import Change
 from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
@@ -34,10 +37,11 @@ from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
 from tandem.utils.files import json_text, read_json, write_atomic, write_json
 from tandem.utils.run_lock import refuse_unwritable
+from tandem.utils.secrets import holds_secret
 
 EXPERIMENT, SWEEP, JOBS, LOCK = "experiment.yaml", "sweep.json", "jobs.json", ".lock"
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C, where libyaml is there
-CONFIG, SCRIPT, EVALUATION = "config.yaml", "job.sh", "evaluate.sh"
+CONFIG, SCRIPT, EVALUATION, SECRETS = "config.yaml", "job.sh", "evaluate.sh", "secrets.sh"
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
     with refuse_unwritable(output_dir, "execution.output_dir"):
         output_dir.mkdir(parents=True, exist_ok=True)
     if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
-        shutil.copyfile(experiment, output_dir / EXPERIMENT)
+        is_private = any(run.secrets or holds_secret([run.tree, run.evaluation]) for run in runs)
+        write_atomic(output_dir / EXPERIMENT, experiment.read_bytes(), private=is_private)
     for run in reported(runs, "written"):
         _write_run(output_dir, run)
     kept = [Run(**_stored(run)) for run in runs]
@@ -94,25 +99,31 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
 
 
 def _write_run(output_dir: Path, run: SubExperiment) -> None:
-    for path, content in _files_of(output_dir, run).items():
+    if not run.secrets:
+        (run.folder / SECRETS).unlink(missing_ok=True)
+    for path, (content, is_private) in _files_of(output_dir, run).items():
         # Not flushed: `sweep` can write it again, and a sweep may have tens of thousands.
-        write_atomic(path, content, flush=False)
+        write_atomic(path, content, flush=False, private=is_private)
     make_log_folders(run.slurm)
 
 
-def _files_of(output_dir: Path, run: SubExperiment) -> dict[Path, bytes]:
-    """All that the jobs of a run are made of."""
+def _files_of(output_dir: Path, run: SubExperiment) -> dict[Path, tuple[bytes, bool]]:
+    """All that the jobs of a run are made of, and whether only the user may read it."""
     job, servers = training_job(output_dir, run)
-    texts = {CONFIG: _config_text(run), SCRIPT: render(job)}
+    texts = {CONFIG: (_config_text(run), holds_secret(run.tree)), SCRIPT: (render(job), False)}
+    if run.secrets:
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in run.secrets.items()]
+        texts[SECRETS] = ("".join(lines), True)
     if run.evaluation is not None:
-        texts |= {"evaluate.yaml": _yaml(run.evaluation), EVALUATION: render(evaluation_job(output_dir, run))}
-    files = {run.folder / name: text.encode() for name, text in texts.items()}
-    return files | {path: json_text(tree) for path, tree in servers.items()}
+        texts["evaluate.yaml"] = (_yaml(run.evaluation), holds_secret(run.evaluation))
+        texts[EVALUATION] = (render(evaluation_job(output_dir, run)), False)
+    files = {run.folder / name: (text.encode(), is_private) for name, (text, is_private) in texts.items()}
+    return files | {path: (json_text(tree), holds_secret(tree)) for path, tree in servers.items()}
 
 
 def _refuse_rewriting(output_dir: Path, run: SubExperiment, job: str) -> None:
     """A job that waits or runs reads these files when it starts, and when it is queued again."""
-    for path, content in _files_of(output_dir, run).items():
+    for path, (content, _) in _files_of(output_dir, run).items():
         if not path.exists() or path.read_bytes() != content:
             raise UserError(
                 f"run {run.name!r} waits or runs as job {job}, and {path.name} would change under it; wait for it, "
@@ -155,6 +166,7 @@ def training_job(output_dir: Path, run: SubExperiment) -> tuple[Job, dict[Path, 
         save_timeout_s=config.checkpoint.on_signal_timeout_s,
         always_goes_on=True,
         environment=run.environment,
+        secrets=run.folder / SECRETS if run.secrets else None,
         comment=[f"{run.algorithm}: {_told(run.variant.varied)}", f"Written by `sweep`; see {output_dir}/summary.txt"],
         after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
     )
@@ -175,6 +187,7 @@ def evaluation_job(output_dir: Path, run: SubExperiment) -> Job:
         folder=run.folder,
         slurm=slurm,
         environment=run.environment,
+        secrets=run.folder / SECRETS if run.secrets else None,
         comment=[f"Evaluates the model of {run.name}"],
         after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
     )
@@ -204,7 +217,7 @@ def _refuse_changed(run: SubExperiment) -> None:
     old, new = flatten(yaml.safe_load(stored.read_text())), flatten(run.tree)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if changed:
-        told = ", ".join(f"{key} = {old.get(key)!r} → {new.get(key)!r}" for key in changed[:3])
+        told = ", ".join(str(Change(key, old.get(key), new.get(key))) for key in changed[:3])
         raise UserError(
             f"run {run.name!r} was started with another configuration ({told}); give the experiment another "
             f"output_dir, or delete {run.folder}"

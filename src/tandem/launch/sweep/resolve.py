@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tandem.config.sources import Tree, merge, nest, read_config_file
 from tandem.data.dataset import check_sources
 from tandem.data.rows import refuse_missing
 from tandem.envs.registry import check_names
+from tandem.launch.plan import hide_keys
 from tandem.launch.slurm.job import check_venv
 from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name, is_loss_of
 from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
@@ -36,6 +38,7 @@ from tandem.launch.sweep.same_runs import idle_keys, refuse_same_runs
 from tandem.models.files import check_model, check_positions
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
+from tandem.utils.secrets import HIDDEN, holds_secret, names_secret
 
 CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
 KEYS = {"data.path": "dataset_name", "env.id": "env", "env.reward": "reward_funcs"}  # that give these options
@@ -49,10 +52,11 @@ class SubExperiment:
     algorithm: str
     command: str
     folder: Path
-    tree: Tree  # for the command
+    tree: Tree  # for the command, without the keys of our own servers
     config: Config  # the same, checked
     slurm: SlurmConfig
     environment: Mapping[str, str]
+    secrets: Mapping[str, str]  # more of the environment, which only the user may read
     notes: list[str]
     evaluation: Tree | None
     content: str  # equal for runs that are the same but for their names
@@ -108,13 +112,14 @@ class Resolver:
     def _meaning(self, variant: Variant) -> str:
         """Equal where runs are the same but for their names. 1 and 1.0 stay apart where an option takes both."""
         run = self.resolve(replace(variant, name="any"))
-        return repr((run.command, run.config, run.slurm, run.environment, run.evaluation))
+        return repr((run.command, run.config, run.slurm, run.environment, run.secrets, run.evaluation))
 
     def resolve(self, variant: Variant) -> SubExperiment:
         name, algorithm = self._algorithm(variant)
         folder = self.output_dir / variant.name
         slurm = self._slurm(variant)
         environment = self._environment(variant)
+        secrets = {name: value for name, value in environment.items() if names_secret(name) or holds_secret(value)}
         options = Options(algorithm.is_online)
         if slurm.inference_nodes is not None and not algorithm.is_online:
             options.notes.append(f"inference_nodes: {name} has no inference servers; all nodes train")
@@ -130,9 +135,14 @@ class Resolver:
             tree["slurm"] = {"nodes": slurm.nodes, "inference_nodes": slurm.serving_nodes}
         config = self._check(CONFIGS[algorithm.command], tree, options)
         self._check_files(config, tree)
+        evaluation = self._evaluation(folder, tree, algorithm)
+        if holds_secret(tree):
+            tree = deepcopy(tree)  # parts of it belong to the experiment
+            secrets |= hide_keys(tree)
+        environment = {name: value for name, value in environment.items() if name not in secrets}
         return SubExperiment(
-            *(variant, name, algorithm.command, folder, tree, config, slurm, environment, options.notes),
-            evaluation=self._evaluation(folder, tree, algorithm),
+            *(variant, name, algorithm.command, folder, tree, config, slurm, environment, secrets, options.notes),
+            evaluation=evaluation,
             content=hashlib.sha256(given.encode()).hexdigest(),
         )
 
@@ -169,7 +179,8 @@ class Resolver:
                 told = f"{name!r} is no name of a variable; give letters, digits and _"
                 raise self.document.refuse("environment", name, told)
             if not isinstance(value, str) or not is_one_line(value):
-                raise self.document.refuse("environment", name, f"{name} = {value!r} is not a text of one line")
+                told = HIDDEN if names_secret(name) else repr(value)
+                raise self.document.refuse("environment", name, f"{name} = {told} is not a text of one line")
         return given
 
     def _tree(self, variant: Variant, name: str, algorithm: Algorithm, options: Options, slurm: SlurmConfig) -> Tree:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.config.shared import num_steps
 from tandem.launch.sweep.arguments import placed
+from tandem.utils.secrets import names_secret
 
 DEFAULT_BATCH_SIZE = 8  # of transformers, for one device
 HELD_OUT = 0.05
@@ -48,7 +49,8 @@ class Options:
         for option, given in _leaves(path, value).items():
             if option in self.values and (before := self.values[option]) != given:
                 other = self.sources[option]
-                raise Refused(key, f"{key} and {other} both set {option}, to {given!r} and {before!r}; give one")
+                told = "" if names_secret(option) else f", to {given!r} and {before!r}"
+                raise Refused(key, f"{key} and {other} both set {option}{told}; give one")
             self.values[option], self.sources[option] = given, key
 
     def compute(self, path: str, value: Any, why: str) -> None:

@@ -72,6 +72,13 @@ def test_what_has_spaces_is_quoted(tmp_path: Path) -> None:
     assert "#SBATCH --comment='two words'\n" in script and "#SBATCH --output='/my logs/%j.out'\n" in script
 
 
+def test_secrets_have_no_place_in_a_script_that_all_can_read() -> None:
+    SlurmConfig.model_validate({"export": "ALL,HF_TOKEN,OMP_NUM_THREADS=1"})
+    with pytest.raises(UserError, match="export holds HF_TOKEN, which all could read") as refused:
+        load_config(SFTConfig, ["--slurm.export", "ALL,HF_TOKEN=s3cret"])
+    assert "s3cret" not in str(refused.value)
+
+
 def test_what_the_user_says_wins(tmp_path: Path) -> None:
     script = render(make_job(tmp_path, slurm={"output": "/logs/%j", "no-requeue": True, "signal": "TERM@5"}))
     assert "#SBATCH --output=/logs/%j\n" in script and "#SBATCH --signal=TERM@5\n" in script

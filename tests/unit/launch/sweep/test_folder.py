@@ -16,6 +16,7 @@ from tests.unit.launch.sweep.conftest import Write
 
 from tandem.config.align import AlignConfig
 from tandem.config.base import load_config
+from tandem.config.rl import RLConfig
 from tandem.entrypoints import sweep as entrypoint
 from tandem.launch.slurm.job import SITE_TEMPLATES
 from tandem.launch.sweep import folder, resolve
@@ -58,6 +59,50 @@ def test_each_run_has_a_script_and_a_configuration(write: Write, tmp_path: Path)
     rows = list(csv.DictReader((output_dir / "runs.csv").read_text().splitlines()))
     assert [row["name"] for row in rows] == ["lr0.0001", "lr0.0002"]
     assert "scheduler.type = linear: the default of transformers" in (output_dir / "summary.txt").read_text()
+
+
+KEYS = """\
+  inference.server.api_key: s3cret-1
+  env_args: {judge: {api_key: s3cret-2}}
+  max_steps: 2
+environment:
+  WANDB_PROJECT: mine
+  WANDB_API_KEY: s3cret 3
+  HTTPS_PROXY: http://me:s3cret-4@proxy
+evaluation:
+  env: reverse-text
+  env.args: {token: s3cret-5}"""
+
+
+def test_no_secret_can_be_read_by_others_and_jobs_have_them(write: Write, tmp_path: Path) -> None:
+    programs, found = tmp_path / "venv" / "bin", tmp_path / "found"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    (programs / "python").write_text(f"#!/bin/bash\nenv >> {found}\n")
+    (programs / "python").chmod(0o755)
+    options: Any = {"algorithm": "grpo", "script": ("env: reverse-text",), "slurm": (f"venv: {tmp_path}/venv",)}
+    output_dir, [run] = entrypoint.write(write(**options, rest=KEYS))
+    files = [path for path in output_dir.rglob("*") if path.is_file()]
+    hold = {path.name: path.stat().st_mode & 0o777 for path in files if "s3cret" in path.read_text()}
+    assert hold == dict.fromkeys(("experiment.yaml", "config.yaml", "evaluate.yaml", "secrets.sh"), 0o600)
+    assert "s3cret-1" not in (Path(run.folder) / "config.yaml").read_text()
+    assert all(path.stat().st_mode & 0o044 for path in files if path.name not in hold)
+    for script in (run.script, run.evaluation_script):
+        found.unlink(missing_ok=True)
+        subprocess.run(["bash", str(script)], check=True, env={"PATH": "/usr/bin:/bin"}, capture_output=True)
+        variables = found.read_text().splitlines()
+        assert {"TANDEM_API_KEY=s3cret-1", "WANDB_API_KEY=s3cret 3", "WANDB_PROJECT=mine"} < set(variables)
+    config = load_config(RLConfig, ["@", f"{run.folder}/config.yaml"])
+    assert config.inference is not None and config.inference.server.api_key_var == "TANDEM_API_KEY"
+
+
+@pytest.mark.parametrize(
+    "rest", ["environment:\n  HF_TOKEN: [s3cret, b]", "  env_args: [{api_key: s3cret}, {api_key: b}]"]
+)
+def test_secrets_tell_no_runs_apart(write: Write, rest: str) -> None:
+    with pytest.raises(UserError, match=r"(HF_TOKEN|env_args) has several values, .*; give one") as refused:
+        entrypoint.write(write("max_steps: 2", algorithm="grpo", script=("env: reverse-text",), rest=rest))
+    assert "s3cret" not in str(refused.value)
 
 
 def test_writing_again_changes_nothing_and_another_configuration_is_refused(

@@ -16,6 +16,9 @@ source {{ venv }}/bin/activate || exit 1
 {% for name, value in environment -%}
 export {{ name }}={{ value }}
 {% endfor -%}
+{% if secrets -%}
+source {{ secrets }} || exit 1                          # keys
+{% endif -%}
 {% endblock -%}
 {% block nodes -%}
 job=${SLURM_JOB_ID:-}                                   # empty: the script was started by hand, without SLURM
