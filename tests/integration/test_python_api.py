@@ -4,9 +4,12 @@ import argparse
 import ast
 import asyncio
 import doctest
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.documentation import FENCE, ROOT
+from tests.ports import free_port
 
 import tandem
 from tandem.api import training
@@ -50,6 +54,65 @@ def test_other_code_of_the_documentation_uses_names_that_exist() -> None:
         name for line in PAGE.read_text().splitlines() if line.startswith("| `") for name in line.split("`")[1::2]
     }
     assert {name for name in tandem.__all__ if name[0].isupper()} <= listed
+
+
+# As a notebook is: nothing in it can be imported, and no part of it is below `if __name__ == "__main__":`.
+PROGRAM = """\
+import json, sys
+import tandem
+from tandem.types.rollout import Task
+
+SCALE, model, rows = 0.5, sys.argv[1], sys.argv[2]
+
+def length(text):
+    return SCALE * len(text)
+
+def reward(completion, answer):
+    return 7 + length(completion)
+
+def advantages_above(bar):
+    def advantages(groups):
+        return [[reward - bar for reward in group] for group in groups]
+    return advantages
+
+class Letters:
+    def __init__(self, letters="abcdef"):
+        asked = [[{"role": "user", "content": letter}] for letter in letters]
+        self.train_tasks = [Task(i, messages, letters[i]) for i, messages in enumerate(asked)]
+        self.eval_tasks = self.train_tasks[:2]
+
+    def score(self, task, completion):
+        return float(completion == task.answer)
+
+short = {"seq_len": 64, "threads": 1}
+trained = tandem.sft(model=model, data={"path": rows}, max_steps=2, batch_size=4, lr=1e-3, output_dir="sft", **short)
+folder = tandem.export("sft", output_dir="exported")
+scores = tandem.evaluate(model=folder, env=Letters, num_prompts=2, max_tokens=4, **short)
+metrics = tandem.rl(
+    model=folder, seq_len=64, max_steps=1, prompts_per_step=2, group_size=2, sampling={"max_tokens": 4}, inference={},
+    env=Letters, reward=reward, advantage=advantages_above(1.0), eval={"num_prompts": 2}, output_dir="rl", show="lines",
+    port=int(sys.argv[3]),
+)
+print(json.dumps([trained, scores, metrics]))
+"""
+
+
+def test_the_commands_with_what_a_notebook_defines(tiny_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{letter}", "completion": "{letter}"}}\n' for letter in "abcdefgh"))
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), str(tiny_model), str(rows), str(free_port())]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained, (scores,), metrics = json.loads(done.stdout.splitlines()[-1])
+    assert [row["step"] for row in trained] == [1, 2] and all(row["loss"] > 0 for row in trained)
+    assert scores["num_prompts"] == 2 and 0 <= scores["reward"] <= 1
+    # Each step is one row of all processes, evaluations included.
+    assert [row["step"] for row in metrics] == [0, 1] and all("eval/reward" in row for row in metrics)
+    assert metrics[1]["reward/min"] >= 7.0 and "loss" in metrics[1] and "trainer/tokens_per_s" in metrics[1]
+    written = {path.name.rpartition("_")[0] for path in (tmp_path / "rl" / "functions").glob("*.py")}
+    assert written == {"Letters", "reward", "advantages"}
 
 
 def kill(pattern: str) -> None:

@@ -50,7 +50,7 @@ class Reward:
             config = _Named.model_validate({"reward": {"type": type, **options}}).reward
         except ValidationError as error:
             raise UserError(f"Reward({type!r}): {explain_validation_error(_Named, error)}") from error
-        require_installed(config)
+        require_installed(config.kind)
         make_call(config, make=False)
         self.config = config
 

@@ -14,7 +14,7 @@ from tandem.config.explain import explain_validation_error
 from tandem.envs.rewarded import Rewarded, by_answer
 from tandem.envs.signatures import require_arguments
 from tandem.envs.system_prompt import SystemPrompted
-from tandem.rewards.registry import REWARDS, RewardFunction
+from tandem.rewards.registry import REWARDS, RewardFunction, require_installed
 from tandem.rewards.weighted import WeightedRewards
 from tandem.utils.errors import UserError, shown
 from tandem.utils.places import own_place, with_place
@@ -69,6 +69,7 @@ def check_names(config: EnvConfig) -> None:
 
 def _find_reward(name: str) -> RewardFunction:
     reward = find_registered(REWARDS, name, "env.reward")
+    require_installed(name, "env.reward")
     require_arguments(reward, ("completion", "answer"), f"env.reward = {name!r}")
     return reward
 

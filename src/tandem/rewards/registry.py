@@ -77,10 +77,11 @@ def is_slow(config: RewardConfig, call: Call) -> bool:
     return isinstance(config, OwnConfig) or config.kind in SLOW or config.options.get("extract") is not None
 
 
-def require_installed(config: RewardConfig) -> None:
-    package = NEEDS.get(config.kind)
+def require_installed(reward: str, key: str = "env.rewards.type") -> None:
+    """UserError, naming the option `key`, where one of our rewards lacks its package."""
+    package = NEEDS.get(reward)
     if package is not None and find_spec(package) is None:
-        raise UserError(f"env.rewards.type = {config.kind!r} needs {package}; pip install 'tandem-rl[rewards]'")
+        raise UserError(f"{key} = {reward!r} needs {package}; pip install 'tandem-rl[rewards]'")
 
 
 def _code(config: CodeConfig) -> CodeReward:

@@ -22,7 +22,7 @@ class WeightedRewards:
     def __init__(self, configs: Sequence[RewardConfig], num_workers: int) -> None:
         self.configs = configs
         for config in configs:
-            require_installed(config)
+            require_installed(config.kind)
         looked_at = [make_call(config, make=False) for config in configs]
         self._slow = [is_slow(config, call) for config, call in zip(configs, looked_at, strict=True)]
         self._calls = [

@@ -317,7 +317,7 @@ def test_callables_reach_the_configuration_by_import_path(tmp_path: Path) -> Non
     trained = PyTorchTrainingBackend("m", output_dir=tmp_path, loss=own_reward).config
     assert load_object(trained.loss.type, "k") is own_reward
     assert PyTorchTrainingBackend("m", loss="gspo", lr=0.5).config.loss.type == "gspo"
-    mine = load_object(RLTrainingConfig(num_steps=1, advantage=own_advantages).advantage, "k")
+    mine = load_object(str(RLTrainingConfig(num_steps=1, advantage=own_advantages).advantage), "k")
     assert mine([[1.0, 2.0]]) == [[2.0, 4.0]]
     assert [task.answer for task in DataBuffer.from_env(OwnEnv).tasks] == ["b"]
     told = refusal(lambda: parse_rl(model="m", reward=partial(own_reward, answer="")))
