@@ -156,6 +156,48 @@ def test_the_conversations_of_a_group_stay_at_one_server_while_it_is_there(tmp_p
     run_with(tmp_path, 2, body)
 
 
+def test_the_latest_conversations_are_those_whose_server_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.orchestrator.weight_sync.MAX_SESSIONS", 2)
+
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        def chat(session: int) -> asyncio.Future[list[Completion]]:
+            request = SamplingRequest(1, 1, temperature=1.0, seed=0, session=session)
+            return asyncio.ensure_future(policy.generate([session], request))
+
+        for machine in machines:
+            machine.slow.clear()
+        waiting = [chat(session) for session in (5, 6, 7, 7, 7)]
+        await asyncio.sleep(0.01)
+        assert [machine.asked for machine in machines] == [[[5], [7], [7], [7]], [[6]]]
+        waiting.append(chat(5))  # forgotten: it goes where there is less to do
+        await asyncio.sleep(0.01)
+        assert machines[1].asked == [[6], [5]]
+        for machine in machines:
+            machine.slow.set()
+        await asyncio.gather(*waiting)
+
+    run_with(tmp_path, 2, body)
+
+
+def test_the_limit_is_that_of_the_servers_that_are_there(tmp_path: Path) -> None:
+    async def run() -> None:
+        machines = [Machine(f"http://host{number}:8000") for number in range(3)]
+        policy = Policy(machines, BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"), 4)
+        assert policy.limit == 12
+        machines[1].on_trouble()
+        assert (policy.limit, policy.num_present) == (8, 2)
+        policy.replicas[0].gate.limit = None
+        assert policy.limit is None
+        for server in list(machines):
+            policy.remove(server)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody looks after a server that was removed"
+
+    asyncio.run(run())
+
+
 def test_every_server_gets_every_version_before_it_counts(tmp_path: Path) -> None:
     async def body(policy: Policy, machines: list[Machine]) -> None:
         await policy.load(tmp_path, 1)
