@@ -1,7 +1,9 @@
-"""Two hosts on one machine: network namespaces on a bridge, each with an address of its own."""
+"""Two hosts on one machine: network namespaces on a bridge, each with an address of its own. Their own name leads to
+loopback, as Debian installs it."""
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 
 SUBNET = "10.77.0"
+FILES = Path("/etc/netns")  # which `ip netns exec` lays over those of /etc
 # Names of files know nothing of network namespaces: a socket in the file system leads into one.
 RELAY = """\
 import asyncio, sys
@@ -99,10 +102,13 @@ def make_two_hosts() -> Iterator[list[Host]]:
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", host.namespace, "link", "set", "eth0", "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
+            (FILES / host.namespace).mkdir(parents=True)
+            (FILES / host.namespace / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
         yield hosts
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.namespace], check=False, capture_output=True)
+            shutil.rmtree(FILES / host.namespace, ignore_errors=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
 
 

@@ -127,7 +127,7 @@ def command_line(job: Job) -> str:
     return (
         f"python -m {srun.MODULE} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
         f"  python -m torch.distributed.run --nnodes={nodes} --nproc-per-node={job.ranks_per_node} \\\n"
-        f"  --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$TANDEM_RENDEZVOUS "
+        f"  --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$TANDEM_RENDEZVOUS "
         f"--shutdown-timeout={shutdown_timeout(job.save_timeout_s)} \\\n"
         f"  -m {module} {given}"
     )

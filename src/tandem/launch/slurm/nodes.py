@@ -47,7 +47,7 @@ def _over(plan: ProcessPlan, nodes: Sequence[str], save_timeout_s: float) -> Pro
         *(f"--nodelist={','.join(nodes)}", "--overlap", "--kill-on-bad-exit=1", "--"),
         *("env", f"--unset={SUPERVISOR_PID}"),
         *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}"),
-        *(f"--nproc-per-node={plan.config['parallel']['ranks']}", "--rdzv-backend=c10d"),
+        f"--nproc-per-node={plan.config['parallel']['ranks']}",
         *(f"--rdzv-id={os.environ['SLURM_JOB_ID']}", f"--rdzv-endpoint={os.environ['TANDEM_RENDEZVOUS']}"),
         f"--shutdown-timeout={shutdown_timeout(save_timeout_s)}",
         *("-m", module, sign, config_file),

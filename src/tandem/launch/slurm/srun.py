@@ -22,7 +22,9 @@ from tandem.utils.processes import REPEATED_WITHIN_S, die_with_parent, run_entry
 
 MODULE = "tandem.launch.slurm.srun"
 POLL_S = 0.1
+# PET_NODE_RANK is torchrun's own name for --node-rank: its first node, which the others connect to, is srun's first.
 TASK = """\
+export PET_NODE_RANK=$SLURM_PROCID
 trap 'kill -TERM $command 2> /dev/null' URG
 "$@" &
 command=$!
