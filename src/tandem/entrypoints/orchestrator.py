@@ -55,7 +55,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
             prompts = encode_prompts(environment, tokenizer, config)
             await try_environments(environment, config, tokenizer)
             refuse_missing_trackers(config.metrics.report_to)
-            step = start_step(run_dir, resume=config.resume, own_folder="rollouts", marker=MARKER)
+            step = start_step(run_dir, "orchestrator", resume=config.resume, own_folder="rollouts", marker=MARKER)
             resumed_from = OrchestratorState.load(run_dir, step) if step else None
             run_dir.create()
             known = whole_config(config, run_dir)

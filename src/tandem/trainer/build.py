@@ -54,7 +54,7 @@ def agree_on_start(config: TrainingConfig, ranks: Ranks) -> int:
     start = 0
     if ranks.is_first:
         run_dir = RunDir(config.output_dir)
-        start = start_step(run_dir, resume=config.resume, own_folder="weights", marker=MANIFEST)
+        start = start_step(run_dir, "trainer", resume=config.resume, own_folder="weights", marker=MANIFEST)
         if start > config.max_steps:
             raise UserError(
                 f"max_steps = {config.max_steps}, but the run in output_dir = {str(config.output_dir)!r} has a "

@@ -25,6 +25,7 @@ from tandem.utils.run_lock import refuse_unwritable
 TEMPLATES = Path(__file__).parent / "templates"
 SITE_TEMPLATES = "TANDEM_SLURM_TEMPLATES"
 JOB = "TANDEM_SLURM_JOB"  # set by the script: the job that a command is the work of; empty by hand
+SRUN = f"python -m {srun.MODULE}"  # which lets what it runs end by itself, where srun would kill it
 RESTARTED = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]'
 
 
@@ -91,6 +92,7 @@ def render(job: Job) -> str:
         "first": shlex.join(job.first),
         "goes_on": f"[ -e {quoted(job.run)}/config ]" if job.always_goes_on else RESTARTED,
         "command": command_line(job),
+        "srun": SRUN,
         "after": list(job.after),
         "requeues": job.slurm.requeues is not False,
     }
@@ -125,7 +127,7 @@ def command_line(job: Job) -> str:
         return f"python -m {module} {given}"
     nodes = job.slurm.nodes
     return (
-        f"python -m {srun.MODULE} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
+        f"{SRUN} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
         f"  python -m torch.distributed.run --nnodes={nodes} --nproc-per-node={job.ranks_per_node} \\\n"
         f"  --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$TANDEM_RENDEZVOUS "
         f"--shutdown-timeout={shutdown_timeout(job.save_timeout_s)} \\\n"

@@ -1,4 +1,4 @@
-"""srun for commands that save a checkpoint on SIGTERM: on that signal, srun itself would kill them at once.
+"""srun for commands that end by themselves on SIGTERM, the trainer with a checkpoint: srun would kill them at once.
 
     this process ──► srun ──► on each node: a shell ──► the command
           └──── scancel --signal=URG ───────►└─ SIGTERM ─►┘
