@@ -1,8 +1,10 @@
-"""Two hosts on one machine: network namespaces on a bridge, each with an address of its own."""
+"""Two hosts on one machine: network namespaces on a bridge, each with an address of its own. Their own name leads to
+loopback, as Debian installs it."""
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 
 SUBNET = "10.77.0"
+FILES = Path("/etc/netns")  # which `ip netns exec` lays over those of /etc
 # Names of files know nothing of network namespaces: a socket in the file system leads into one.
 RELAY = """\
 import asyncio, sys
@@ -71,6 +74,9 @@ class Host:
         _ip("-n", self.namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
         _ip("-n", self.namespace, "link", "set", "lo", "up")
+        files = FILES / self.namespace
+        files.mkdir(parents=True, exist_ok=True)
+        (files / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
 
     def lose_power(self) -> None:
         """Nobody on the network hears of it: the link is gone before the processes, and their connections, are."""
@@ -122,6 +128,7 @@ def make_two_hosts() -> Iterator[list[Host]]:
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.namespace], check=False, capture_output=True)
+            shutil.rmtree(FILES / host.namespace, ignore_errors=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
 
 

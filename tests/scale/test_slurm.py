@@ -279,6 +279,7 @@ def test_rl_goes_on_after_its_time_limit_and_after_its_server_was_killed(rl_run:
     rl_run.gate.touch()
     rl_run.cluster.wait([rl_run.job], 480, rl_run.run)
     assert rl_run.cluster.jobs().get(rl_run.job) == "COMPLETED", printed(rl_run.run)
+    assert "srun" not in printed(rl_run.run).rpartition("Talk to it:")[2], "servers are told to end, not killed"
     assert "ended with exit code 137 and is started again in 1 s" in log.read_text()
     assert log.read_text().count("Application startup complete") == before + 1
     rewards = {line["step"]: line["reward/mean"] for line in rl_run.steps("orchestrator") if "reward/mean" in line}

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import torch
 from safetensors.torch import load_file
+from tests.documentation import ROOT, commands_of
 from tests.integration.processes import wait_until
 from tests.patience import PATIENCE
 from tests.scale.hosts import Host
@@ -92,13 +93,15 @@ def slow_clock(folder: Path) -> Path:
 
 
 def start(hosts: list[Host], config_file: Path) -> list[subprocess.Popen[str]]:
-    """torchrun as the documentation shows it, on each host. The clock of the second is slow."""
+    """torchrun as docs/scaling.md shows it, on each host. The clock of the second is slow."""
+    (shown,) = [shown for shown in commands_of(ROOT / "docs" / "scaling.md") if shown.program == "torchrun"]
     started = []
     for rank, host in enumerate(hosts):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        torchrun += [f"--node-rank={rank}", f"--master-addr={hosts[0].address}", "--master-port=29500"]
-        command = host.command([*torchrun, "-m", "tandem.entrypoints.trainer", "@", str(config_file)])
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        here = {"8": "1", "0": str(rank), "10.0.0.1:29500": f"{hosts[0].address}:29500"}
+        words = [here.get(word, word) for word in shown.arguments]
+        assert words[-2] == "@" and here.keys() <= {*shown.arguments}
+        command = host.command([sys.executable, "-m", "torch.distributed.run", *words[:-1], str(config_file)])
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if rank > 0:
             environment |= {"LD_PRELOAD": str(slow_clock(config_file.parent))}
         started.append(

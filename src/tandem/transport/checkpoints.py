@@ -192,18 +192,29 @@ def drop_lines_after(path: Path, step: int, process: str | None = None) -> int:
 
 
 def start_step(run_dir: RunDir, process: str, *, resume: bool, own_folder: str, marker: str) -> int:
-    """The step to go on from; 0 for a new run.
+    """The step that `process` goes on from, whether it was started by hand or by `rl`; 0 for a new run.
 
-    `own_folder` is where the calling process publishes: what lies there beyond the starting point would be
-    taken for this run's, so it is refused (`rl --resume` and `rl --clean` remove it). Its lines in metrics.jsonl of a
-    step that it was killed in, before it published, are removed.
+    `own_folder` is where it publishes: what lies there beyond the starting point would be taken for this run's, so it
+    is refused. (`rl` has removed it.) Its lines in metrics.jsonl of a step that it was killed in, before it published,
+    are removed.
     """
-    step = require_checkpoint(run_dir) if resume else 0
+    root, newest = str(run_dir.root), newest_checkpoint(run_dir)
+    if resume and newest is None:
+        raise UserError(f"resume: output_dir = {root!r} holds no complete checkpoint; start again without --resume")
+    step = newest if resume and newest is not None else 0
     beyond = [found for found in steps_with(run_dir.root / own_folder, marker) if found > step]
     if beyond:
+        told = (
+            f"output_dir = {root!r} holds {own_folder} up to step {beyond[-1]}, but this run starts after step {step}"
+        )
+        if not resume and newest is not None:
+            raise UserError(f"{told}; go on after step {newest} with `{process} --resume`, or give another output_dir")
+        removed, again = (
+            f"{own_folder} of steps {beyond[0]} to {beyond[-1]}",
+            "both with --resume" if resume else "again",
+        )
         raise UserError(
-            f"output_dir = {str(run_dir.root)!r} holds {own_folder} up to step {beyond[-1]}, but this run starts "
-            f"after step {step}; use `rl --resume` or `rl --clean`, which remove them, or another output_dir"
+            f"{told}; end trainer and orchestrator, remove {removed}, and start {again}; or give another output_dir"
         )
     drop_lines_after(run_dir.metrics, step, process)
     if resume:

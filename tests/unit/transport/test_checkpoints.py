@@ -255,7 +255,7 @@ def test_a_new_run_starts_at_zero_and_a_resumed_one_at_its_checkpoint(tmp_path: 
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint; start again"):
+    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint; start again without"):
         start(RunDir(tmp_path), resume=True)
 
 
@@ -270,15 +270,18 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     )
 
 
-def test_work_beyond_the_start_is_refused(tmp_path: Path) -> None:
+def test_work_beyond_the_start_is_refused_with_what_the_process_itself_can_do(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    save(run_dir.weights, 8)
-    with pytest.raises(
-        UserError, match="holds weights up to step 8, but this run starts after step 0; use `rl --resume`"
-    ):
+    for step in (7, 8):
+        save(run_dir.weights, step)
+    beyond = "holds weights up to step 8, but this run starts after step"
+    removed = "end trainer and orchestrator, remove weights of steps 7 to 8, and start"
+    with pytest.raises(UserError, match=f"{beyond} 0; {removed} again"):
         start(run_dir, resume=False)
     save(run_dir.checkpoints, 6)
-    with pytest.raises(UserError, match="up to step 8, but this run starts after step 6"):
+    with pytest.raises(UserError, match=f"{beyond} 0; go on after step 6 with `trainer --resume`, or give another"):
+        start(run_dir, resume=False)
+    with pytest.raises(UserError, match=f"{beyond} 6; {removed} both with --resume"):
         start(run_dir, resume=True)
     rewind(run_dir, 6)
     assert start(run_dir, resume=True) == 6

@@ -27,6 +27,7 @@ SITE_TEMPLATES = "TANDEM_SLURM_TEMPLATES"
 JOB = "TANDEM_SLURM_JOB"  # set by the script: the job that a command is the work of; empty by hand
 # c10d takes nodes for dead whose clocks differ, and starts the others without them.
 RENDEZVOUS = "--rdzv-backend=static"
+SRUN = f"python -m {srun.MODULE}"  # which lets what it runs end by itself, where srun would kill it
 RESTARTED = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]'
 
 
@@ -95,6 +96,7 @@ def render(job: Job) -> str:
         "first": shlex.join(job.first),
         "goes_on": f"[ -e {quoted(job.run)}/config ]" if job.always_goes_on else RESTARTED,
         "command": command_line(job),
+        "srun": SRUN,
         "after": list(job.after),
         "requeues": job.slurm.requeues is not False,
     }
@@ -129,7 +131,7 @@ def command_line(job: Job) -> str:
         return f"python -m {module} {given}"
     nodes = job.slurm.nodes
     return (
-        f"python -m {srun.MODULE} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
+        f"{SRUN} --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 -- \\\n"
         f"  python -m torch.distributed.run --nnodes={nodes} --nproc-per-node={job.ranks_per_node} \\\n"
         f"  {RENDEZVOUS} --rdzv-endpoint=$TANDEM_RENDEZVOUS "
         f"--shutdown-timeout={shutdown_timeout(job.save_timeout_s)} \\\n"

@@ -1,4 +1,4 @@
-"""srun for commands that save a checkpoint on SIGTERM: on that signal, srun itself would kill them at once.
+"""srun for commands that end by themselves on SIGTERM, the trainer with a checkpoint: srun would kill them at once.
 
     this process ──► srun ──► on each node: a shell ──► the command
           └──── scancel --signal=URG ───────►└─ SIGTERM ─►┘
@@ -22,7 +22,7 @@ from tandem.utils.processes import REPEATED_WITHIN_S, die_with_parent, run_entry
 
 MODULE = "tandem.launch.slurm.srun"
 POLL_S = 0.1
-# torchrun finds there which of the nodes it is on.
+# PET_NODE_RANK is torchrun's own name for --node-rank: its first node, which the others connect to, is srun's first.
 TASK = """\
 export PET_NODE_RANK=$SLURM_NODEID
 trap 'kill -TERM $command 2> /dev/null' URG

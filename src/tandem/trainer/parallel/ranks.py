@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from tandem.config.shared import Device
 from tandem.models.runtime import choose_device
+from tandem.trainer.parallel.interface import choose_interface
 from tandem.utils.errors import UserError
 
 
@@ -119,6 +120,7 @@ def joined(device: Device, timeout_s: float, *, group_for_one: bool = False) -> 
             timeout=timeout,
         )
     else:
+        choose_interface()
         dist.init_process_group(backend, timeout=timeout)
     store = PrefixStore("tandem", _get_default_store())
     ranks = Ranks(rank, size, chosen, store)

@@ -44,6 +44,7 @@ def programs(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+AS_SRUN = f'case "$2" in {srun.MODULE}) exec srun "$@";; esac'
 TWO_NODES = 'case "$2" in hostnames) echo a; echo b;; *) echo "NodeAddr=10.0.0.$(tr ab 12 <<< "$3")";; esac'
 
 
@@ -372,7 +373,7 @@ def test_every_gpu_of_a_serving_node_has_a_server(tmp_path: Path, programs: Call
     folder = programs(
         scontrol=TWO_NODES,
         srun='while [ "$1" != bash ]; do shift; done; for n in 0 1; do SLURM_LOCALID=$n "$@"; done; exec sleep 100',
-        python=f'echo "$CUDA_VISIBLE_DEVICES $TANDEM_SERVERS $@" >> {tmp_path}/asked',
+        python=f'{AS_SRUN}\necho "$CUDA_VISIBLE_DEVICES $TANDEM_SERVERS $@" >> {tmp_path}/asked',
     )
     serving = {"serving": 1, "servers_per_node": 2, "inference": tmp_path / "inference.json"}
     until = f"while ! grep -q 'port 12007' {tmp_path}/asked; do sleep 0.01; done"
@@ -399,7 +400,7 @@ trap 'touch {tmp_path}/ended; exit 0' TERM; touch {tmp_path}/served; while :; do
         scontrol=TWO_NODES,
         srun=f'while [ "$1" != bash ]; do shift; done; "$@" & trap "kill -TERM $!" TERM; wait $!; wait $!; '
         f"touch {tmp_path}/served",
-        python=serve,
+        python=f"{AS_SRUN}\n{serve}",
     )
     job = make_job(
         tmp_path, "rl", {"nodes": 2}, serving=1, inference=tmp_path / "inference.json", delays_s=[0.01, 0.02]

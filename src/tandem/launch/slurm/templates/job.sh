@@ -79,19 +79,20 @@ serve() {
     code=$?
     while kill -0 $server 2> /dev/null; do wait $server; code=$?; done
     kill -KILL -- -$server 2> /dev/null                 # whatever it has left behind would be in the way
-    # Told to end, a user's mistake, or too many failures.
-    if [ $stopped = yes ] || [ $code -eq 2 ] || [ $delay = none ]; then exit $code; fi
+    if [ $stopped = yes ]; then exit 0; fi
+    # A user's mistake, or too many failures.
+    if [ $code -eq 2 ] || [ $delay = none ]; then exit $code; fi
     echo "the server ended with exit code $code and is started again in $delay s" >&2
     sleep $delay & wait $!
-    if [ $stopped = yes ]; then exit $code; fi
+    if [ $stopped = yes ]; then exit 0; fi
   done
 }
 export serving_port
 export -f serve
 cpus=$((${SLURM_CPUS_PER_TASK:-1} / {{ servers_per_node }}))
-srun --nodes={{ serving }} --ntasks={{ serving * servers_per_node }} --ntasks-per-node={{ servers_per_node }} \
+{{ srun }} --nodes={{ serving }} --ntasks={{ serving * servers_per_node }} --ntasks-per-node={{ servers_per_node }} \
   --nodelist="$(IFS=,; echo "${servers[*]}")" --cpus-per-task=$((cpus > 0 ? cpus : 1)) --overcommit \
-  --overlap --output={{ prints }}/inference-%N-%t.log --open-mode=append bash -c serve &
+  --overlap --output={{ prints }}/inference-%N-%t.log --open-mode=append -- bash -c serve &
 inference=$!
 trap 'kill -TERM $inference 2> /dev/null; wait' EXIT
 {% endif -%}
