@@ -15,7 +15,7 @@ from tandem.envs.registry import check_names, make_environment
 from tandem.envs.reverse_text import ReverseText
 from tandem.envs.system_prompt import SystemPrompted
 from tandem.envs.trial import try_environment
-from tandem.rewards.registry import NEEDS, REWARDS
+from tandem.rewards import registry as rewards
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 
@@ -222,10 +222,10 @@ def test_a_score_that_is_no_reward_names_the_function(own_rewards: None) -> None
 
 def test_a_reward_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.rewards.registry.find_spec", lambda name: None)
-    named = set(NEEDS) & set(REWARDS)
+    named = set(rewards.NEEDS) & set(rewards.REWARDS)
     assert named == {"math"}
     for name in named:
-        told = rf"env\.reward = '{name}' needs {NEEDS[name]}; pip install 'tandem-rl\[rewards\]'"
+        told = rf"env\.reward = '{name}' needs {rewards.NEEDS[name]}; pip install 'tandem-rl\[rewards\]'"
         for find in (make_environment, check_names):
             with pytest.raises(UserError, match=told):
                 find(EnvConfig(id="arithmetic", reward=name))
