@@ -14,11 +14,14 @@ from tandem.utils.processes import run_entrypoint, run_process
 DESCRIPTION = """\
 Asks a model the tasks of an environment, and tells how well it did.
 
-  evaluate --model models/my_model --env arithmetic             a model directory
-  evaluate --run outputs/rl --env arithmetic                    every version of a run
-  evaluate --endpoint.base-url http://host:8000 --env ./my_env.py:Mine --samples 8 --temperature 1
-  evaluate --model models/other --env arithmetic --compare outputs/evaluate/results.json --output-dir outputs/other
-Writes results.json and samples.jsonl to output_dir. Those of an earlier evaluation are kept: results.1.json, …"""
+  evaluate --model models/my_model --env arithmetic      a model directory
+  evaluate --run outputs/rl --env arithmetic             every version of a run
+  evaluate --endpoint.base-url http://host:8000 --env ./my_env.py:Mine
+  evaluate --model models/my_model --env arithmetic --samples 8 --temperature 1
+  evaluate --model models/other --env arithmetic --output-dir outputs/other \\
+      --compare outputs/evaluate/results.json
+Writes results.json and samples.jsonl to output_dir. Those of an earlier
+evaluation are kept: results.1.json, …"""
 
 
 def main() -> None:

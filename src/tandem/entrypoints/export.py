@@ -6,10 +6,12 @@ from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process
 
 DESCRIPTION = """\
-Writes a checkpoint of a run as a Hugging Face model directory, for transformers, vLLM or `inference`.
+Writes a checkpoint of a run as a Hugging Face model directory, for
+transformers, vLLM or `inference`.
 
-  export-model --run-dir outputs/sft                               the newest complete checkpoint
-  export-model --run-dir outputs/rl --step 40 --output-dir model   the one of step 40, to ./model
+  export-model --run-dir outputs/sft            the newest complete checkpoint
+  export-model --run-dir outputs/rl --step 40 --output-dir model
+                                                the one of step 40, to ./model
 A LoRA adapter is merged into the weights."""
 
 

@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 CONTROLS = ("--stop", "--status")
 
 DESCRIPTION = """\
-Reinforcement learning in one command: starts the inference server, the orchestrator and the trainer.
+Reinforcement learning in one command: starts the inference server, the
+orchestrator and the trainer.
 
-  rl @ rl.toml                                              one file
+  rl @ rl.toml                                one file
   rl --trainer @ t.toml --orchestrator @ o.toml --inference @ i.toml
-  rl @ rl.toml @ more.toml --max-steps 50                   later files and flags win
-  rl @ rl.toml --env ./my_env.py:Arithmetic                 an environment of your own
-  rl --resume outputs/rl                                    continue a run that was stopped
-  rl --stop outputs/rl                                      from another terminal: save a checkpoint, then end
-  rl --status outputs/rl                                    what a run is doing
-  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00         submit it to SLURM; with --dry-run, only write the job
-Shared values (model, seq_len, output_dir, max_steps, …) are given once and reach every process."""
+  rl @ rl.toml @ more.toml --max-steps 50     later files and flags win
+  rl @ rl.toml --env ./my_env.py:Arithmetic   an environment of your own
+  rl --resume outputs/rl                      continue a run that was stopped
+  rl --stop outputs/rl                        from another terminal: save a
+                                              checkpoint, then end
+  rl --status outputs/rl                      what a run is doing
+  rl @ rl.toml --slurm.nodes 2 --slurm.time 2:00:00
+                                              submit it to SLURM; with
+                                              --dry-run, only write the job
+Shared values (model, seq_len, output_dir, max_steps, …) are given once and
+reach every process."""
 
 
 def main() -> None:
@@ -41,14 +46,18 @@ def main() -> None:
 
 def control(words: list[str]) -> None:
     """Of a run that another process has started."""
-    from tandem.launch.control import status_lines, stop_run
+    from tandem.launch.control import print_status, stop_run
+    from tandem.utils.console import Console
 
     asked, *others = [part for word in words for part in word.split("=", 1) if part]
     if asked not in CONTROLS or len(others) != 1:
         example = f"rl {asked if asked in CONTROLS else CONTROLS[0]} outputs/rl"
         raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else: `{example}`")
     root = Path(others[0])
-    say(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
+    if asked == "--stop":
+        say(stop_run(root))
+    else:
+        print_status(Console(), root)
 
 
 def launch(config: RLConfig) -> None:

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from tandem.launch.sweep.folder import Run
 
 DESCRIPTION = """\
-Reads an experiment file in which any value may be a list; every combination becomes a run with its own job script.
+Reads an experiment file in which any value may be a list; every combination
+becomes a run with its own job script.
 
-  sweep config.yaml                     write the job scripts, submit nothing
-  sweep config.yaml --submit            submit them to SLURM as an array; --max-jobs 4: four at a time
-  sweep config.yaml --local             run them on this machine
-  sweep config.yaml --status            states and last metrics; writes results.csv and results.svg
-  sweep config.yaml --resume            submit what failed or was stopped again
+  sweep config.yaml            write the job scripts, submit nothing
+  sweep config.yaml --submit   submit them to SLURM as an array;
+                               --max-jobs 4: four at a time
+  sweep config.yaml --local    run them on this machine
+  sweep config.yaml --status   states and last metrics; writes results.csv, .svg
+  sweep config.yaml --resume   submit what failed or was stopped again
 docs/sweeps.md describes the file."""
 
 
