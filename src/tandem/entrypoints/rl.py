@@ -43,14 +43,18 @@ def main() -> None:
 
 def control(words: list[str]) -> None:
     """Of a run that another process has started."""
-    from tandem.launch.control import status_lines, stop_run
+    from tandem.launch.control import print_status, stop_run
+    from tandem.utils.console import Console
 
     asked, *others = [part for word in words for part in word.split("=", 1) if part]
     if asked not in CONTROLS or len(others) != 1:
         example = f"rl {asked if asked in CONTROLS else CONTROLS[0]} outputs/rl"
         raise UserError(f"`rl {' '.join(words)}`: give one run directory and nothing else: `{example}`")
     root = Path(others[0])
-    say(stop_run(root) if asked == "--stop" else "\n".join(status_lines(root)))
+    if asked == "--stop":
+        say(stop_run(root))
+    else:
+        print_status(Console(), root)
 
 
 def launch(config: RLConfig) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 from tandem.config.shared import CheckpointConfig
 from tandem.transport.checkpoints import how_to_go_on, is_finished
 from tandem.transport.weights.manifest import MANIFEST
+from tandem.utils.console import Console
 from tandem.utils.errors import UserError
 from tandem.utils.files import is_number, read_json_lines, read_table
 from tandem.utils.findings import Watch
+from tandem.utils.log import say
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with
@@ -25,6 +27,7 @@ from tandem.utils.waiting import Deadline
 LOOK_S = 0.5
 ENDING_S = 60.0  # for processes to end, besides the time that a checkpoint may take
 LOCK = "trainer.lock"
+KEY_COLUMNS = 12  # before what a line of the status says
 
 
 class StopRequest:
@@ -59,6 +62,13 @@ def stop_run(root: Path) -> str:
         deadline.check()
         time.sleep(LOOK_S / 5)
     return f"stopped {root}; {_ended(run_dir)}"
+
+
+def print_status(console: Console, root: Path) -> None:
+    first, *others = status_lines(root)
+    say(first)  # it may end with a command to copy, and stays in one piece
+    for line in others:
+        console.print_line(line[:KEY_COLUMNS], line[KEY_COLUMNS:])
 
 
 def status_lines(root: Path) -> list[str]:

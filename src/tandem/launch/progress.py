@@ -1,8 +1,10 @@
 """What a user sees while a run goes on: a live display on a terminal, prefixed log lines elsewhere."""
 
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol
 
+from rich.columns import Columns
 from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -18,6 +20,7 @@ from tandem.utils.metrics import parse_metrics_line, read_metrics
 from tandem.utils.run_dir import RunDir
 
 STYLES = {"inference": "cyan", "orchestrator": "green", "trainer": "magenta"}
+WIDTH = 60  # of the bar and the curve, where there is room
 FINDING_STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 
 
@@ -39,8 +42,8 @@ class LogLines:
     def tick(self) -> None:
         for name, follower in self.followers.items():
             for line in follower.lines():
-                prefix = Text(f"{name:>12} │ ", style=STYLES.get(name.partition("_")[0], ""))
-                self.console.print(prefix + Text(line), soft_wrap=True, highlight=False)
+                style = STYLES.get(name.partition("_")[0], "")
+                self.console.print_line(f"{name:>12} │ ", line, prefix_style=style)
 
     def close(self) -> None:
         self.tick()
@@ -75,7 +78,7 @@ class LiveDisplay:
         for name, follower in self._logs.items():
             for line in follower.lines():
                 if " WARNING " in line or " ERROR " in line:
-                    self.console.print(Text(f"{name:>12} │ {line}", style="yellow"), soft_wrap=True)
+                    self.console.print_line(f"{name:>12} │ ", line, style="yellow")
         if time.monotonic() >= self._next_draw:
             self._next_draw = time.monotonic() + 0.25
             self._live.update(self._render(), refresh=True)
@@ -108,20 +111,24 @@ class LiveDisplay:
         if not self.trainer:
             waiting = "starting" if not self.held_out else "first batch"
             return Group(Text(f"{waiting} … {_clock(time.monotonic() - self.started)}", style="dim"))
-        table = Table.grid(padding=(0, 2))
-        held_out = list(self.held_out.items())
-        table.add_row(
-            f"[bold]step[/] {step}/{self.max_steps}",
-            f"[bold]reward[/] {self.rewards[-1]:.3f}" if self.rewards else "",
-            f"[bold]held out[/] {held_out[-1][1]:.3f} at {held_out[-1][0]}" if held_out else "",
-            f"[bold]staleness[/] {self.orchestrator.get('staleness/max', 0)}",
-            f"[bold]tokens/s[/] {self.orchestrator.get('tokens_per_s', 0):,.0f}",
-            f"[bold]left[/] {self._time_left()}",
-        )
+        width = min(WIDTH, self.console.width)
         bar = Table.grid()
-        bar.add_row(ProgressBar(total=self.max_steps, completed=step, width=60))
+        bar.add_row(ProgressBar(total=self.max_steps, completed=step, width=width))
         findings = [Text(str(finding), style=FINDING_STYLES[finding.severity]) for finding in self._watch.current]
-        return Group(table, bar, Text(sparkline(self.rewards, width=60), style="green"), *findings)
+        # Columns: what does not fit goes to another line, whole.
+        numbers = Columns([Text.from_markup(number) for number in self._numbers(step)], padding=(0, 2))
+        return Group(numbers, bar, Text(sparkline(self.rewards, width), style="green"), *findings)
+
+    def _numbers(self, step: int) -> Iterator[str]:
+        yield f"[bold]step[/] {step}/{self.max_steps}"
+        if self.rewards:
+            yield f"[bold]reward[/] {self.rewards[-1]:.3f}"
+        if self.held_out:
+            version, reward = list(self.held_out.items())[-1]
+            yield f"[bold]held out[/] {reward:.3f} at {version}"
+        yield f"[bold]staleness[/] {self.orchestrator.get('staleness/max', 0)}"
+        yield f"[bold]tokens/s[/] {self.orchestrator.get('tokens_per_s', 0):,.0f}"
+        yield f"[bold]left[/] {self._time_left()}"
 
 
 def _clock(seconds: float) -> str:

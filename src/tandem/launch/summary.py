@@ -46,8 +46,8 @@ def print_findings(console: Console, watch: Watch) -> None:
     """What the run ended with; of what was over by then, the step at which it began."""
     for finding in watch.current:
         text = f"\nSince step {watch.since[finding.code]}: {finding.message}.\n{finding.advice}."
-        console.print(Text(text, style=FINDING_STYLES[finding.severity]), soft_wrap=True)
+        console.print(Text(text, style=FINDING_STYLES[finding.severity]), soft_wrap=not console.is_terminal)
     held = [finding.code for finding in watch.current]
     over = [f"{code.replace('_', ' ')} at step {step}" for code, step in watch.since.items() if code not in held]
     if over:
-        console.print(f"\nFound earlier, and over at the end: {', '.join(over)}", soft_wrap=True)
+        console.print(f"\nFound earlier, and over at the end: {', '.join(over)}", soft_wrap=not console.is_terminal)

@@ -22,6 +22,7 @@ Rewards = Mapping[str, Sequence[float]]  # of each task
 Sample = Mapping[str, Any]
 Samples = Mapping[str, Sequence[Sample]]  # of each task
 MOST_LINES = 10
+SHORTEST_NAME = 12  # columns that a model's name is left in a table
 MOST_CHARS = 400  # of a message or completion that is shown
 
 
@@ -99,18 +100,44 @@ def short_names(targets: Sequence[str]) -> list[str]:
 
 
 def show_results(results: Sequence[dict[str, Any]]) -> None:
-    """One line a model."""
-    names = [name for name in results[0]["scores"] if not name.endswith("_ci95")]
-    table = Table(Column("model", overflow="fold"), *names, "tasks", "failed")
-    for model, result in zip(short_names([result["target"] for result in results]), results, strict=True):
-        scores = result["scores"]
-        cells = [f"{scores[name]:.3f} ± {scores[f'{name}_ci95']:.3f}" for name in names]
-        table.add_row(model, *cells, str(result["num_prompts"]), str(result["num_failed"]))
+    """One line a model, where a terminal is wide enough for all scores; else one line a score."""
     console = Console()
-    console.print(table)
+    table = _table(results, SHORTEST_NAME)
+    console.print(_table(results) if console.fits(table) else _long_table(results))
     for result in results:
         for task, error in list(result["errors"].items())[:MOST_LINES]:
             console.print(f"{result['target']}, task {task}: {printable(error)}", markup=False)
+
+
+def _table(results: Sequence[dict[str, Any]], max_width: int | None = None) -> Table:
+    """`max_width`: of the model's name, which may be wrapped."""
+    names = _scores_of(results[0])
+    numbers = [Column(name, no_wrap=True) for name in (*names, "tasks", "failed")]
+    table = Table(Column("model", overflow="fold", max_width=max_width), *numbers)
+    for model, result in zip(short_names([result["target"] for result in results]), results, strict=True):
+        cells = [_with_confidence(result, name) for name in names]
+        table.add_row(model, *cells, str(result["num_prompts"]), str(result["num_failed"]))
+    return table
+
+
+def _long_table(results: Sequence[dict[str, Any]]) -> Table:
+    numbers = [Column(name, no_wrap=True) for name in ("score", "mean ± 95 %", "tasks", "failed")]
+    table = Table(Column("model", overflow="fold"), *numbers)
+    for model, result in zip(short_names([result["target"] for result in results]), results, strict=True):
+        counts = str(result["num_prompts"]), str(result["num_failed"])
+        for name in _scores_of(result):
+            table.add_row(model, name, _with_confidence(result, name), *counts)
+            model, counts = "", ("", "")  # once
+        table.add_section()
+    return table
+
+
+def _scores_of(result: dict[str, Any]) -> list[str]:
+    return [name for name in result["scores"] if not name.endswith("_ci95")]
+
+
+def _with_confidence(result: dict[str, Any], name: str) -> str:
+    return f"{result['scores'][name]:.3f} ± {result['scores'][f'{name}_ci95']:.3f}"
 
 
 def show_comparison(

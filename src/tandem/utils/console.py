@@ -7,6 +7,7 @@ from rich import console
 from rich.segment import Segment
 from rich.text import Text
 
+from tandem.utils.columns import hang
 from tandem.utils.log import printable_lines
 
 
@@ -16,6 +17,17 @@ class Console(console.Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Measured as it is shown: cells of tables are as wide as need be."""
         return super().render_str(printable_lines(text), **options)
+
+    def fits(self, table: console.RenderableType) -> bool:
+        """Whether nothing of it has to be wrapped or cut."""
+        return self.measure(table, options=self.options.update(max_width=10_000)).maximum <= self.width
+
+    def print_line(self, prefix: str, text: str, *, prefix_style: str = "", style: str = "") -> None:
+        """One line of a log. At a terminal it is wrapped by words, and goes on below the text."""
+        line = printable_lines(prefix + text)
+        shown = Text(hang(line, self.width, len(prefix)) if self.is_terminal else line, style)
+        shown.stylize(prefix_style, 0, len(prefix))
+        self.print(shown, soft_wrap=True, highlight=False)
 
     def render(
         self, renderable: console.RenderableType, options: console.ConsoleOptions | None = None

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
@@ -91,6 +92,17 @@ def test_help_names_every_option_and_needs_no_torch(command: str) -> None:
     assert len(flags) > (4 if command in ("export", "reward_server") else 15)
     for flag in flags:
         assert is_described(flag, result.stdout), f"{flag} is missing or not described"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "evaluate", "sweep"])
+def test_help_has_room_in_a_usual_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    with pytest.raises(SystemExit):
+        import_module(f"tandem.entrypoints.{command}").main()
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
 
 
 def is_described(flag: str, help_text: str) -> bool:

@@ -1,5 +1,6 @@
 """A run seen from another terminal."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 
 from tandem.config.shared import CheckpointConfig
 from tandem.launch import control
-from tandem.launch.control import StopRequest, status_lines, stop_run
+from tandem.launch.control import StopRequest, print_status, status_lines, stop_run
 from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.console import Console
 from tandem.utils.errors import UserError
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
@@ -60,6 +62,11 @@ def test_the_state_tells_what_was_found(run_dir: RunDir) -> None:
     for step in (1, 2, 3):
         RunLog(run_dir, "trainer").metrics(step, {"grad_norm": 0.0})
     assert any(line.startswith("error       the gradient was 0") for line in status_lines(run_dir.root))
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    print_status(console, run_dir.root)
+    shown = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    begin = next(number for number, line in enumerate(shown) if line.startswith("error       the gradient was 0"))
+    assert shown[begin + 1].startswith(" " * 12) and max(map(len, shown[: begin + 2])) <= 80
 
 
 def test_only_a_run_of_rl_is_stopped(run_dir: RunDir, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 
-def make_console(*, terminal: bool = False) -> Console:
-    return Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+def make_console(*, terminal: bool = False, width: int = 200) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
 
 
 def shown(console: Console) -> str:
@@ -143,6 +143,40 @@ def test_the_live_display_shows_where_the_run_is(make_process, tmp_path: Path) -
     assert "▁" in last and "█" in last
     assert "orchestrator │ 12:00:00 WARNING group 7 failed" in text
     assert "INFO" not in text
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_a_number_of_the_live_display_is_never_torn(tmp_path: Path, width: int) -> None:
+    console, run_dir = make_console(terminal=True, width=width), RunDir(tmp_path)
+    view = LiveDisplay(console, [], run_dir, start_step=0, max_steps=1000)
+    orchestrator, trainer = RunLog(run_dir, "orchestrator"), RunLog(run_dir, "trainer")
+    orchestrator.metrics(100, {"eval/reward": 0.125})
+    for step in range(100, 200):
+        orchestrator.metrics(step, {"reward/mean": 0.75, "staleness/max": 1, "tokens_per_s": 12345.6})
+        trainer.metrics(step, {"loss": 0.5})
+    view.close()
+    text = shown(console)
+    last = text[text.rindex("step 199/1000") :]
+    for part in ("reward 0.750", "held out 0.125 at 100", "staleness 1", "tokens/s 12,346", "left "):
+        assert part in last
+    assert max(map(len, last.splitlines())) <= width
+
+
+@pytest.mark.parametrize("show", ["lines", "live"])
+def test_a_log_line_is_wrapped_below_its_text_and_whole_where_it_is_piped(make_process, tmp_path: Path, show) -> None:
+    line = "12:00:00 WARNING group 7 failed, and what was to be said of it does not fit one line of a terminal"
+    for terminal in (True, False):
+        console, plans = make_console(terminal=terminal, width=80), [make_process(f"trainer_{terminal}", "")]
+        view = make_view(console, show, plans, RunDir(tmp_path), 0, 1)
+        append(plans[0].log, f"{line}\n")
+        view.close()
+        lines = shown(console).splitlines()
+        first = next(number for number, text in enumerate(lines) if "│" in text)
+        if terminal:
+            assert max(map(len, lines)) <= 80 and lines[first + 1].startswith(" " * 15)
+            assert lines[first + 1].strip() == "does not fit one line of a terminal"
+        else:
+            assert lines[first].endswith(line)
 
 
 def test_the_time_left_needs_two_steps(make_process, tmp_path: Path, monkeypatch) -> None:

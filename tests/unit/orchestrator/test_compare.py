@@ -85,6 +85,14 @@ def test_versions_can_be_told_apart_in_a_narrow_terminal(
     show_results([results_of(version, [Outcome(0, [1.0]), Outcome(1, [0.0])], 1.0) for version in versions])
     shown = capsys.readouterr().out
     assert "step_000012" in shown and "step_000013" in shown
+    eight = [Outcome(0, [1.0] * 8), Outcome(1, [0.0] * 8)]
+    show_results([results_of(version, eight, 1.0) for version in versions])
+    shown = capsys.readouterr().out
+    assert shown.count("0.500 ± 0.980") == 2 * 5 and shown.count("pass@8") == 2  # none of them is torn
+    assert max(map(len, shown.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "160")
+    show_results([results_of(version, eight, 1.0) for version in versions])
+    assert capsys.readouterr().out.count("pass@8") == 1  # one line a model
 
 
 def test_what_users_code_says_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,8 @@ from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir
 
 WIDTH, HEIGHT, LEFT, TOP = 560, 300, 70, 30
-MAX_SHOWN = 4  # metrics on a terminal; the file has all
+MAX_SHOWN = 4  # metrics on a terminal, or as many as it has room for; the file has all
+SHORTEST_TEXT = 14  # columns that a name or a state is left in the table
 COLOURS = ("#36c", "#d33", "#293", "#e80", "#83c", "#0aa", "#a52", "#c3a", "#777", "#590", "#06a", "#b04")
 
 
@@ -48,17 +49,24 @@ def as_csv(items: Sequence[Progress]) -> str:
 
 def show(console: Console, output_dir: Path, items: Sequence[Progress]) -> None:
     metrics = columns(items)[1][:MAX_SHOWN]
-    table = Table(Column("run", no_wrap=True), "state", "step", *metrics)
-    for item in items:
-        steps = f"{item.step}/{item.max_steps}" if item.max_steps else str(item.step)
-        numbers = [f"{item.metrics[name]:.4g}" if name in item.metrics else "" for name in metrics]
-        table.add_row(item.run.name, _told_state(item), steps, *numbers)
-    console.print(table)
+    while metrics and not console.fits(_table(items, metrics, SHORTEST_TEXT)):
+        metrics.pop()
+    console.print(_table(items, metrics))
     states = [item.state for item in items]
     told = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    console.print(
-        f"{count_runs(len(items))}: {told}. Results: {output_dir / 'results.csv'}, results.svg", soft_wrap=True
-    )
+    files = f"Results: {output_dir / 'results.csv'}, results.svg"
+    console.print(f"{count_runs(len(items))}: {told}. {files}", soft_wrap=not console.is_terminal)
+
+
+def _table(items: Sequence[Progress], metrics: Sequence[str], max_width: int | None = None) -> Table:
+    """`max_width`: of names and states, which may be wrapped; numbers may not."""
+    numbers = [Column(name, no_wrap=True) for name in ("step", *metrics)]
+    table = Table(Column("run", overflow="fold", max_width=max_width), Column("state", max_width=max_width), *numbers)
+    for item in items:
+        steps = f"{item.step}/{item.max_steps}" if item.max_steps else str(item.step)
+        values = [f"{item.metrics[name]:.4g}" if name in item.metrics else "" for name in metrics]
+        table.add_row(item.run.name, _told_state(item), steps, *values)
+    return table
 
 
 def _told_state(item: Progress) -> str:

@@ -359,6 +359,21 @@ def test_an_array_prints_below_a_folder_with_a_percent_sign(
     assert f"#SBATCH --output={tmp_path}/50%%j/array_0-%A_%a.out\n" in (output_dir / "array_0.sh").read_text()
 
 
+def test_a_table_leaves_out_numbers_that_a_terminal_has_no_room_for(write: Write) -> None:
+    _, runs = entrypoint.write(write(TWO))
+    metrics = {"eval/accuracy": 0.5, "eval/loss": 0.25, "accuracy": 0.75, "loss": 1.0}
+    name = "dpo-models-that-have-long-names-lr0.0002"
+    items = [Progress(replace(run, name=name), "finished", 1000, 1000, metrics) for run in runs]
+    damaged = replace(items[0], state="damaged", damage="metrics.jsonl: Input/output error")
+    for width, known in ((200, 4), (80, 2), (40, 0)):
+        console = Console(file=io.StringIO(), width=width)
+        show(console, Path("outputs"), [*items, damaged])
+        shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+        assert [f"┃ {metric} " in shown for metric in metrics] == [True] * known + [False] * (4 - known)
+        assert "…" not in shown and shown.count("1000/1000") == 3
+        assert max(map(len, shown.split("3 runs:")[0].splitlines())) <= width
+
+
 def test_a_plot_needs_no_metrics(write: Write) -> None:
     _, runs = entrypoint.write(write(TWO))
     items = [Progress(replace(run, varied={}), "written", 0, None, {}) for run in runs]
