@@ -204,7 +204,7 @@ class InferenceEngine:
         """One that others have started may not know our run directory, or another run holds it."""
         try:
             await self._running.meet()
-            await self._running.check_free()
+            await self._running.take()
             for root in self._roots:
                 await self._running.check_root(Path(root))
         except InferenceError as error:

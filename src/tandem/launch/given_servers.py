@@ -95,12 +95,14 @@ def _nobody_there(config: ClientConfig, away: dict[str, NotThere]) -> str:
 async def _check_access(urls: Sequence[str], config: ClientConfig, run_dir: RunDir) -> None:
     """They must take our key and weights from our run directory, and no other run may hold them."""
     claim = RunClaim.of(run_dir.root, run_dir.server_lease)
-    servers = ServerPool(urls, partial(InferenceClient, config, claim))
-    checking = asyncio.gather(*(server.check_access(run_dir.weights, "orchestrator.client") for server in servers))
+    servers = [InferenceClient(config, claim, url) for url in urls]
+    asked = (server.check_access(run_dir.weights, "orchestrator.client", check_only=True) for server in servers)
+    checking = asyncio.gather(*asked)
     try:
         await asyncio.wait([checking], timeout=TELL_S)
         if not checking.done():
-            say(f"waiting for {servers}: a run that was killed holds its server for {LEASE_S:g} s at most")
+            say(f"waiting for {', '.join(urls)}: a run that was killed holds its server for {LEASE_S:g} s at most")
         await checking
     finally:
-        await servers.close()
+        for server in servers:
+            await server.close()

@@ -152,16 +152,22 @@ class InferenceClient:
         body = {"path": str(folder.resolve()), "version": 0, "check_only": True}
         await self._post("/update_weights", body, self._met)
 
-    async def check_free(self) -> None:
-        """Raises InferenceError while another run holds the server that was met."""
-        await self._post("/claim", self.claim.body | {"check_only": True}, self._met)
+    async def take(self, *, check_only: bool = False) -> None:
+        """Hold the server that was met, from here on; `check_only`: see whether that is possible. Raises InferenceError
+        while another run holds it."""
+        if self._claimed == self._met:
+            return
+        await self._post("/claim", self.claim.body | {"check_only": check_only}, self._met)
+        if not check_only:
+            self._claimed = self._met
+            self._hold.begin()
 
-    async def check_access(self, folder: Path, section: str = "client") -> None:
+    async def check_access(self, folder: Path, section: str = "client", *, check_only: bool = False) -> None:
         """Both, as an error of the user's; `section` is where the address of the server was given."""
         while True:
             try:
                 await self.check_root(folder)
-                return await self.check_free()
+                return await self.take(check_only=check_only)
             except InstanceChanged:
                 continue
             except InferenceError as error:
@@ -183,10 +189,7 @@ class InferenceClient:
         self.model = {"model": ADAPTER}
 
     async def _load(self, route: str, body: dict[str, Any]) -> None:
-        if self._claimed != self._met:
-            await self._post("/claim", self.claim.body, self._met)
-            self._claimed = self._met
-            self._hold.begin()
+        await self.take()
         self._versions.add(body["version"])  # before: tokens of it may arrive before the answer does
         await self._post(route, body | {"run": self.run}, self._met)
         self._owns = True

@@ -52,8 +52,9 @@ class Server(PolicyServer, Protocol):
 
     async def wait_until_ready(self) -> None: ...
 
-    async def check_access(self, folder: Path, section: str = ...) -> None:
-        """Raises UserError unless it takes our key, weights from below this folder, and no other run holds it."""
+    async def check_access(self, folder: Path) -> None:
+        """Hold it from here on. Raises UserError unless it takes our key, weights from below this folder, and no other
+        run holds it."""
         ...
 
     @property

@@ -41,8 +41,8 @@ class ServerPool:
             await server.close()
 
     async def wait_until_ready(self, weights_folder: Path) -> list[Server]:
-        """Those that are ready when the first is, or soon after, and take weights from below this folder. Servers may
-        come and go meanwhile."""
+        """Those that are ready when the first is, or soon after, and take this run with weights from below this
+        folder. Servers may come and go meanwhile."""
         waiting: dict[Server, asyncio.Task[None]] = {}
         first_ready: float | None = None
         try:

@@ -371,7 +371,7 @@ def test_a_server_is_met_given_weights_and_adopted(server: FakeServer, tmp_path:
         assert client.instance == "second" and len(await generate(client)) == 2
 
     with_client(server, run, adopted=False)
-    assert server.claimed[0] == ("/claim", {"run": RUN, "lease": CLAIM.lease, "place": CLAIM.place})
+    assert server.claimed[0] == ("/claim", CLAIM.body | {"check_only": False})
 
 
 def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_given_back(
@@ -390,7 +390,7 @@ def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_giv
     num_told = with_client(server, run, adopted=False)
     *claims, last = server.claimed
     assert len(server.claimed) == num_told and last == ("/release", {"lease": CLAIM.lease})
-    assert {path for path, _ in claims} == {"/claim"} and not any("check_only" in body for _, body in claims)
+    assert {path for path, _ in claims} == {"/claim"} and not any(body.get("check_only") for _, body in claims)
 
 
 def test_a_server_that_another_run_holds_is_given_nothing(server: FakeServer, tmp_path: Path) -> None:
@@ -403,9 +403,14 @@ def test_a_server_that_another_run_holds_is_given_nothing(server: FakeServer, tm
         with_client(server, load, adopted=False)
     assert server.requests == []
     told = rf"^orchestrator\.client\.base_url = '{server.url}': the server there refuses this run: .*run 'theirs-1'"
-    with pytest.raises(UserError, match=told):
-        with_client(server, lambda client: client.check_access(tmp_path, "orchestrator.client"), adopted=False)
-    assert server.claimed[-1][1]["check_only"] is True
+    for check_only in (True, False):
+        with pytest.raises(UserError, match=told):
+            with_client(
+                server,
+                lambda client, given=check_only: client.check_access(tmp_path, "orchestrator.client", check_only=given),
+                adopted=False,
+            )
+        assert server.claimed[-1][1]["check_only"] is check_only
 
 
 def test_what_was_under_way_before_a_restart_stays_meant_for_the_old_instance(server: FakeServer) -> None:
