@@ -29,8 +29,16 @@ NATIVE_ONLY = (
 
 
 def port_of(value: Any) -> Any:
-    """The port of an address: people give the server's and the client's alike."""
-    return urlsplit(value).port if isinstance(value, str) and "://" in value else value
+    """The port of an address: people give the server's and the client's alike. Raises ValueError where it has none."""
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    try:
+        port = urlsplit(value).port
+    except ValueError:
+        port = None
+    if port is None:
+        raise ValueError(f"{value!r} is an address without a port; give one like 8000, or 'http://127.0.0.1:8000'")
+    return port
 
 
 class ServerConfig(KeyOptions):

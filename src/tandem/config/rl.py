@@ -4,6 +4,7 @@ A shared value may be given once, at the top or in any section, and reaches ever
 places, it must be the same. Flags win over files, whichever place each of them names.
 """
 
+from contextlib import suppress
 from functools import reduce
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -13,10 +14,10 @@ from pydantic import Field, model_validator
 from tandem.config.base import FILES, Config
 from tandem.config.colocated import CacheOptions
 from tandem.config.gpus import GpuConfig
-from tandem.config.inference import InferenceConfig
+from tandem.config.inference import InferenceConfig, port_of
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.ray import RayConfig
-from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions
+from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions, root_url
 from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
 from tandem.config.trainer import TrainerConfig
@@ -243,7 +244,8 @@ def _share_server(data: Tree) -> None:
     shared = {} if any(client.get(key) for key in keys) else {key: server[key] for key in keys if server.get(key)}
     host = server.get("host", "127.0.0.1")
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    shared["base_url"] = f"http://{host}:{server.get('port', 8000)}"
+    with suppress(ValueError):  # which the server's own option tells
+        shared["base_url"] = root_url(f"http://{host}:{port_of(server.get('port', 8000))}")
     orchestrator["client"] = shared | client
 
 

@@ -243,12 +243,13 @@ def test_an_address_that_is_none(refusal: Callable[..., str], rl_toml: str, url:
 
 def test_a_port_may_be_given_as_an_address(rl_toml: str, refusal: Callable[..., str]) -> None:
     url = "http://localhost:8001"
-    given = ["--inference.server.port", url, "--orchestrator.client.base-url", f"{url}/v1"]
-    config = load_config(RLConfig, ["@", rl_toml, *given])
-    assert config.inference is not None and config.inference.server.port == 8001
-    assert config.orchestrator.client.base_url == url
-    assert "inference.server.port" in refusal("@", rl_toml, "--inference.server.port", "http://localhost")
-    assert "inference.server.port" in refusal("@", rl_toml, "--inference.server.port", "http://localhost:x")
+    for client, expected in ((["--orchestrator.client.base-url", f"{url}/v1"], url), ([], "http://127.0.0.1:8001")):
+        config = load_config(RLConfig, ["@", rl_toml, "--inference.server.port", url, *client])
+        assert config.inference is not None and config.inference.server.port == 8001
+        assert config.orchestrator.client.base_url == expected
+    for address in ("http://localhost", "http://localhost:x"):
+        told = f"inference.server.port: {address!r} is an address without a port; give one like 8000"
+        assert refusal("@", rl_toml, "--inference.server.port", address).startswith(told)
 
 
 def test_a_deployment_that_shares_memory_needs_our_engine(rl_toml: str, refusal: Callable[..., str]) -> None:
