@@ -62,6 +62,13 @@ def test_the_mean_reward_has_a_range(
     assert list(keep.groups) == ([reason] if reason else [])
 
 
+def test_the_range_is_one_of_rewards_as_the_environment_gave_them(make_group: MakeGroup) -> None:
+    """A penalty of a third on the second completion makes the mean 0.83."""
+    keep = make_filter(max_reward=0.9, overlong={"buffer_tokens": 3})
+    assert keep(make_group(0, rewards=(1.0, 1.0))) is None
+    assert keep(make_group(0, rewards=(0.9, 0.9))) is not None
+
+
 @pytest.mark.parametrize(
     ("options", "filtered"),
     [({"min_tokens": 2}, [0]), ({"max_tokens": 2}, [2]), ({"min_tokens": 2, "max_tokens": 2}, [0, 2])],
@@ -80,6 +87,7 @@ def test_dropped_rollouts_are_gone(make_group: MakeGroup) -> None:
     kept = keep(make_group(0, rewards=(1.0, 0.0, 0.5)))
     assert kept is not None and kept.rewards == [0.0, 0.5]
     assert keep.take_metrics() == {"filters/rollouts/min_tokens": 1.0}
+    assert keep.take_metrics() == {}
 
 
 @pytest.mark.parametrize(("action", "min_tokens"), [("mask", 4), ("drop", 4), ("drop", 3)])
@@ -120,8 +128,9 @@ def test_repetition_is_filtered_above_its_limit(make_group: MakeGroup) -> None:
     ("options", "left"),
     [
         ({"max_repetition": 0.5}, [True, False, False]),  # a turn that repeats itself, first or last
-        ({"min_tokens": 6}, [False, True, True]),  # of all turns together
-        ({"max_tokens": 6}, [True, False, False]),
+        ({"min_tokens": 5}, [True, True, True]),  # of all turns together: 5, 14 and 13
+        ({"min_tokens": 6}, [False, True, True]),
+        ({"max_tokens": 12}, [True, False, False]),
         ({"truncated": True}, [True, True, False]),  # one turn that was cut off
     ],
 )
