@@ -60,7 +60,8 @@ def show(console: Console, output_dir: Path, items: Sequence[Progress]) -> None:
 def _table(items: Sequence[Progress], metrics: Sequence[str], max_width: int | None = None) -> Table:
     """`max_width`: of names and states, which may be wrapped; numbers may not."""
     numbers = [Column(name, no_wrap=True) for name in ("step", *metrics)]
-    table = Table(Column("run", overflow="fold", max_width=max_width), Column("state", max_width=max_width), *numbers)
+    texts = [Column(name, overflow="fold", max_width=max_width) for name in ("run", "state")]
+    table = Table(*texts, *numbers)
     for item in items:
         steps = f"{item.step}/{item.max_steps}" if item.max_steps else str(item.step)
         values = [f"{item.metrics[name]:.4g}" if name in item.metrics else "" for name in metrics]
