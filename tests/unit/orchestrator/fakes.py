@@ -48,6 +48,13 @@ class FakeServer:
     async def is_well(self) -> bool:
         return True
 
+    @property
+    def is_busy(self) -> bool:
+        return False
+
+    async def release(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

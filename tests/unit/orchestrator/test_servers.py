@@ -37,6 +37,8 @@ class Machine:
         self.slow = asyncio.Event()
         self.slow.set()
         self.gives_up = False
+        self.is_busy = False
+        self.is_held = True
         self.refuses: set[int] = set()
 
     async def wait_until_ready(self) -> None:
@@ -47,6 +49,10 @@ class Machine:
 
     async def check_access(self, folder: Path) -> None:
         pass
+
+    async def release(self) -> None:
+        assert not self.is_busy
+        self.is_held = False
 
     async def close(self) -> None:
         pass
@@ -364,6 +370,25 @@ def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
 
     run_listed(tmp_path, "http://a:1/v1  # the first\n\nhttp://b:1\n", body)
     assert events(tmp_path)[:2] == ["server_added", "server_removed"]
+
+
+def test_a_server_that_is_removed_is_given_back_when_it_has_answered(tmp_path: Path) -> None:
+    async def body(listed: Listed) -> None:
+        await listed.policy.load(BASE, 0)
+        removed = listed.made["http://a:1"]
+        removed.is_busy = True
+        listed.path.write_text("http://b:1\n")
+        await until(lambda: "http://a:1" not in listed.pool.by_url)
+        await asyncio.sleep(0.02)
+        assert removed.is_held
+        removed.is_busy = False
+        await until(lambda: not removed.is_held)
+        assert listed.made["http://b:1"].is_held
+        await listed.pool.release()
+        assert not listed.made["http://b:1"].is_held
+        await listed.pool.close()
+
+    run_listed(tmp_path, "http://a:1\nhttp://b:1\n", body)
 
 
 def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(tmp_path: Path) -> None:
