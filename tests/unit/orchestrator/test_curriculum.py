@@ -26,6 +26,14 @@ def test_tasks_go_to_the_pool_of_their_latest_group(make_group: MakeGroup) -> No
     assert curriculum.metrics() == {"curriculum/easy": 1.0, "curriculum/hard": 1.0}
 
 
+def test_a_solve_rate_at_a_bound_is_between_the_pools(make_group: MakeGroup) -> None:
+    curriculum = make(easy=(0,), hard=(1,))
+    curriculum.count(make_group(0, rewards=(1.0, 0.0)), place=0)
+    curriculum.count(make_group(1, rewards=(1.0, 0.0, 0.0, 0.0)), place=1)
+    curriculum.update()
+    assert (curriculum.easy, curriculum.hard) == (set(), set())
+
+
 def test_a_group_counts_for_one_batch(make_group: MakeGroup) -> None:
     """An order is counted again where a run is resumed, and a group is made again that was too stale."""
     curriculum = make()

@@ -10,9 +10,10 @@ from tests.unit.orchestrator.fakes import say_more
 from tandem.config.filters import FilterConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.orchestrator.failures import TooManyFailures
-from tandem.orchestrator.filters import GroupFilter, repetition
+from tandem.orchestrator.filters import GroupFilter, refuse_hopeless_filters, repetition
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.types.rollout import Group
+from tandem.utils.errors import UserError
 
 MakeGroup = Callable[..., Group]
 
@@ -156,3 +157,40 @@ def test_a_step_that_would_never_be_complete_ends_the_run(make_group: MakeGroup)
 def test_ranges_with_nothing_in_them_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="nothing would be left"):
         FilterConfig.model_validate(options)
+
+
+def refuse_hopeless(**options: Any) -> None:
+    tree = {"model": {"name": "m"}, "sampling": {"max_tokens": 10}} | options
+    (plan,) = OrchestratorConfig.model_validate(tree).plans.values()
+    refuse_hopeless_filters(plan, is_interactive=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filters": {"min_tokens": 11}}, r"^filters\.min_tokens = 11 is more than sampling\.max_tokens = 10, "),
+        (
+            {"filters": {"min_reward": 1.5}, "env": {"reward": "numeric"}},
+            r"^filters\.min_reward = 1\.5 with env\.reward = 'numeric', which is from 0 to 1, so nothing would be left",
+        ),
+        ({"filters": {"max_reward": -0.5}, "env": {"reward": "lcs"}}, r"^filters\.max_reward = -0\.5 with env\.reward"),
+    ],
+)
+def test_filters_that_no_group_can_pass_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        refuse_hopeless(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"filters": {"min_tokens": 10, "max_reward": -0.5}},
+        {"filters": {"min_reward": 1.0, "max_reward": 1.0}, "env": {"reward": "numeric"}},
+        {"filters": {"max_reward": 0.0}, "env": {"reward": "numeric"}},
+        {"filters": {"min_reward": 1.5}, "env": {"reward": "./mine.py:reward"}},
+        {"env": {"reward": "numeric"}},
+    ],
+)
+def test_filters_that_a_group_might_pass_are_taken(options: dict[str, Any]) -> None:
+    """The environment's own rewards, and users' functions, may be anything."""
+    refuse_hopeless(**options)
