@@ -30,6 +30,7 @@ STEPS = 3
 
 def write_batches(root: Path, steps: int) -> None:
     draw = random.Random(5)
+    root.mkdir(exist_ok=True)
     writer = RolloutWriter(root / "rollouts", keep=100)
     for step in range(1, steps + 1):
         samples = []

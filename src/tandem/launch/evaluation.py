@@ -58,10 +58,10 @@ def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:
     assert config.run is not None
     run_dir = RunDir(config.run)
     refuse_misshapen(config.run, "run")
+    started_in = starting_directory(config.run) or Path()
     try:
-        name = read_json(run_dir.config / "trainer.json")["model"]["name"]
-        base = (starting_directory(config.run) or Path()).joinpath(name).resolve()
-    except (OSError, LookupError, ValueError, TypeError) as error:
+        base = started_in.joinpath(read_json(run_dir.config / "trainer.json")["model"]["name"]).resolve()
+    except (OSError, LookupError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"run = '{config.run}' is not the directory of a run of `rl`: {error}") from error
     steps = steps_with(run_dir.weights, MANIFEST)
     versions = [(step, (run_dir.weights / step_name(step)).resolve()) for step in steps]

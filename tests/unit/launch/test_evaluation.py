@@ -39,7 +39,7 @@ def test_the_model_of_a_run_is_found_from_any_directory(tmp_path: Path, monkeypa
 def test_a_run_whose_command_is_damaged_is_refused(tmp_path: Path) -> None:
     run = store_run(tmp_path / "run", "model")
     (run / "config" / "command.txt").write_text("cd 'half of a path")
-    with pytest.raises(UserError, match="is not the directory of a run of `rl`: No closing quotation"):
+    with pytest.raises(UserError, match="which says where the run was started, is damaged: No closing quotation"):
         models_of(EvaluateConfig(run=run))
 
 

@@ -10,6 +10,7 @@ from tandem.launch import preflight
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_json_lines, write_json
+from tandem.utils.provenance import write_run_config
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_reference_and_teacher_models(name: str, good, tiny_model: Path, tmp_pat
 
 
 def test_another_run(good, tmp_path: Path) -> None:
+    write_run_config(tmp_path / "run" / "config", {})
     (tmp_path / "run" / "weights" / "step_000000").mkdir(parents=True)
     with pytest.raises(UserError, match="holds another run"):
         preflight.check(good())

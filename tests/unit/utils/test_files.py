@@ -60,7 +60,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
 
 
 def test_json_comes_back_and_folders_are_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.json"
+    path = tmp_path / "b" / "c.json"
     write_json(path, {"x": [1, 2.5, None]})
     assert read_json(path) == {"x": [1, 2.5, None]}
 

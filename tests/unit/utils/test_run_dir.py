@@ -68,7 +68,7 @@ def test_paths_by_hand(tmp_path: Path) -> None:
 def test_another_run_is_refused_unless_it_is_resumed_or_deleted(tmp_path: Path, entry: str) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.refuse_another_run(resume=False, clean=False)
-    make(tmp_path / entry / "step_000001" if "." not in entry else tmp_path / entry)
+    make_all(tmp_path, [entry if "." in entry else f"{entry}/step_000001/"])
     message = r"output_dir = '.*' holds another run; continue it \(--resume\), delete it \(--clean\), or choose"
     with pytest.raises(UserError, match=message):
         run_dir.refuse_another_run(resume=False, clean=False)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from tandem.config.lora import LoRAConfig
@@ -18,7 +18,7 @@ from tandem.transport.checkpoints import TRAINER
 from tandem.transport.weights.filesystem import copy_side_files, write_model
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
-from tandem.utils.files import publish_directory, read_json, staging_directory
+from tandem.utils.files import publish_directory, read_json, read_table, staging_directory
 from tandem.utils.run_dir import RunDir, step_name
 
 # The processes that train, by the names of their configurations.
@@ -29,14 +29,12 @@ CPU = torch.device("cpu")
 
 def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | None) -> None:
     """Write the model of a checkpoint that was verified, in `dtype` or the precision of the run."""
-    config = run_config(run_dir)
-    model = ModelConfig.model_validate(config["model"])
+    model, lora, is_reward_model = read_run(run_dir)
     check_model(model)
     folder = run_dir.checkpoints / step_name(step) / TRAINER
-    if config.get("loss", {}).get("type") == "reward":
+    if is_reward_model:
         tensors, hf_config = scorer_tensors(model, folder), scorer_config(model.name)
     else:
-        lora = LoRAConfig.model_validate(config["lora"]) if config.get("lora") else None
         tensors, hf_config = decoder_tensors(model, lora, folder), read_json(model.name / "config.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_directory(output)
@@ -59,12 +57,20 @@ def scorer_tensors(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
     return scorer.named_tensors()
 
 
-def run_config(run_dir: RunDir) -> dict[str, Any]:
-    """The resolved configuration of the process that trained."""
+def read_run(run_dir: RunDir) -> tuple[ModelConfig, LoRAConfig | None, bool]:
+    """What was trained, by the configuration of the process that trained it; and whether it is a reward model."""
     for name in TRAINERS:
         path = run_dir.config / f"{name}.json"
-        if path.exists():
-            return read_json(path)
+        if not path.exists():
+            continue
+        config = read_table(path)
+        loss, lora = config.get("loss"), config.get("lora")
+        try:
+            model = ModelConfig.model_validate(config.get("model"))
+            adapter = LoRAConfig.model_validate(lora) if lora else None
+        except ValidationError as error:
+            raise UserError(f"{path} is damaged: {error.errors()[0]['msg']}; export with the file as it was") from error
+        return model, adapter, isinstance(loss, dict) and loss.get("type") == "reward"
     raise UserError(
         f"run_dir = {str(run_dir.root)!r} is not the directory of a run: there is no trainer.json, sft.json or "
         f"align.json in {run_dir.config}"

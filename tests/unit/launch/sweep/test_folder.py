@@ -39,6 +39,7 @@ def arrays_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def finish(run: Run, *, step: int = 3) -> None:
     """What a run leaves that got to `step` of 3."""
+    run.directory.mkdir(parents=True, exist_ok=True)
     write_json(run.directory / "config" / f"{run.command}.json", {"max_steps": 3})
     events = ["started", "finished"] if step == 3 else ["started"]
     for event in events:

@@ -305,6 +305,7 @@ def test_saved_when_due_and_only_the_newest_are_kept(make_stepper, train, tmp_pa
 
 
 def test_the_manifest_covers_what_the_orchestrator_left(make_stepper, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
     write_json(tmp_path / "checkpoints" / "step_000003" / "orchestrator.json", {})
     folder = save(make_stepper(), tmp_path, 3)
     verify_manifest(folder, 3)

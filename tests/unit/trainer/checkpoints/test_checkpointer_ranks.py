@@ -41,8 +41,8 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize(("count", "strategies"), [(3, ["zero3"]), (2, ["ddp", "zero2+offload"])])
 def test_from_one_rank_to_several_and_back(tiny_model: Path, tmp_path: Path, count: int, strategies: list[str]) -> None:
     one = tmp_path / "one"
-    for strategy in strategies:
-        (tmp_path / strategy).mkdir()
+    for name in ("one", *strategies):
+        (tmp_path / name).mkdir()
     first = load(tiny_model, "ddp", SINGLE)
     for step in (1, 2):
         update(first, step)

@@ -153,6 +153,7 @@ def train(tiny_model: Path, make_samples, tmp_path: Path):
         from safetensors.torch import load_file
 
         root = tmp_path / name
+        root.mkdir()
         writer = RolloutWriter(root / "rollouts", keep=10)
         for step in (1, 2):
             writer.write(TrainBatch(step, 1.0, pack(make_samples(step, num_prompts=4))))

@@ -30,6 +30,7 @@ def settings_of_torch():
 
 
 def write_batches(root: Path, make_samples, steps: range) -> None:
+    root.mkdir(exist_ok=True)
     writer = RolloutWriter(root / "rollouts", keep=10)
     for step in steps:
         writer.write(TrainBatch(step, 1.0, pack(make_samples(step))))
