@@ -29,10 +29,10 @@ from tandem.config.sources import Tree
 from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.slurm.job import Job, render
 from tandem.launch.slurm.submission import with_servers
-from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
 from tandem.utils.files import json_text, read_json, write_atomic, write_json
+from tandem.utils.progress import reported
 from tandem.utils.run_lock import refuse_unwritable
 
 EXPERIMENT, SWEEP, JOBS, LOCK = "experiment.yaml", "sweep.json", "jobs.json", ".lock"
@@ -84,7 +84,7 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
         output_dir.mkdir(parents=True, exist_ok=True)
     if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
         shutil.copyfile(experiment, output_dir / EXPERIMENT)
-    for run in reported(runs, "written"):
+    for run in reported(runs, "sweep", "runs written"):
         _write_run(output_dir, run)
     kept = [Run(**_stored(run)) for run in runs]
     write_json(output_dir / SWEEP, {"runs": [asdict(run) for run in kept]})
