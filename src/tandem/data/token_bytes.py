@@ -25,6 +25,10 @@ class TokenBytes:
             found = self._known[token_id] = self._read(token_id)
         return found
 
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is a single byte, of a tokenizer that falls back on those (ByteFallback)."""
+        return self.has_byte_tokens and BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
+
     def _read(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:

@@ -50,11 +50,11 @@ def read_command_line(arguments: list[str]) -> SweepConfig:
 def sweep(config: SweepConfig) -> None:
     from tandem.launch.sweep.folder import read_sweep
     from tandem.launch.sweep.local import run_here
-    from tandem.launch.sweep.progress import count_runs
     from tandem.launch.sweep.results import show, write_results
     from tandem.launch.sweep.states import progress_of
     from tandem.launch.sweep.submit import submit_runs
     from tandem.utils.console import Console
+    from tandem.utils.progress import count_runs
 
     if config.status:
         output_dir = find_output_dir(config.file)

@@ -44,25 +44,50 @@ class TextOffsets:
         self._at = start
         self._has_begun = False
         self._unfinished = b""  # the beginning of a character, which is at `_at`
+        # Of the bytes in a row that a decoder with byte fallback takes together: where they are no text, each of them
+        # is shown as one character.
+        self._is_broken = False
+        self._num_saved = 0  # bytes, beyond the characters that they make so far
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
         first = [self._next(token) for token in takewhile(lambda _: not self._has_begun, token_ids)]
         rest = token_ids[len(first) :]
         lengths = list(map(self._lengths.__getitem__, rest))
-        if self._unfinished or HALF in lengths:
+        if self._unfinished or self._num_saved or self._is_broken or HALF in lengths:
             return first + [self._next(token) for token in rest]
         *offsets, self._at = accumulate(lengths, initial=self._at)
         return first + offsets
 
     def _next(self, token: int) -> int:
         added = self._bytes_of(token)
-        if self._unfinished and added and not _is_text(self._unfinished + added[:1]):
-            self._at, self._unfinished = self._at + self._num_replaced(), b""  # half a character remains
+        if added and self._tokenizer.token_bytes.has_byte_tokens:
+            if not self._tokenizer.token_bytes.is_byte(token):
+                self._end_row()
+            elif self._is_broken or not _is_text(self._unfinished + added):
+                return self._next_of_broken(added)
+        elif self._unfinished and added and not _is_text(self._unfinished + added[:1]):
+            self._at += len(self._unfinished.decode(errors="replace"))  # half a character remains
+            self._unfinished = b""
         offset = self._at
         known = self._unfinished + added
         text, num_used = utf_8_decode(known, "replace", False)
         self._at, self._unfinished = self._at + len(text), known[num_used:]
+        if self._tokenizer.token_bytes.is_byte(token):
+            self._num_saved += num_used - len(text)
         return offset
+
+    def _next_of_broken(self, added: bytes) -> int:
+        """Of bytes in a row that are no text with this one."""
+        offset = self._at + len(self._unfinished) + self._num_saved
+        self._at, self._unfinished = offset + len(added), b""
+        self._is_broken, self._num_saved = True, 0
+        return offset
+
+    def _end_row(self) -> None:
+        """Half a character at the end makes all the bytes in the row no text."""
+        if self._unfinished:
+            self._at += len(self._unfinished) + self._num_saved
+        self._unfinished, self._is_broken, self._num_saved = b"", False, 0
 
     def _bytes_of(self, token: int) -> bytes:
         added = self._tokenizer.token_bytes.token(token)
@@ -73,12 +98,6 @@ class TextOffsets:
         self._has_begun = True
         first = self._tokenizer.decode([token], skip_special_tokens=False)
         return added if UNFINISHED in first else first.encode()
-
-    def _num_replaced(self) -> int:
-        """The characters that stand for half a one in the text."""
-        if self._tokenizer.token_bytes.has_byte_tokens:
-            return len(self._unfinished)
-        return len(self._unfinished.decode(errors="replace"))
 
 
 def _is_text(beginning: bytes) -> bool:

@@ -32,10 +32,10 @@ from tandem.config.sources import Tree
 from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.slurm.job import Job, make_log_folders, render
 from tandem.launch.slurm.submission import with_servers
-from tandem.launch.sweep.progress import count_runs, reported
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
 from tandem.utils.files import json_text, read_json, write_atomic, write_json
+from tandem.utils.progress import count_runs, reported
 from tandem.utils.run_lock import refuse_unwritable
 from tandem.utils.secrets import holds_secret
 
@@ -89,7 +89,7 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
     if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
         is_private = any(run.secrets or holds_secret([run.tree, run.evaluation]) for run in runs)
         write_atomic(output_dir / EXPERIMENT, experiment.read_bytes(), private=is_private)
-    for run in reported(runs, "written"):
+    for run in reported(runs, "sweep", "runs written"):
         _write_run(output_dir, run)
     kept = [Run(**_stored(run)) for run in runs]
     write_json(output_dir / SWEEP, {"runs": [asdict(run) for run in kept]})

@@ -32,12 +32,12 @@ from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, al
 from tandem.launch.sweep.document import Document
 from tandem.launch.sweep.expand import Variant
 from tandem.launch.sweep.layout import ARGUMENTS, check_layout, nearest_of
-from tandem.launch.sweep.progress import reported
 from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
 from tandem.launch.sweep.same_runs import idle_keys, refuse_same_runs
 from tandem.models.files import check_model, check_positions
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
+from tandem.utils.progress import reported
 from tandem.utils.secrets import HIDDEN, holds_secret, names_secret
 
 CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
@@ -85,7 +85,7 @@ class Resolver:
 
     def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
         self.several = len(variants) > 1
-        runs = [self.resolve(variant) for variant in reported(variants, "checked")]
+        runs = [self.resolve(variant) for variant in reported(variants, "sweep", "runs checked")]
         refuse_same_runs(self.document, variants, self._meaning)
         return self._once(runs)
 

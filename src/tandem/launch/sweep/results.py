@@ -10,11 +10,11 @@ from xml.sax.saxutils import escape
 
 from rich.table import Column, Table
 
-from tandem.launch.sweep.progress import count_runs
 from tandem.launch.sweep.states import METRICS, Progress
 from tandem.utils.console import Console
 from tandem.utils.files import is_number, write_atomic
 from tandem.utils.metrics import read_metrics
+from tandem.utils.progress import count_runs
 from tandem.utils.run_dir import RunDir
 
 WIDTH, HEIGHT, LEFT, TOP = 560, 300, 70, 30

@@ -12,6 +12,7 @@ from tandem.transport.checkpoints import is_end, last_events
 from tandem.utils.errors import file_damage
 from tandem.utils.files import is_number, read_json
 from tandem.utils.metrics import read_metrics
+from tandem.utils.progress import reported
 from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import RunDir
 from tandem.utils.run_holder import read_holder
@@ -45,7 +46,8 @@ class Progress:
 def progress_of(output_dir: Path, runs: Sequence[Run]) -> list[Progress]:
     jobs = read_jobs(output_dir)
     under_way = jobs_under_way() if jobs else {}
-    return [_progress(run, jobs.get(run.name, {}), under_way) for run in runs]
+    looked_at = reported(runs, "sweep", "runs looked at")
+    return [_progress(run, jobs.get(run.name, {}), under_way) for run in looked_at]
 
 
 def _progress(run: Run, jobs: Mapping[str, str], under_way: Mapping[str, str]) -> Progress:

@@ -89,3 +89,22 @@ def test_half_a_character_that_is_shown_as_two(byte_tokens: Tokenizer) -> None:
     tokens = [by_byte[byte] for byte in (b"\xed", b"\xb1", b"x", b"y")]
     assert byte_tokens.decode(tokens) == "\ufffd\ufffdxy"
     assert offsets_of(byte_tokens, tokens)[2:] == [2, 3]
+
+
+PARTS = ["x", "é", "🙂", b"\xf0\x9f", b"\x99", b"\xc3", b"\xff", b"A", 1, 0]  # texts, bytes, tokens
+
+
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=12))
+def test_what_follows_bytes_that_are_no_text_is_found(sentencepiece: Tokenizer, parts: list[str | bytes | int]) -> None:
+    """Bytes in a row that are no text are shown as one character each, whole characters among them included."""
+    tokens = [3]
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        tokens += [content] if isinstance(content, int) else [3 if byte == ord("x") else 4 + byte for byte in content]
+    for skip in (True, False):
+        text = sentencepiece.decode(tokens, skip_special_tokens=skip)
+        found = offsets_of(sentencepiece, tokens, skip=skip)
+        for token, offset in zip(tokens, found, strict=True):
+            if token in (1, 3):
+                assert text[offset:].startswith({1: " the", 3: "s"}[token])
+        assert found == sorted(found) and all(offset <= len(text) for offset in found)
