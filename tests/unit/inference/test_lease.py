@@ -13,7 +13,7 @@ from tandem.types.openai import ClaimRequest
 
 ONE = ClaimRequest(run="one-1", lease="1" * 16, place="/runs/one on gpu1")
 ONE_AGAIN = ONE.model_copy(update={"run": "one-2"})
-TWO = ClaimRequest(run="two-1", lease="2" * 16)
+TWO = ClaimRequest(run="two-1", lease="2" * 16, place="")
 
 
 class Clock:
