@@ -110,7 +110,7 @@ class LiveDisplay:
             return Group(Text(f"{waiting} … {_clock(time.monotonic() - self.started)}", style="dim"))
         table = Table.grid(padding=(0, 2))
         held_out = list(self.held_out.items())
-        table.add_row(
+        cells = (
             f"[bold]step[/] {step}/{self.max_steps}",
             f"[bold]reward[/] {self.rewards[-1]:.3f}" if self.rewards else "",
             f"[bold]held out[/] {held_out[-1][1]:.3f} at {held_out[-1][0]}" if held_out else "",
@@ -118,6 +118,7 @@ class LiveDisplay:
             f"[bold]tokens/s[/] {self.orchestrator.get('tokens_per_s', 0):,.0f}",
             f"[bold]left[/] {self._time_left()}",
         )
+        table.add_row(*map(Text.from_markup, cells))
         bar = Table.grid()
         bar.add_row(ProgressBar(total=self.max_steps, completed=step, width=60))
         findings = [Text(str(finding), style=FINDING_STYLES[finding.severity]) for finding in self._watch.current]

@@ -95,20 +95,19 @@ def show_results(results: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     for result in results:
         for task, error in list(result["errors"].items())[:MOST_LINES]:
-            console.print(f"{result['target']}, task {task}: {printable(error)}", markup=False)
+            console.print(f"{result['target']}, task {task}: {printable(error)}")
 
 
 def show_comparison(before: dict[str, Any], after: dict[str, Any]) -> None:
     console = Console()
     comparison = compare(before["tasks"], after["tasks"])
     if comparison is None:
-        console.print("the earlier evaluation has none of these tasks: nothing to compare", markup=False)
+        console.print("the earlier evaluation has none of these tasks: nothing to compare")
         return
     console.print(
         f"against {before['target']}, on {comparison.num_common} tasks: reward {comparison.difference:+.3f} ± "
         f"{comparison.ci95:.3f}, {len(comparison.better)} tasks better, {len(comparison.worse)} worse",
-        markup=False,
     )
     for name, tasks in (("better", comparison.better), ("worse", comparison.worse)):
         for task, change in tasks[:MOST_LINES]:
-            console.print(f"  {name}: task {task}, {change:+.3f}", markup=False)
+            console.print(f"  {name}: task {task}, {change:+.3f}")
