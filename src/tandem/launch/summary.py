@@ -24,7 +24,8 @@ def print_summary(console: Console, run_dir: RunDir, seconds: float) -> None:
     console.print()
     if held_out:
         (_, before), (last, after) = held_out[0], held_out[-1]
-        console.print(f"[bold]Held-out reward[/] {before:.3f} before, [bold green]{after:.3f}[/] after {last} steps")
+        told = f"[bold]Held-out reward[/] {before:.3f} before, [bold green]{after:.3f}[/] after {last} steps"
+        console.print(told, markup=True)
     console.print(f"{len(rewards)} steps in {seconds:.0f} s, {tokens:,} sampled tokens, staleness at most {staleness}")
     console.print("\nTraining reward")
     for row in plot(rewards, width=60, height=6):
@@ -39,7 +40,7 @@ Trained model   {weights}
 Rollouts        {run_dir.samples(max(steps, default=0))}
 
 Talk to it:     {command}"""
-    console.print(places, highlight=False, soft_wrap=True, markup=False)  # paths may have brackets
+    console.print(places, highlight=False, soft_wrap=True)
 
 
 def print_findings(console: Console, watch: Watch) -> None:

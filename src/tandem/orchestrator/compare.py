@@ -106,7 +106,7 @@ def show_results(results: Sequence[dict[str, Any]]) -> None:
     console.print(_table(results) if console.fits(table) else _long_table(results))
     for result in results:
         for task, error in list(result["errors"].items())[:MOST_LINES]:
-            console.print(f"{result['target']}, task {task}: {printable(error)}", markup=False)
+            console.print(f"{result['target']}, task {task}: {printable(error)}")
 
 
 def _table(results: Sequence[dict[str, Any]], max_width: int | None = None) -> Table:
@@ -146,20 +146,19 @@ def show_comparison(
     console = Console()
     comparison = compare(before["tasks"], after["tasks"])
     if comparison is None:
-        console.print("the earlier evaluation has none of these tasks: nothing to compare", markup=False)
+        console.print("the earlier evaluation has none of these tasks: nothing to compare")
         return
     console.print(
         f"against {before['target']}, on {comparison.num_common} tasks: reward {comparison.difference:+.3f} ± "
         f"{comparison.ci95:.3f}, {len(comparison.better)} tasks better, {len(comparison.worse)} worse",
-        markup=False,
     )
     for name, tasks in (("better", comparison.better), ("worse", comparison.worse)):
         for task, change in tasks[:MOST_LINES]:
-            console.print(f"  {name}: task {task}, {change:+.3f}", markup=False)
+            console.print(f"  {name}: task {task}, {change:+.3f}")
             if name == "worse":
                 console.print(_what_was_said(samples_before.get(task, []), samples_now.get(task, [])))
         if len(tasks) > MOST_LINES:
-            console.print(f"  and {len(tasks) - MOST_LINES} more that are {name}", markup=False)
+            console.print(f"  and {len(tasks) - MOST_LINES} more that are {name}")
 
 
 def _what_was_said(before: Sequence[Sample], now: Sequence[Sample]) -> Padding:

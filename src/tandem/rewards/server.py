@@ -29,7 +29,7 @@ from tandem.config.reward_server import RewardServerConfig
 from tandem.rewards.batcher import Batcher
 from tandem.rewards.goals import BadGoal, Goal, GoalSpace, Vector, make_goals
 from tandem.utils.errors import UserError
-from tandem.utils.log import say
+from tandem.utils.log import make_errors_printable, say
 from tandem.utils.serving.browsers import names_of
 from tandem.utils.serving.guards import guards
 from tandem.utils.serving.protocol import bound_every_connection
@@ -157,6 +157,7 @@ def guards_of(server: ServerConfig, api_key: str | None) -> list[Middleware]:
 
 @cache
 def _app() -> FastAPI:
+    make_errors_printable()
     try:
         return _configured_app()
     except UserError as error:

@@ -12,7 +12,11 @@ from tandem.utils.log import printable_lines
 
 
 class Console(console.Console):
-    """Control characters within a text are shown, not sent; those that rich adds do their work."""
+    """Control characters within a text are shown, not sent; those that rich adds do their work. What looks like rich's
+    markup is text: names and paths may have brackets."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Measured as it is shown: cells of tables are as wide as need be."""

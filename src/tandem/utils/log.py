@@ -9,6 +9,9 @@ import io
 import logging
 import re
 import sys
+import threading
+import traceback
+import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -36,6 +39,26 @@ def printable_lines(text: str) -> str:
 def say(text: str, *, error: bool = False) -> None:
     """Print to standard output, or to standard error."""
     print(printable_lines(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def make_errors_printable() -> None:
+    """The same for what Python says by itself: errors that nobody caught, in threads and destructors too, warnings, and
+    lines of loggers that nobody has set up."""
+    sys.excepthook = _say_error
+    threading.excepthook = lambda args: _say_error(args.exc_type, args.exc_value, args.exc_traceback)
+    sys.unraisablehook = lambda args: _say_error(args.exc_type, args.exc_value, args.exc_traceback)
+    warnings.showwarning = _say_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LineFormatter())
+
+
+def _say_error(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if not issubclass(kind, SystemExit):  # which ends a thread, and says nothing
+        say(shorten_lines("".join(traceback.format_exception(kind, error, trace))), error=True)
+
+
+def _say_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    say(warnings.formatwarning(message, category, filename, lineno).rstrip(), error=True)
 
 
 class LineFormatter(logging.Formatter):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from tandem.utils import keeper
 from tandem.utils.errors import NOT_WRITABLE, BrokenRunDirectory, Diverged, OutOfMemory, UserError, shorten_lines
 from tandem.utils.keeper import descendants, stat_fields
-from tandem.utils.log import say, write_what_the_terminal_can
+from tandem.utils.log import make_errors_printable, say, write_what_the_terminal_can
 
 SUPERVISOR_PID = "TANDEM_SUPERVISOR_PID"
 # Exit codes of what starting again does not mend: a user's mistake, and a disk that is full or a directory that broke.
@@ -144,6 +144,7 @@ def begin_command() -> None:
     if command != "-m" and command not in COMMANDS:  # Python's own word while it looks for the module
         return
     write_what_the_terminal_can()
+    make_errors_printable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:

@@ -34,6 +34,13 @@ def options(*goals: GoalConfig, **others: Any) -> GoalOptions:
     return GoalOptions(goals=list(goals), **others)
 
 
+@pytest.fixture(autouse=True)
+def leave_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`app` changes what a process does with errors and connections, which uvicorn has for it alone."""
+    for name in ("make_errors_printable", "bound_every_connection"):
+        monkeypatch.setattr(server, name, lambda *_: None)
+
+
 @pytest.fixture
 def client() -> Iterator[TestClient]:
     with TestClient(create_app(options(VOWELS, CALLS, max_texts=3, max_text_chars=10))) as client:

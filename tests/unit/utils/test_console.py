@@ -48,6 +48,14 @@ def test_colours_lines_and_displays_do_their_work() -> None:
     assert "\x1b[2K" in text and SHOWN in text  # the line is redrawn
 
 
+def test_what_looks_like_markup_is_text() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    table = Table("[/metric]")
+    table.add_row("[red]/model[/] :smile:")
+    console.print(table, "/tmp/[/run]")
+    assert all(text in written(console) for text in ("[/metric]", "[red]/model[/] :smile:", "/tmp/[/run]"))
+
+
 def test_no_module_prints_by_itself() -> None:
     """`print` and rich's own console would send foreign text as it is."""
     for path in SOURCES.rglob("*.py"):

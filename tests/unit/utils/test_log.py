@@ -65,6 +65,29 @@ def test_what_commands_say_keeps_its_lines_and_nothing_else(capsys: pytest.Captu
     assert capsys.readouterr() == ("one\n\ttwo \\x1b]0;title\\x07\\r\\u2066\n", "three\\x9b2J\n")
 
 
+ERRORS = """\
+import logging, threading, warnings
+from tandem.utils.log import make_errors_printable
+make_errors_printable()
+BAD = "\\x1b]0;title\\x07"
+def fail(*_): raise RuntimeError(BAD)
+thread = threading.Thread(target=fail)
+thread.start()
+thread.join()
+type("D", (), {"__del__": fail})()
+warnings.warn(BAD)
+logging.getLogger("theirs").warning(BAD)
+fail()
+"""
+
+
+def test_errors_that_nobody_caught_are_shown_and_not_sent() -> None:
+    done = subprocess.run([sys.executable, "-c", ERRORS], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "\x1b" not in done.stderr and "\x07" not in done.stderr
+    assert done.stderr.count(r"RuntimeError: \x1b]0;title\x07") == 3 and done.stderr.count("Traceback") == 3
+    assert r"UserWarning: \x1b]0;title\x07" in done.stderr and r"WARNING \x1b]0;title\x07" in done.stderr
+
+
 PRINTS = """\
 import sys
 from tandem.utils.log import write_what_the_terminal_can
