@@ -1,6 +1,5 @@
 """Turns pydantic's validation errors into the sentence a user can act on: key, value, what would be right."""
 
-import difflib
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -11,6 +10,7 @@ from pydantic_core import ErrorDetails
 from tandem.config.hints import algorithm_hint, explanation, options_meant
 from tandem.utils.errors import shown
 from tandem.utils.secrets import HIDDEN, hidden, names_secret
+from tandem.utils.spelling import nearest
 
 
 def explain_validation_error(root: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
@@ -51,7 +51,7 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
     if others:
         return f"{key} = {value} is not valid: {_alternatives([details, *others])}"
     if kind == "extra_forbidden":
-        return f"unknown key {key!r} (value {value}); {_nearest_key(root, location)}"
+        return f"unknown key {key!r} (value {value}); {_nearest_key(root, location, details['input'])}"
     if kind == "missing":
         flag = ".".join([key, *_first_required(root, location)]).replace("_", "-")
         place = "its table" if _is_in_a_list(location) else f"the file or with --{flag}"
@@ -60,7 +60,11 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
         return _explain_tag(key, details)
     if kind == "literal_error":
         hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
+        hint += _elsewhere(details["input"], list(option_paths(root)))
         return f"{key} = {value} is not valid; {hint}"
+    if kind == "model_type" and isinstance(details["input"], list):
+        several = f", or [[{key}s]] for several" if f"{key}s" in option_paths(root) else ""
+        return f"{key} = {value} is not valid: it is one section, not a list: [{key}]{several}"
     if kind == "model_type":
         inner = _first_required(root, location) or [next(iter(_models_at(root, location)[0].model_fields))]
         return f"{key} = {value} is not valid: it is a section; give {'.'.join([key, *inner])}"
@@ -73,7 +77,7 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
 def _shown(key: str, value: Any) -> str:
     """A misspelt key may be one, too."""
     name = key.rpartition(".")[2]
-    is_secret = names_secret(name) or difflib.get_close_matches(name, ["api_key"], cutoff=0.7)
+    is_secret = names_secret(name) or nearest(name, ["api_key"])
     return HIDDEN if is_secret else shown(hidden(value))
 
 
@@ -86,20 +90,29 @@ def _alternatives(errors: list[ErrorDetails]) -> str:
     return ", or ".join([*(message[0].lower() + message[1:] for message in messages), *names])
 
 
-def _nearest_key(root: type[BaseModel], location: list[str]) -> str:
+def _elsewhere(given: Any, paths: list[str]) -> str:
+    """Of a section that stands where a value does, what its keys are here."""
+    meant = {name: options_meant(name, paths) for name in given} if isinstance(given, dict) else {}
+    return "".join(f"; {name} is {' or '.join(found)}" for name, found in meant.items() if found)
+
+
+def _nearest_key(root: type[BaseModel], location: list[str], given: Any) -> str:
     *place, name = location
     parent = "".join(f"{part}." for part in place)
     paths = list(option_paths(root))
     if _is_in_a_list(place):  # what is elsewhere cannot be named from here
         parent, paths = "", [path for model in _models_at(root, place) for path in option_paths(model)]
+    if told := explanation(parent + name, paths):
+        return told
+    meant = options_meant(name, paths)
+    meant += [f"{path}s" for path in meant if isinstance(given, list) and f"{path}s" in paths]
+    if meant:
+        return f"did you mean {_one_of([path.removeprefix(parent) for path in meant])}?"
     if told := explanation(name, paths):
         return told
-    meant = [path.removeprefix(parent) for path in options_meant(name, paths)]
-    if meant:
-        return f"did you mean {_one_of(meant)}?"
     known = _fields_at(root, place)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(known)}"
+    near = nearest(name, known)
+    return f"did you mean {near!r}?" if near else f"known here: {', '.join(known)}"
 
 
 def _one_of(keys: list[str]) -> str:
@@ -120,9 +133,9 @@ def option_paths(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _nearest_literal(details: ErrorDetails) -> str:
     expected = details.get("ctx", {}).get("expected", "")
     choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
-    nearest = difflib.get_close_matches(str(details["input"]), choices, n=1, cutoff=0.4)
+    near = nearest(str(details["input"]), choices)
     one_of = f"one of: {', '.join(choices)}"
-    return f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
+    return f"did you mean {near!r}? ({one_of})" if near else one_of
 
 
 def _explain_tag(key: str, details: ErrorDetails) -> str:
@@ -134,8 +147,8 @@ def _explain_tag(key: str, details: ErrorDetails) -> str:
     one_of = f"one of: {', '.join(tags)}"
     if "type" not in given:
         return f"{key}.type is required and was not given; {one_of}"
-    nearest = difflib.get_close_matches(str(given["type"]), tags, n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]!r}? ({one_of})" if nearest else one_of
+    near = nearest(str(given["type"]), tags)
+    hint = f"did you mean {near!r}? ({one_of})" if near else one_of
     return f"{key}.type = {shown(given['type'])} is not valid; {hint}"
 
 

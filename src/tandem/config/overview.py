@@ -1,6 +1,5 @@
 """`--help`: the options of a command that people change, on one page; and `--help TOPIC`: a section, or an option."""
 
-import difflib
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from tandem.config.help import Table, docstrings, kind_of, render_boxes, render_
 from tandem.config.short_names import spell_out
 from tandem.config.sources import SUFFIXES
 from tandem.utils.errors import UserError
+from tandem.utils.spelling import nearest
 
 ALL = "all"
 MAX_COLUMNS = 120  # longer lines are no easier to read
@@ -98,10 +98,8 @@ def render_topic(cls: type[BaseModel], prog: str, topic: str) -> str:
 
 def _nearest(topic: str, names: list[str]) -> str:
     last = {name.rpartition(".")[2]: name for name in reversed(names)}
-    nearest = difflib.get_close_matches(topic, [*names, *last], n=1, cutoff=0.5)
-    if not nearest:
-        return f"`--help {ALL}` has all of them"
-    return f"did you mean {last.get(nearest[0], nearest[0])!r}?"
+    near = nearest(topic, [*names, *last])
+    return f"did you mean {last.get(near, near)!r}?" if near else f"`--help {ALL}` has all of them"
 
 
 def render_overview(cls: type[BaseModel], prog: str, description: str, short_names: Mapping[str, str]) -> str:

@@ -1,9 +1,10 @@
 """The options of SLURM's sbatch: their names, and what they say of nodes and GPUs."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from tandem.utils.spelling import nearest
 
 # Long names, as `man sbatch` lists them (22.05 to 25.05).
 _NAMES = """
@@ -46,8 +47,8 @@ def sbatch_name(name: str) -> str:
     if option in OURS:
         raise ValueError(f"{name!r} is not yours to set: {OURS[option]}")
     if option not in OPTIONS:
-        nearest = difflib.get_close_matches(option, sorted(OPTIONS), n=1, cutoff=0.5)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else "`man sbatch` lists all of them"
+        near = nearest(option, OPTIONS)
+        hint = f"did you mean {near!r}?" if near else "`man sbatch` lists all of them"
         raise ValueError(f"sbatch has no option {name!r}; {hint}")
     return option
 

@@ -5,12 +5,12 @@ The `@` may be left out where an argument can be nothing else, and `--config fil
 Later files win over earlier ones, table by table and key by key.
 """
 
-import difflib
 from collections.abc import Collection
 from pathlib import Path
 
 from tandem.config.formats import NAMES, NOT_PARSED, PARSERS, Tree, require_plain
 from tandem.utils.errors import UserError
+from tandem.utils.spelling import nearest
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 CONFIG_FLAGS = ("--config", "-c")
@@ -149,5 +149,5 @@ def _nearest_file(path: Path) -> str:
     if not folder.is_dir():
         return f"; there is no directory {str(folder)!r}"
     names = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES and item.name != "pyproject.toml")
-    nearest = difflib.get_close_matches(path.name, names, n=1) or names[:1]
-    return f"; did you mean {str(folder / nearest[0])!r}?" if nearest else ""
+    near = nearest(path.name, names)
+    return f"; did you mean {str(folder / near)!r}?" if near else ""

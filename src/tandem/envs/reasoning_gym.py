@@ -6,7 +6,6 @@ args = { dataset = "leg_counting", config = { max_animals = 5 } }
 args = { datasets = [{ name = "chain_sum", weight = 2 }, { name = "leg_counting" }] }
 """
 
-import difflib
 import logging
 from typing import Any
 
@@ -16,6 +15,7 @@ from tandem.config.base import Config
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 from tandem.utils.places import one_line
+from tandem.utils.spelling import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +109,10 @@ class ReasoningGym:
     def _check_name(self, gym: Any, name: str) -> None:
         known = gym.factory.DATASETS
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3) or sorted(known)[:1]
+            near = nearest(name, known)
             raise UserError(
-                f"env.args.dataset = {name!r} is not one of the {len(known)} datasets of reasoning-gym; "
-                f"did you mean {nearest[0]!r}?"
+                f"env.args.dataset = {name!r} is not one of the {len(known)} datasets of reasoning-gym"
+                + (f"; did you mean {near!r}?" if near else f", such as {', '.join(sorted(known)[:3])}")
             )
 
     def _system_message(self, gym: Any) -> list[dict[str, str]]:

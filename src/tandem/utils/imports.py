@@ -1,6 +1,5 @@
 """Objects by import path, for what users bring: 'package.module:name' or './file.py:name'."""
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 from tandem.utils.errors import UserError
 from tandem.utils.places import own_place, with_place
+from tandem.utils.spelling import nearest
 
 
 def is_import_path(value: str) -> bool:
@@ -51,8 +51,8 @@ def load_object(path: str, key: str) -> Any:
     finally:
         _IMPORTING.reset(outer)
     if not hasattr(module, attribute):
-        nearest = difflib.get_close_matches(attribute, vars(module), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        near = nearest(attribute, vars(module))
+        hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"{key} = {path!r} cannot be imported: {where!r} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 

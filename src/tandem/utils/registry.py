@@ -1,6 +1,5 @@
 """A registry is a dict from names to things; wherever one of its names is taken, so is an import path."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 from tandem.utils.errors import UserError, shown
 from tandem.utils.imports import is_import_path, load_object
 from tandem.utils.signatures import signature_of
+from tandem.utils.spelling import nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,9 +17,10 @@ def find_registered(registry: Mapping[str, F], name: str, key: str) -> F:
     if name in registry:
         return registry[name]
     if not is_import_path(name):
-        nearest = difflib.get_close_matches(name, registry, n=1, cutoff=0.3) or list(registry)[:1]
+        near = nearest(name, registry)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(
-            f"{key} = {name!r} is not known; did you mean {nearest[0]!r}? "
+            f"{key} = {name!r} is not known{hint} "
             f"(known: {', '.join(registry)}; or 'package.module:name' or './file.py:name' for your own)"
         )
     return load_callable(name, key)

@@ -14,6 +14,7 @@ from tandem.config.trainer import TrainerConfig
 
 ROOT = Path(__file__).parents[3]
 ROWS = ("--model.name", "m", "--data.path", "rows.jsonl")
+COMPLETIONS = ("batch-size", "orchestrator.batch-size", "generation-batch-size", "per-device-train-batch-size")
 ALL_PATHS = {path for cls in (RLConfig, SFTConfig, AlignConfig, InferenceConfig) for path in option_paths(cls)}
 
 
@@ -23,7 +24,7 @@ ALL_PATHS = {path for cls in (RLConfig, SFTConfig, AlignConfig, InferenceConfig)
         ("--num-epochs", "max_steps", "epochs", "epochs"),
         ("--num-train-epochs", "max_steps", "epochs", "epochs"),
         ("--learning-rate", "trainer.optimizer.lr", "optimizer.lr", "optimizer.lr"),
-        ("--per-device-train-batch-size", "orchestrator.prompts_per_step", "batch_size", "batch_size"),
+        ("--per-device-train-batch-size", None, "batch_size", "batch_size"),
         ("--gradient-accumulation-steps", "trainer.tokens_per_microbatch", *["tokens_per_microbatch"] * 2),
         ("--max-prompt-length", "seq_len", "seq_len", "seq_len"),
         ("--max-completion-length", "orchestrator.sampling.max_tokens", "seq_len", "seq_len"),
@@ -61,16 +62,70 @@ def test_the_same_names_in_a_file(refusal, rl_toml: str, tmp_path: Path) -> None
         (["--trainer-gpu-ids", "0,1"], "did you mean 'gpus.trainer'?"),
         (["--train-backend", "fsdp"], "did you mean 'trainer.parallel.strategy'?"),
         (["--data-parallel-size", "4"], "`inference --engine vllm` takes it"),
+        (["--inference.parallel.tp", "4"], "tp and dp are flags of vLLM: inference.vllm.flags.tensor-parallel-size"),
+        (["--trainer.ckpt.interval", "4"], "did you mean 'checkpoint'?"),
+        (["--deployment.num-train-gpus", "4"], "one of: split, shared, colocated; num_train_gpus is gpus.trainer"),
     ],
 )
 def test_where_things_run_in_the_words_of_others(refusal, rl_toml: str, flag: list[str], told: str) -> None:
     assert told in refusal("@", rl_toml, *flag)
 
 
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        *((name, "that counts completions, prompts_per_step counts prompts") for name in COMPLETIONS),
+        *((name, "did you mean 'orchestrator.max_staleness'?") for name in ("max-async-level", "async-level")),
+        ("environment", "did you mean 'orchestrator.env'?"),
+        ("monitors", "did you mean 'orchestrator.metrics'?"),
+        ("save", "did you mean 'output_dir'?"),
+        ("save-interval", "did you mean 'checkpoint.every'?"),
+        ("eval-interval", "did you mean 'orchestrator.eval.every'?"),
+        ("rm-type", "did you mean 'orchestrator.env.reward'?"),
+        ("num-rollout", "did you mean 'max_steps'?"),
+        ("eps-clip", "that is both loss.clip_low and loss.clip_high"),
+        ("eps-clip-high", "did you mean 'trainer.loss.clip_high'?"),
+        ("advantage-estimator", "did you mean 'orchestrator.advantage.type'?"),
+        ("rollout-temperature", "did you mean 'orchestrator.sampling.temperature'?"),
+        ("rollout-max-response-len", "did you mean 'orchestrator.sampling.max_tokens'?"),
+        ("global-batch-size", "updates_per_batch is the number of rollouts of a step / that"),
+        ("prompt-data", 'that is the environment "dataset": env.id = "dataset", env.args.path'),
+    ],
+)
+def test_names_of_prime_rl_and_slime(refusal, rl_toml: str, flag: str, told: str) -> None:
+    assert f"(value '3'); {told}" in refusal("@", rl_toml, f"--{flag}", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            '[[env]]\nid = "a"',
+            "it is one section, not a list: [orchestrator.env], or [[orchestrator.envs]] for several",
+        ),
+        ('[[orchestrator.env]]\nid = "a"', "one section, not a list: [orchestrator.env], or [[orchestrator.envs]] for"),
+        ('[environment]\nid = "a"', "did you mean 'orchestrator.env'?"),
+        ("[orchestrator]\nbatch_size = 128", "give the completions of a step / group_size"),
+        ('[deployment]\ntype = "single_node"\nnum_infer_gpus = 1', "; num_infer_gpus is gpus.inference"),
+        ('[monitors.wandb]\nproject = "a"', "did you mean 'orchestrator.metrics'?"),
+    ],
+)
+def test_sections_of_prime_rl(refusal, rl_toml: str, tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "more.toml").write_text(text)
+    assert told in refusal("@", rl_toml, "@", str(tmp_path / "more.toml"))
+
+
+@pytest.mark.parametrize("flag", ["--lr-decay-iters", "--rollout-function-path", "--stave"])
+def test_a_name_that_is_no_slip_of_one_of_ours_is_told_what_there_is(refusal, rl_toml: str, flag: str) -> None:
+    message = refusal("@", rl_toml, flag, "3")
+    assert "did you mean" not in message and "; known here: " in message
+
+
 def test_what_is_explained_is_explained_where_it_helps(refusal) -> None:
     assert "torchrun" not in refusal(*ROWS, "--actor-num-nodes", "2", cls=SFTConfig)
     for name, (option, _) in EXPLAINED.items():
-        assert option in ALL_PATHS and name not in FOREIGN
+        assert any(path == option or path.endswith(f".{option}") for path in ALL_PATHS)
+        assert option not in FOREIGN.get(name, ())
 
 
 def test_every_name_leads_somewhere() -> None:

@@ -251,7 +251,7 @@ BY_RULE = (
     *("bf16", "torch_dtype", "dtype", "gradient_checkpointing", "eval_strategy", "evaluation_strategy", "eval_steps"),
     *("save_strategy", "report_to", "use_cpu", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "precompute_ref_log_probs", "max_prompt_length"),
-    *("config", "dataset_name", "use_peft", "use_vllm", "max_grad_norm", "save_steps", "loss_type"),
+    *("config", "dataset_name", "use_peft", "use_vllm", "max_grad_norm", "save_steps", "loss_type", "epsilon"),
 )
 
 

@@ -1,12 +1,12 @@
 """The sections of an experiment file and its output directory, checked before its runs are."""
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
 
 from tandem.config.sbatch import is_one_line
 from tandem.launch.sweep.document import Document
+from tandem.utils.spelling import nearest
 
 ARGUMENTS = ("rl_script_args", "model_config_args", "rl_config_args")
 EXECUTION = ("algorithm", "venv", "output_dir", "distributed_config")
@@ -63,7 +63,6 @@ def _why_not_writable(folder: Path) -> str | None:
 def nearest_of(name: str, known: Any) -> str:
     names = sorted(map(str, known))
     lowered = {other.lower(): other for other in names}
-    nearest = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
-    if nearest:
-        return f"did you mean {lowered[nearest[0]]!r}?"
+    if near := nearest(name.lower(), lowered):
+        return f"did you mean {lowered[near]!r}?"
     return f"known: {', '.join(names)}" if len(names) < 40 else "docs/sweeps.md lists what there is"

@@ -91,6 +91,8 @@ def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, 
     _evaluation(given, options)
     _checkpoints(given, options)
     _adapter(given, options)
+    if "epsilon" in given:
+        options.compute("loss.clip_high", given["epsilon"], "epsilon, as there is no epsilon_high")
     if "report_to" in given:
         options.set("metrics.report_to", _trackers(given["report_to"]), "report_to")
     if given.get("use_cpu"):

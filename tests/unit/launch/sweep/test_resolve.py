@@ -146,6 +146,19 @@ def test_the_loss_of_the_algorithm_may_be_given_by_the_name_of_trl(
     assert config.loss.type == algorithm
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "arguments", "clips"),
+    [
+        ("grpo", ("epsilon: 0.1",), (0.1, 0.1)),
+        ("grpo", ("epsilon: 0.1", "epsilon_high: 0.3"), (0.1, 0.3)),
+        ("dapo", ("epsilon: 0.1",), (0.1, 0.28)),
+    ],
+)
+def test_epsilon_clips_on_both_sides(write: Write, algorithm: str, arguments: tuple[str, ...], clips: object) -> None:
+    loss = config_of(write("max_steps: 5", *arguments, algorithm=algorithm, script=("env: reverse-text",))).trainer.loss
+    assert (loss.clip_low, loss.clip_high) == clips
+
+
 def test_no_clipping_is_zero_as_in_transformers(write: Write) -> None:
     assert config_of(write("max_grad_norm: 0")).optimizer.max_grad_norm == math.inf
     assert config_of(write("max_grad_norm: 0.5")).optimizer.max_grad_norm == 0.5
