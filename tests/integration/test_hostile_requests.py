@@ -1,6 +1,7 @@
 """A real server against what strangers send: it answers, says why not, and goes on serving everybody else."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -135,6 +136,19 @@ def test_files_of_another_shape_are_refused_and_the_old_weights_serve(
     assert server.post("/update_weights", json={"path": str(folder), "version": 0}).status_code == 400
     assert server.post("/load_lora_adapter", json=body).status_code == 400
     assert server.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors", "adapter_config.json"])
+def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(server: httpx.Client, model: Path, name: str) -> None:
+    folder = shutil.copytree(model, model.parent / f"pipe {name}")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    version = 1 if name == "manifest.json" else 0
+    body = {"path": str(folder), "version": version}
+    assert server.post("/update_weights", json=body).status_code == 400
+    body = {"lora_name": "bad", "lora_path": str(folder)}
+    assert server.post("/load_lora_adapter", json=body).status_code == 400
+    assert server.post("/update_weights", json={"path": str(model), "version": 0}).status_code == 200
 
 
 def test_who_waits_when_the_server_has_to_leave_gets_a_reason(starter: Starter, model: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_json
+from tandem.utils.files import read_json, require_regular
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -17,6 +17,8 @@ def read_templates(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
     if (model_dir / "chat_template.jinja").exists():
         found[DEFAULT] = model_dir / "chat_template.jinja"
     if found:
+        for path in found.values():
+            require_regular(path)
         return {name: path.read_text(encoding="utf-8") for name, path in found.items()}
     given = config.get("chat_template")
     entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}] if given else []

@@ -15,7 +15,7 @@ from tandem.data.template_files import DEFAULT, SPECIAL_TOKENS, WITH_TOOLS, read
 from tandem.data.token_bytes import TokenBytes
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_table
+from tandem.utils.files import read_table, require_regular
 
 # Texts above this are encoded without holding the interpreter's lock, which costs short ones more than it saves.
 LONG_TEXT = 4096
@@ -28,6 +28,7 @@ class Tokenizer:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
+        require_regular(path)
         try:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more special

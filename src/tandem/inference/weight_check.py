@@ -54,6 +54,7 @@ def verify_files(path: Path, version: int) -> None:
     version of the run that made it. Later versions are published ones."""
     if version < 0:
         raise ValueError(f"version must be 0 or more, not {version}")
+    _refuse_pipes(path)
     if version > 0:
         verify_manifest(path, version)
     elif (path / MANIFEST).exists():
@@ -65,11 +66,19 @@ def check_adapter_files(path: Path) -> None:
     if not is_adapter(path):
         raise AdapterRefused(f"{path} holds no adapter: there is no {ADAPTER_CONFIG} in it")
     try:
+        _refuse_pipes(path)
         read_table(path / ADAPTER_CONFIG)
         if (path / MANIFEST).exists():
             verify_manifest(path)
     except (DamagedWeights, UserError, OSError) as error:
         raise AdapterRefused(str(error)) from error
+
+
+def _refuse_pipes(folder: Path) -> None:
+    """And what else is no file: engines of others open what they find."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path} is not a regular file; take it away")
 
 
 def compare_configs(expected: dict[str, Any], given: dict[str, Any]) -> None:

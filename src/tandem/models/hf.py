@@ -16,6 +16,7 @@ from tandem.models.runtime import whole
 from tandem.models.shards import OUTPUT, TensorHeaders, compare_tensors, weight_files
 from tandem.models.spec import ModelSpec
 from tandem.utils.errors import UserError
+from tandem.utils.files import require_regular
 
 EMBEDDING = "model.embed_tokens.weight"
 # As headers of safetensors files call them.
@@ -115,6 +116,7 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
 def read_file(path: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file."""
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.utils.errors import UserError
-from tandem.utils.files import INDEX, index_names
+from tandem.utils.files import INDEX, index_names, open_regular
 
 # Tensor name -> (dtype, shape), as in a safetensors header.
 TensorHeaders = dict[str, tuple[str, list[int]]]
@@ -42,7 +42,7 @@ def read_tensor_headers(model_dir: Path) -> TensorHeaders:
 def read_header(path: Path) -> TensorHeaders:
     """Names, dtypes and shapes of one file, whose length must be what its header says."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size:

@@ -11,10 +11,12 @@ import json
 import logging
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard, TypeVar
 
@@ -87,14 +89,35 @@ def json_bytes(body: Any) -> bytes:
         return json.dumps(body).encode()
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """A file to read, in a folder that others may have written: a pipe would block the reader until somebody writes.
+    Raises UserError for what is no file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is not a regular file; put a file in its place")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def require_regular(path: Path) -> None:
+    """Before a library opens it by its name."""
+    open_regular(path).close()
+
+
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_bytes())
+    return json.loads(read_regular(path))
 
 
 def read_table(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object. Raises UserError where it holds anything else."""
+    content = read_regular(path)
     try:
-        value = read_json(path)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -260,7 +283,7 @@ class Follower:
 
 
 def checksum(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

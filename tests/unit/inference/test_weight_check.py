@@ -1,5 +1,6 @@
 """Which checkpoints may take the place of the one that serves."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,15 @@ def test_checkpoints_are_checked_against_the_first(tiny_model: Path, tmp_path: P
     write_manifest(copy, 1)
     with pytest.raises(WeightUpdateRefused, match="num_attention_heads is 8, served is 4"):
         served.check(copy, 1)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors", "tokenizer_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(WeightUpdateRefused, match=f"{name} is not a regular file"):
+        ServedModel(tiny_model).check(folder, 0)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(AdapterRefused, match=f"{name} is not a regular file"):
+        check_adapter_files(folder)

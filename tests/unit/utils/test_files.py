@@ -6,10 +6,12 @@ import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tandem.utils.errors import UserError
 from tandem.utils.files import (
     append_json_line,
     checksum,
@@ -18,6 +20,7 @@ from tandem.utils.files import (
     publish_directory,
     read_json,
     read_json_lines,
+    read_table,
     staging_directory,
     write_atomic,
     write_json,
@@ -174,3 +177,12 @@ def test_work_on_many_bytes_is_shared_among_threads(size_bytes: int) -> None:
     assert (threading.get_ident() in threads) == (size_bytes == 0)
     with pytest.raises(ValueError, match="failed at 8"):
         for_each(work, range(20), size_bytes)
+
+
+@pytest.mark.parametrize("read", [read_json, read_table, checksum])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(UserError, match=f"{name} is not a regular file"):
+            read(tmp_path / name)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.utils.files import checksum, for_each, is_plain, write_json
+from tandem.utils.files import checksum, for_each, is_plain, read_json, read_regular, write_json
 from tandem.utils.run_dir import step_name, step_of
 
 MANIFEST = "manifest.json"
@@ -60,7 +60,7 @@ def withdraw(folder: Path) -> None:
 def find_announced(folder: Path) -> Announcement | None:
     """The version that is in memory; None if there is none."""
     try:
-        entry = json.loads((folder / ANNOUNCED).read_bytes())
+        entry = read_json(folder / ANNOUNCED)
         place, adapter_config = entry["place"], entry["adapter_config"]
         return Announcement(
             int(entry["version"]),
@@ -92,7 +92,7 @@ def write_manifest(folder: Path, version: int, name: str = MANIFEST) -> None:
 def read_manifest(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     """The version, and size and checksum of every file. Raises DamagedWeights with the key that is wrong."""
     try:
-        manifest = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
+        manifest = json.loads(read_regular(path), object_pairs_hook=_without_repetition)
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedWeights(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tandem.transport.weights.filesystem import Tensors, WeightsPublisher, cast_each
 from tandem.transport.weights.manifest import Announcement, Place, announce, withdraw
+from tandem.utils.files import open_regular
 
 KEPT = 2  # versions in shared memory: one may be read while the next one is published
 DESCRIPTOR = re.compile(r"/proc/\d+/fd/\d+")
@@ -108,7 +109,7 @@ def read_shared(place: Place, version: int) -> dict[str, Tensor]:
     longer."""
     if not DESCRIPTOR.fullmatch(place.path):
         raise ValueError(f"{place.path!r} is no place in memory")
-    with Path(place.path).open("rb") as file:
+    with open_regular(Path(place.path)) as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     found = int.from_bytes(memory[:HEADER_BYTES], "little")
     if found != version:
