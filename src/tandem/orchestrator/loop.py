@@ -195,6 +195,7 @@ class Orchestrator:
                 started = time.monotonic()
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
                 collected = time.monotonic()
+                version = policy.version  # the trainer may publish the next one while the batch is written
                 # Beside the loop: other rollouts go on.
                 await asyncio.to_thread(self._write_batch, groups, step, self._state(step, dispatcher))
                 written = time.monotonic()
@@ -205,7 +206,7 @@ class Orchestrator:
                     "tokens_per_s": rate.add(written, num_tokens),
                 }
                 counts = {"groups/stale": buffer.num_dropped_stale, "groups/cut": dispatcher.num_cut}
-                self._log_step(groups, step, policy.version, times | counts)
+                self._log_step(groups, step, version, times | counts)
         finally:
             await dispatcher.close()
 

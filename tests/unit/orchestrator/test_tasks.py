@@ -120,6 +120,10 @@ def test_messages_that_make_no_prompt_are_refused_with_their_task(tokenizer: Tok
             r"^filters\.min_reward = 1\.5 with env\.reward = 'numeric', which is from 0 to 1, so nothing would be left",
         ),
         ({"filters": {"max_reward": -0.5}, "env": {"reward": "lcs"}}, r"^filters\.max_reward = -0\.5 with env\.reward"),
+        (
+            {"filters": {"min_reward": 2}, "env": {"rewards": [{"type": "lcs"}, {"type": "numeric", "weight": 0.5}]}},
+            r"^filters\.min_reward = 2 with the sum of env\.rewards, which is from 0 to 1\.5, so nothing would be left",
+        ),
     ],
 )
 def test_filters_that_no_task_can_pass_are_refused(tokenizer: Tokenizer, options: dict, message: str) -> None:
@@ -134,6 +138,7 @@ def test_filters_that_no_task_can_pass_are_refused(tokenizer: Tokenizer, options
         {"filters": {"min_tokens": 10, "max_reward": -0.5}},
         {"filters": {"min_reward": 1.0, "max_reward": 1.0}, "env": {"reward": "numeric"}},
         {"filters": {"min_reward": 1.5}, "env": {"reward": "./mine.py:reward"}},
+        {"filters": {"max_reward": -0.5}, "env": {"rewards": [{"type": "numeric", "weight": -1.0}]}},
     ],
 )
 def test_filters_that_a_task_might_pass_are_taken(tokenizer: Tokenizer, options: dict) -> None:
