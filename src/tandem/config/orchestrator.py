@@ -1,6 +1,7 @@
 """Options of the orchestrator."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -76,12 +77,20 @@ class OrchestratorConfig(BatchOptions, LogOptions, SeedOptions, SyncOptions, Run
             num_eval_prompts=env.num_eval_prompts or self.eval.num_prompts,
         )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        """The default of `env` may be given beside envs in full, as a resolved configuration has it."""
+        env = given.get("env") if isinstance(given, dict) and given.get("envs") else None
+        if env is not None and env not in (EnvConfig(), EnvConfig().model_dump(), EnvConfig().model_dump(mode="json")):
+            told = env.get("id", "…") if isinstance(env, dict) else env.id
+            raise ValueError(f"env.id = {told!r} and envs are both given; add it to envs, or leave one of them out")
+        return given
+
     @model_validator(mode="after")
     def _mixes(self) -> "OrchestratorConfig":
         if not self.envs:
             return self
-        if self.env != EnvConfig():
-            raise ValueError(f"env.id = {self.env.id!r} and envs are both given; add it to envs")
         names = [env.own_name for env in self.envs]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"envs: two of them are called {twice[0]!r}; give each a name")

@@ -50,6 +50,11 @@ class RewardConfig(Config):
 
 
 COMMON = ("type", "weight", "name", "timeout_s")
+# Types whose rewards are from 0 to 1, before the weight.
+FROM_0_TO_1 = (
+    *("exact_match", "normalized_match", "numeric", "math", "positional_match", "lcs", "length", "regex", "xml"),
+    *("json_schema", "code"),
+)
 
 
 class Extracting(RewardConfig):

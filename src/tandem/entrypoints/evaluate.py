@@ -104,7 +104,7 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
         with refuse_unwritable(config.output_dir):
             config.output_dir.mkdir(parents=True, exist_ok=True)
         async for target, endpoint in targets(config):
-            outcomes = await evaluate(config, environment, endpoint, tasks)
+            outcomes = await evaluate(config, environment, endpoint, tasks, target)
             result = results_of(target, outcomes, config.solved_reward)
             if not results and (kept := keep_earlier(config.output_dir)):
                 say(f"the results of an earlier evaluation are kept: {kept}")

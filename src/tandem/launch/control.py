@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.shared import CheckpointConfig
+from tandem.launch.supervisor import tail
 from tandem.transport.checkpoints import how_to_go_on, is_finished
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.console import Console
 from tandem.utils.errors import UserError
 from tandem.utils.files import is_number, read_json_lines, read_table
 from tandem.utils.findings import Watch
-from tandem.utils.log import say
+from tandem.utils.log import printable, say
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with
@@ -81,7 +82,15 @@ def status_lines(root: Path) -> list[str]:
     else:
         state = "not running" if holder is None else _running(holder)
         told = [f"{root}: {state}", f"damaged     {damage}"]
+    if holder is not None:
+        told += _last_words(run_dir)
     return [*told, f"logs        {run_dir.root / 'logs'}"]
+
+
+def _last_words(run_dir: RunDir) -> list[str]:
+    """What each process of a run that goes on has said last."""
+    logs = sorted((run_dir.root / "logs").glob("*.log"))
+    return [f"now         {log.stem}: {printable(line)}" for log in logs for line in tail(log, 1)]
 
 
 def _progress_lines(run_dir: RunDir, max_steps: int) -> list[str]:

@@ -14,6 +14,7 @@ from tandem.transport.weights.manifest import MANIFEST, is_adapter
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 from tandem.utils.http import OK, HttpClient
+from tandem.utils.log import say
 from tandem.utils.run_content import refuse_misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with
 
@@ -33,6 +34,7 @@ async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoi
         "server": {"weight_roots": sorted({str(path.parent) for _, path in versions})},
         **config.model_dump(mode="json", include={"device", "threads", "seed", "deterministic", "log_level"}),
     }
+    say(f"evaluate: starting a server for {base}", error=True)
     async with serving(server, config.output_dir) as http, _asking(config, http.base_url) as endpoint:
         await endpoint.find_model()
         for version, path in versions:

@@ -20,6 +20,8 @@ from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, naming_file
 from tandem.utils.files import json_bytes
+from tandem.utils.log import say
+from tandem.utils.progress import EVERY_S
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"  # below output_dir, of the newest evaluation
 
@@ -52,9 +54,14 @@ def fingerprint(task: Task) -> str:
 
 
 async def evaluate(
-    config: EvaluateConfig, environment: EnvironmentProcess, endpoint: ChatEndpoint, tasks: Sequence[HeldTask]
+    config: EvaluateConfig,
+    environment: EnvironmentProcess,
+    endpoint: ChatEndpoint,
+    tasks: Sequence[HeldTask],
+    target: str,
 ) -> list[Outcome]:
-    """Every task, `concurrency` of them at once. One that fails costs nothing but itself."""
+    """Every task, `concurrency` of them at once. One that fails costs nothing but itself. `target` is the model's name,
+    for those who wait."""
     limit = asyncio.Semaphore(config.concurrency)
 
     async def one(order: int, task: HeldTask) -> Outcome:
@@ -65,7 +72,15 @@ async def evaluate(
                 return Outcome(task.index, [], error=str(failure_of(error)))
         return Outcome(task.index, [sample["reward"] for sample in samples], fingerprint(task), samples)
 
-    return await asyncio.gather(*(one(order, task) for order, task in enumerate(tasks)))
+    running = [asyncio.ensure_future(one(order, task)) for order, task in enumerate(tasks)]
+    try:
+        while (await asyncio.wait(running, timeout=EVERY_S))[1]:
+            num_done = sum(task.done() for task in running)
+            say(f"evaluate: {num_done:,} of {len(running):,} tasks done by {target}", error=True)
+        return [task.result() for task in running]
+    finally:
+        for task in running:
+            task.cancel()
 
 
 async def _samples(

@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tandem.config.environment import EnvConfig
 from tandem.config.filters import FilterConfig
 from tandem.config.orchestrator import EnvPlan
+from tandem.config.rewards import FROM_0_TO_1
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.rewards.registry import REWARDS
@@ -25,17 +27,29 @@ def refuse_hopeless_filters(plan: EnvPlan, *, is_interactive: bool) -> None:
             f"{place}filters.min_tokens = {filters.min_tokens} is more than sampling.max_tokens = {longest}, so "
             f"nothing would be left; the largest valid value is {longest}"
         )
-    if plan.env.reward not in REWARDS:  # those are from 0 to 1
+    if (ends := _range_of_rewards(plan.env)) is None:
         return
+    lowest, highest = ends
     for name, value, is_hopeless in (
-        ("min_reward", filters.min_reward, (filters.min_reward or 0) > 1),
-        ("max_reward", filters.max_reward, (filters.max_reward or 0) < 0),
+        ("min_reward", filters.min_reward, filters.min_reward is not None and filters.min_reward > highest),
+        ("max_reward", filters.max_reward, filters.max_reward is not None and filters.max_reward < lowest),
     ):
         if is_hopeless:
+            what = "the sum of env.rewards" if plan.env.rewards else f"env.reward = {plan.env.reward!r}"
             raise UserError(
-                f"{place}filters.{name} = {value:g} with env.reward = {plan.env.reward!r}, which is from 0 to 1, so "
+                f"{place}filters.{name} = {value:g} with {what}, which is from {lowest:g} to {highest:g}, so "
                 "nothing would be left; choose a value in that range"
             )
+
+
+def _range_of_rewards(env: EnvConfig) -> tuple[float, float] | None:
+    """The lowest and the highest reward that there can be; None where that is not known."""
+    if env.reward in REWARDS:
+        return 0.0, 1.0
+    if not env.rewards or any(reward.kind not in FROM_0_TO_1 for reward in env.rewards):
+        return None
+    weights = [reward.weight for reward in env.rewards]
+    return sum(min(weight, 0.0) for weight in weights), sum(max(weight, 0.0) for weight in weights)
 
 
 class GroupFilter:

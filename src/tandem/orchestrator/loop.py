@@ -195,6 +195,7 @@ class Orchestrator:
             for step in range(self.start.step + 1, config.max_steps + 1):
                 groups = await dispatcher.next_batch(step, self._batch_deadline(step, policy.version))
                 collected = time.monotonic()
+                version = policy.version  # the trainer may publish the next one while the batch is written
                 # Beside the loop: other rollouts go on.
                 await asyncio.to_thread(self._stage_batch, groups, step, self._state(step, dispatcher))
                 staged = time.monotonic()
@@ -206,7 +207,7 @@ class Orchestrator:
                 }
                 started = staged
                 counts = {"groups/stale": buffer.num_dropped_stale, "groups/cut": dispatcher.num_cut}
-                self._log_step(groups, step, policy.version, times | counts)
+                self._log_step(groups, step, version, times | counts)
                 # Last: with the batch the step is done, and a run that is resumed goes on after it.
                 await asyncio.to_thread(self.writer.publish, step)
         finally:

@@ -94,3 +94,33 @@ def test_earlier_results_are_kept_under_a_number(tmp_path: Path, monkeypatch: py
     }
     assert read_json(tmp_path / "out" / "results.1.json") == first
     assert len(list(tmp_path.glob("out/results.*"))) == 3
+
+
+def test_those_who_wait_are_told_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second task is answered when something was said of the first."""
+    told: list[str] = []
+
+    class SlowEndpoint(FakeEndpoint):
+        num_asked = 0
+
+        async def ask(self, messages: list[Any], *, n: int, seed: int) -> list[Answer]:
+            self.num_asked += 1
+            while self.num_asked == 2 and not told:
+                told.extend(line for line in capsys.readouterr().err.splitlines() if "1 of 2" in line)
+                await asyncio.sleep(0.001)
+            return await super().ask(messages, n=n, seed=seed)
+
+    async def targets(_: EvaluateConfig) -> AsyncIterator[tuple[str, FakeEndpoint]]:
+        yield "new", SlowEndpoint("text")
+
+    monkeypatch.setattr("tandem.launch.evaluation.targets", targets)
+    monkeypatch.setattr("tandem.orchestrator.evaluate.EVERY_S", 0.01)
+    env = EnvConfig(id="reverse-text")
+    asyncio.run(
+        evaluate_all(
+            EvaluateConfig(run=tmp_path / "run", env=env, num_prompts=2, concurrency=1, output_dir=tmp_path / "out")
+        )
+    )
+    assert told[0] == "evaluate: 1 of 2 tasks done by new"

@@ -45,9 +45,11 @@ def test_the_state_of_a_run(run_dir: RunDir) -> None:
     RunLog(run_dir, "rl").event("restarted", who="trainer", why="signal SIGKILL", restart=1, step=3)
     (run_dir.checkpoints / step_name(3)).mkdir(parents=True)
     write_manifest(run_dir.checkpoints / step_name(3), 3)
+    run_dir.log("trainer").write_text("12:00:00 INFO    ready\n12:00:01 INFO    step 4\x1b[2J\n")
     with hold_run(run_dir.root, "rl"):
         first, *others = status_lines(run_dir.root)
     assert first.startswith(f"{run_dir.root}: running, `rl` (pid ")
+    assert r"now         trainer: 12:00:01 INFO    step 4\x1b[2J" in others
     assert others[0].split() == ["step", "4", "of", "9"] and others[1].split()[:2] == ["reward", "0.500"]
     assert "checkpoint  step_000003" in others and "restarted   trainer (signal SIGKILL)" in others
     (run_dir.weights / step_name(9)).mkdir(parents=True)
@@ -55,6 +57,7 @@ def test_the_state_of_a_run(run_dir: RunDir) -> None:
     for process in ("orchestrator", "trainer"):
         RunLog(run_dir, process).event("finished", step=9)
     assert status_lines(run_dir.root)[0] == f"{run_dir.root}: finished"
+    assert not any(line.startswith("now ") for line in status_lines(run_dir.root))
     assert stop_run(run_dir.root) == f"nothing runs in {run_dir.root}; it is finished"
 
 

@@ -114,6 +114,7 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
     ("options", "message"),
     [
         ({"env": EnvConfig(id="arithmetic")}, r"env\.id = 'arithmetic' and envs are both given; add it to envs"),
+        ({"env": {"id": "reverse-text"}}, r"env\.id = 'reverse-text' and envs are both given"),  # the default
         ({"envs": [{}, {}]}, "two of them are called 'reverse-text'; give each a name"),
         ({"envs": [{"group_size": 1}]}, r"envs\.0\.group_size = 1 leaves nothing to compare"),
         ({"envs": [{"sampling": {"max_tokens": 64}}]}, r"envs\.0\.sampling\.max_tokens = 64 leaves no room"),

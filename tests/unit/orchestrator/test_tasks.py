@@ -111,10 +111,40 @@ def test_messages_that_make_no_prompt_are_refused_with_their_task(tokenizer: Tok
         encode_prompts(environment, tokenizer, config(seq_len=64))
 
 
-def test_filters_that_no_task_can_pass_are_refused(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filters": {"min_tokens": 11}}, r"^filters\.min_tokens = 11 is more than sampling\.max_tokens = 10, "),
+        (
+            {"filters": {"min_reward": 1.5}, "env": {"reward": "numeric"}},
+            r"^filters\.min_reward = 1\.5 with env\.reward = 'numeric', which is from 0 to 1, so nothing would be left",
+        ),
+        ({"filters": {"max_reward": -0.5}, "env": {"reward": "lcs"}}, r"^filters\.max_reward = -0\.5 with env\.reward"),
+        (
+            {"filters": {"min_reward": 2}, "env": {"rewards": [{"type": "lcs"}, {"type": "numeric", "weight": 0.5}]}},
+            r"^filters\.min_reward = 2 with the sum of env\.rewards, which is from 0 to 1\.5, so nothing would be left",
+        ),
+    ],
+)
+def test_filters_that_no_task_can_pass_are_refused(tokenizer: Tokenizer, options: dict, message: str) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
-    with pytest.raises(UserError, match=r"^filters\.min_tokens = 11 is more than sampling\.max_tokens = 10, "):
-        encode_prompts(environment, tokenizer, config(seq_len=64, filters={"min_tokens": 11}))
+    with pytest.raises(UserError, match=message):
+        encode_prompts(environment, tokenizer, config(seq_len=64, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"filters": {"min_tokens": 10, "max_reward": -0.5}},
+        {"filters": {"min_reward": 1.0, "max_reward": 1.0}, "env": {"reward": "numeric"}},
+        {"filters": {"min_reward": 1.5}, "env": {"reward": "./mine.py:reward"}},
+        {"filters": {"max_reward": -0.5}, "env": {"rewards": [{"type": "numeric", "weight": -1.0}]}},
+    ],
+)
+def test_filters_that_a_task_might_pass_are_taken(tokenizer: Tokenizer, options: dict) -> None:
+    """The environment's own rewards, and users' functions, may be anything."""
+    environment = ReverseText(num_train=4, num_eval=2)
+    assert len(encode_prompts(environment, tokenizer, config(seq_len=64, **options)).train) == 4
 
 
 def test_a_conversation_may_have_more_tokens_than_one_turn(tokenizer: Tokenizer) -> None:
