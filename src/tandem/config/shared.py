@@ -34,6 +34,22 @@ class ModelConfig(Config):
     """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
     architecture it has. inference.engine chooses what serves the model."""
 
+    chat_template: Path | None = None
+    """Jinja file with a chat template in place of the model's own: for prompts, for rows of `sft` and `align`, and in
+    servers. The models that a run writes have it too."""
+
+    def read_chat_template(self) -> str | None:
+        """The text of the file; None: the model's own is meant."""
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(
+                f"model.chat_template = {str(self.chat_template)!r} cannot be read: {reason}; give a Jinja file"
+            ) from error
+
 
 class LengthOptions(Config):
     """How long the sequences of a model are."""

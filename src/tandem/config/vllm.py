@@ -22,6 +22,7 @@ from tandem.utils.errors import UserError
 ALIASES = {
     "model": "model.name",
     "dtype": "model.dtype",
+    "chat-template": "model.chat_template",
     "max-model-len": "seq_len",
     "max-num-seqs": "max_sequences",
     "max-num-batched-tokens": "tokens_per_step",

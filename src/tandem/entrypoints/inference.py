@@ -121,7 +121,7 @@ def open_server(
         from tandem.inference.vocabulary import compare_vocabularies
 
     model_dir = config.model.name
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = Tokenizer.of(config.model)
     compare_vocabularies(tokenizer, spec.vocab_size, model_dir)
     sampling = SamplingDefaults.read(model_dir) if config.generation_config == "auto" else SamplingDefaults()
 

@@ -48,7 +48,7 @@ def check(config: RLConfig) -> int:
         if changes and not config.dry_run:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model_dir(config.model.name, config.model.impl)
-    tokenizer = Tokenizer(config.model.name)
+    tokenizer = Tokenizer.of(config.model)
     _check_frozen_models(config, tokenizer)
     here = on_this_node(config)
     find_gpu_plan(here)
