@@ -31,8 +31,8 @@ class ModelConfig(Config):
     """Compute precision. The trainer keeps its master weights in float32 either way."""
 
     impl: Impl = "native"
-    """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
-    architecture it has. inference.engine chooses what serves the model."""
+    """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for most
+    others (docs/lora.md). inference.engine chooses what serves the model."""
 
     chat_template: Path | None = None
     """Jinja file with a chat template in place of the model's own: for prompts, for rows of `sft` and `align`, and in

@@ -17,7 +17,13 @@ from tandem.inference.vllm.serve import check_vllm
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
-from tandem.models.files import check_frozen_model, check_model_dir, check_positions, embedding_size
+from tandem.models.files import (
+    check_frozen_model,
+    check_model_dir,
+    check_positions,
+    check_served_model,
+    embedding_size,
+)
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.rehearsal import try_environments
@@ -129,7 +135,7 @@ def _check_server(config: RLConfig) -> None:
         else:
             if is_import_path(config.inference.engine):
                 load_callable(config.inference.engine, "inference.engine")
-            check_model_dir(config.model.name)
+            check_served_model(config.model)
         return
     for url in config.orchestrator.client.base_urls:
         if _check_address(url):

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from tandem.config.shared import Impl
+from tandem.config.shared import Impl, ModelConfig
 from tandem.models.shards import weight_files
-from tandem.models.spec import ModelSpec
+from tandem.models.spec import ELSEWHERE, SERVED_ELSEWHERE, ModelSpec
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
 from tandem.utils.hub import cache_folder, is_hub_name, is_offline
@@ -38,6 +38,16 @@ def check_model_dir(model_dir: Path, impl: Impl = "native") -> None:
         raise UserError(f"model.name = {error}") from error
     if not (model_dir / "tokenizer.json").exists():
         raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
+
+
+def check_served_model(model: ModelConfig) -> None:
+    """Raise UserError unless our own engine can serve it, whatever trains it."""
+    try:
+        check_model_dir(model.name)
+    except UserError as error:
+        if model.impl == "native":
+            raise
+        raise UserError(str(error).replace(ELSEWHERE, SERVED_ELSEWHERE)) from error
 
 
 def check_frozen_model(model_dir: Path, option: str, impl: Impl, num_tokens: int) -> None:
