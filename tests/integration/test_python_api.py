@@ -85,7 +85,10 @@ class Letters:
         return float(completion == task.answer)
 
 short = {"seq_len": 64, "threads": 1}
-trained = tandem.sft(model=model, data={"path": rows}, max_steps=2, batch_size=4, lr=1e-3, output_dir="sft", **short)
+trained = tandem.sft(
+    model=model, chat_template="own.jinja", data={"path": rows}, max_steps=2, batch_size=4, lr=1e-3, output_dir="sft",
+    **short,
+)
 folder = tandem.export("sft", output_dir="exported")
 scores = tandem.evaluate(model=folder, env=Letters, num_prompts=2, max_tokens=4, **short)
 metrics = tandem.rl(
@@ -100,6 +103,8 @@ print(json.dumps([trained, scores, metrics]))
 def test_the_commands_with_what_a_notebook_defines(tiny_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{letter}", "completion": "{letter}"}}\n' for letter in "abcdefgh"))
+    template = (tiny_model / "chat_template.jinja").read_text() + "{# of one's own #}"
+    (tmp_path / "own.jinja").write_text(template)
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), str(tiny_model), str(rows), str(free_port())]
@@ -113,6 +118,9 @@ def test_the_commands_with_what_a_notebook_defines(tiny_model: Path, tmp_path: P
     assert metrics[1]["reward/min"] >= 7.0 and "loss" in metrics[1] and "trainer/tokens_per_s" in metrics[1]
     written = {path.name.rpartition("_")[0] for path in (tmp_path / "rl" / "functions").glob("*.py")}
     assert written == {"Letters", "reward", "advantages"}
+    # A chat template that was given stays with the model.
+    for folder in ("sft/weights/latest", "exported", "rl/weights/latest"):
+        assert (tmp_path / folder / "chat_template.jinja").read_text() == template
 
 
 def kill(pattern: str) -> None:

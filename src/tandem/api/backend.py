@@ -113,8 +113,14 @@ class PyTorchTrainingBackend:
         """Returns the step that it goes on after. The trainer loads its model meanwhile."""
         if is_to_be_fetched(self.model_dir):
             await asyncio.to_thread(fetch_model, self.model_dir)
+        if self.config.model.chat_template is not None:
+            raise UserError(
+                f"model.chat_template = '{self.config.model.chat_template}' is for rollouts too; give it to "
+                "RLTrainingConfig(chat_template=…)"
+            )
         self.config = self._validated(
             {
+                "model": {**self._options["model"], "chat_template": config.chat_template},
                 "max_steps": config.num_steps,
                 "sync_every": config.sync_every,
                 "seq_len": config.seq_len,

@@ -144,7 +144,7 @@ class InferenceEngine:
             raise UserError(f"prompts = {prompts!r} is one text; give a list of prompts: [{prompts!r}]")
         if not math.isfinite(temperature):
             raise UserError(f"temperature = {temperature} is not finite; 0 takes the likeliest token, 100 is the most")
-        tokenizer = Tokenizer(self.model_dir)
+        tokenizer = Tokenizer.of(self.config.model)
         loop = asyncio.get_running_loop()
         jobs = []
         for number, prompt in enumerate(prompts):

@@ -98,7 +98,8 @@ class RolloutManager:
         """Returns when all that completes prompts is ready, and all prompts are known to fit."""
         self.check(config)
         self.config = config
-        tokenizer, options = Tokenizer(model_dir), config.orchestrator
+        options = config.orchestrator
+        tokenizer = Tokenizer(model_dir, options.model.read_chat_template())
         environment = await self._open_environment(config)
         self._tasks = environment.train_tasks
         self._prompts = encode_tasks("training", environment.train_tasks, tokenizer, options)

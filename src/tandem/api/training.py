@@ -53,6 +53,9 @@ class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
     seq_len: int = Field(default=2048, ge=2)
     """Longest sequence, prompt and completion together, in tokens."""
 
+    chat_template: Path | None = None
+    """Jinja file with a chat template in place of the model's own; the models that are written have it too."""
+
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """How long the reward may take for one completion. That of an environment has the environment's own limits."""
 
@@ -77,7 +80,7 @@ class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
         shared = {name: getattr(self, name) for name in (*BatchOptions.model_fields, "seq_len", "seed", "sync_every")}
         return OrchestratorConfig(
             **shared,
-            model=ModelConfig(name=Path()),  # the backend's; none of these parts looks at it
+            model=ModelConfig(name=Path(), chat_template=self.chat_template),  # the name is the backend's
             sampling=SamplingConfig(**{name: getattr(self, name) for name in SamplingConfig.model_fields}),
             advantage=AdvantageConfig(type=str(self.advantage)),
             eval=self.eval or EvalConfig(),

@@ -61,6 +61,10 @@ class EvaluateConfig(SlurmOptions, LogOptions, ComputeOptions, SeedOptions, Samp
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the server that is started."""
 
+    chat_template: Path | None = None
+    """Jinja file with a chat template in place of the model's own, for the server that is started. None: that of the
+    run, if it was given one, or the model's."""
+
     concurrency: int = Field(default=64, ge=1)
     """Tasks under way at once."""
 
@@ -82,6 +86,10 @@ class EvaluateConfig(SlurmOptions, LogOptions, ComputeOptions, SeedOptions, Samp
             raise ValueError(
                 f"{', '.join(named) or 'nothing'} is given to be evaluated; give one of --model, --run and "
                 "--endpoint.base-url"
+            )
+        if self.chat_template is not None and self.endpoint.base_url is not None:
+            raise ValueError(
+                f"chat_template = '{self.chat_template}' with endpoint.base_url: an endpoint has its own; leave it out"
             )
         if self.max_tokens is not None and self.seq_len is not None and self.max_tokens >= self.seq_len:
             raise ValueError(f"max_tokens = {self.max_tokens} leaves no room for a prompt in seq_len = {self.seq_len}")

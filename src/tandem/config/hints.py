@@ -93,6 +93,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "model_name_or_path": ("model.name",),
     "model_name": ("model.name",),
     "model_path": ("model.name",),
+    "chat_template_path": ("model.chat_template",),
     "torch_dtype": ("model.dtype",),
     "dtype": ("model.dtype",),
     "precision": ("model.dtype",),

@@ -32,8 +32,24 @@ class ModelConfig(Config):
     """Compute precision. The trainer keeps its master weights in float32 either way."""
 
     impl: Impl = "native"
-    """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for any
-    architecture it has. inference.engine chooses what serves the model."""
+    """The model code of the trainer. native: our decoder (Llama, Mistral, Qwen2, Qwen3). hf: transformers, for most
+    others (docs/lora.md). inference.engine chooses what serves the model."""
+
+    chat_template: Path | None = None
+    """Jinja file with a chat template in place of the model's own: for prompts, for rows of `sft` and `align`, and in
+    servers. The models that a run writes have it too."""
+
+    def read_chat_template(self) -> str | None:
+        """The text of the file; None: the model's own is meant."""
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(
+                f"model.chat_template = {str(self.chat_template)!r} cannot be read: {reason}; give a Jinja file"
+            ) from error
 
     trust_remote_code: bool = False
     """Run the Python code that a model brings (auto_map in its config.json), with impl = "hf" and with engine = "vllm",

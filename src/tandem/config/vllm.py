@@ -23,6 +23,7 @@ ALIASES = {
     "model": "model.name",
     "dtype": "model.dtype",
     "trust-remote-code": "model.trust_remote_code",
+    "chat-template": "model.chat_template",
     "max-model-len": "seq_len",
     "max-num-seqs": "max_sequences",
     "max-num-batched-tokens": "tokens_per_step",

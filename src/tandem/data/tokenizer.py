@@ -10,8 +10,15 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from tandem.config.shared import ModelConfig
 from tandem.data.template import ChatTemplate, Span
-from tandem.data.template_files import DEFAULT, SPECIAL_TOKENS, WITH_TOOLS, read_special_tokens, read_templates
+from tandem.data.template_files import (
+    DEFAULT,
+    SPECIAL_TOKENS,
+    WITH_TOOLS,
+    read_special_tokens,
+    read_templates,
+)
 from tandem.data.token_bytes import TokenBytes
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
@@ -21,10 +28,13 @@ from tandem.utils.files import read_table, require_regular
 LONG_TEXT = 4096
 # What conversations begin with, and short answers of tools and users, come many times in a row.
 KNOWN_TEXTS = 128
+TEMPLATE_HINT = "give one with --chat-template FILE, or plain prompts instead of messages"
 
 
 class Tokenizer:
-    def __init__(self, model_dir: Path) -> None:
+    """`chat_template`: the text of one, in place of all that the directory has."""
+
+    def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise UserError(f"model.name = {str(model_dir)!r} holds no tokenizer: there is no tokenizer.json in it")
@@ -39,13 +49,18 @@ class Tokenizer:
         config_path = model_dir / "tokenizer_config.json"
         self._config = read_table(config_path) if config_path.exists() else {}
         self._special_tokens = read_special_tokens(model_dir, self._config)
-        self._template_texts = read_templates(model_dir, self._config)
+        given = {} if chat_template is None else {DEFAULT: chat_template}
+        self._template_texts = given or read_templates(model_dir, self._config)
         self._templates = {
             name: ChatTemplate(text) for name, text in self._template_texts.items() if name in (DEFAULT, WITH_TOOLS)
         }
         self.token_bytes = TokenBytes(self._tokenizer)
         self.eos_token_ids = self._read_eos(model_dir)
         self._encode_known = lru_cache(KNOWN_TEXTS)(self.encode)
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Tokenizer":
+        return cls(model.name, model.read_chat_template())
 
     @property
     def vocab_size(self) -> int:
@@ -171,9 +186,9 @@ class Tokenizer:
         template = self.template(with_tools=tools is not None)
         if template is None and self._template_texts:
             names = ", ".join(sorted(self._template_texts))
-            raise UserError(f"none of the model's chat templates ({names}) is its {DEFAULT!r}; give plain prompts")
+            raise UserError(f"none of the model's chat templates ({names}) is its {DEFAULT!r}; {TEMPLATE_HINT}")
         if template is None:
-            raise UserError("the model has no chat template; give plain prompts instead of messages")
+            raise UserError(f"the model has no chat template; {TEMPLATE_HINT}")
         return template
 
     def _variables(

@@ -59,11 +59,14 @@ def read_text(calls: CallFormat, text: str) -> Found:
     return content + rest, [*found, *more]
 
 
+OTHER_TEMPLATE = "give one that has, in a format of docs/inference.md, with --chat-template FILE"
+
+
 def choose_format(tokenizer: Tokenizer) -> CallFormat | str:
     """How this model writes calls, or why tools cannot be used with it."""
     template = tokenizer.template(with_tools=True)
     if template is None or "tools" not in template.variables:
-        return "the model's chat template has no tools"
+        return f"the model's chat template has no tools; {OTHER_TEMPLATE}"
     if BEGIN in template.text and "<function=" not in template.text:
         if tokenizer.decode(tokenizer.encode(BEGIN)) != BEGIN:
             return f"{BEGIN} is a special token of this model, which its text leaves out"
@@ -72,7 +75,7 @@ def choose_format(tokenizer: Tokenizer) -> CallFormat | str:
         return ListedCalls
     if any(mark in template.text for mark in LEADING_MARKS):
         return LeadingCalls
-    return "the model's chat template has tools in a format that we cannot read"
+    return f"the model's chat template has tools in a format that we cannot read; {OTHER_TEMPLATE}"
 
 
 class TaggedCalls:

@@ -37,7 +37,7 @@ def align(config: AlignConfig) -> None:
         config,
         lambda: partial(
             encode_align_row,
-            tokenizer=Tokenizer(config.model.name),
+            tokenizer=Tokenizer.of(config.model),
             loss=config.loss,
             texts=config.data.texts,
             padding=padding_token(read_json(config.model.name / "config.json")),

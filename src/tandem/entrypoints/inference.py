@@ -15,7 +15,7 @@ from tandem.config.base import parse
 from tandem.config.inference import LOOPBACK_HOSTS, InferenceConfig, ServerConfig
 from tandem.config.short_names import INFERENCE, spell_out
 from tandem.config.vllm import take_vllm_flags
-from tandem.models.files import check_model_dir, within_positions
+from tandem.models.files import check_served_model, within_positions
 from tandem.models.spec import ModelSpec
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.garbage import importing
@@ -101,7 +101,7 @@ def open_server(
     from tandem.inference.builders import find_builder
 
     api_key = config.server.resolve_api_key()
-    check_model_dir(config.model.name)
+    check_served_model(config.model)
     refuse_missing_gpu(config.device, "device")
     build_engine = build or find_builder(config.engine)
     spec = ModelSpec.load(config.model.name)
@@ -121,7 +121,7 @@ def open_server(
         from tandem.utils.serving.protocol import make_server
 
     model_dir = config.model.name
-    tokenizer = Tokenizer(model_dir)
+    tokenizer = Tokenizer.of(config.model)
     compare_vocabularies(tokenizer, spec.vocab_size, model_dir)
     sampling = SamplingDefaults.read(model_dir) if config.generation_config == "auto" else SamplingDefaults()
 

@@ -47,7 +47,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
 
     setup_logging(config.log_level)
     run_dir = RunDir(config.output_dir)
-    tokenizer = Tokenizer(config.model.name)
+    tokenizer = Tokenizer.of(config.model)
     try_advantages(config.advantage, config.group_size)
 
     async def run() -> None:

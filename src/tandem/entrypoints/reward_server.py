@@ -64,7 +64,7 @@ def reward_model_app(config: RewardServerConfig, middleware: "list[Middleware]")
     config = within_positions(config, config.model.name)
     assert config.model is not None
     spec = scorer.decoder.spec
-    tokenizer = Tokenizer(config.model.name)
+    tokenizer = Tokenizer.of(config.model)
     compare_vocabularies(tokenizer, spec.vocab_size, config.model.name)
     model = ScoreModel(scorer, device, config.tokens_per_batch)
     return create_app(

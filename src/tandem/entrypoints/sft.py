@@ -26,7 +26,7 @@ def fine_tune(config: SFTConfig) -> None:
     run_offline(
         "sft",
         config,
-        lambda: partial(encode_sft_row, tokenizer=Tokenizer(config.model.name), roles=roles),
+        lambda: partial(encode_sft_row, tokenizer=Tokenizer.of(config.model), roles=roles),
         load_train,
     )
 

@@ -29,7 +29,7 @@ async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoi
         return
     base, versions = models_of(config)
     server = {
-        "model": {"name": str(base), "dtype": config.dtype},
+        "model": {"name": str(base), "dtype": config.dtype, "chat_template": template_of(config)},
         **({} if config.seq_len is None else {"seq_len": config.seq_len}),
         "server": {"weight_roots": sorted({str(path.parent) for _, path in versions})},
         **config.model_dump(mode="json", include={"device", "threads", "seed", "deterministic", "log_level"}),
@@ -40,6 +40,14 @@ async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoi
         for version, path in versions:
             if path == base or await load_version(http, version, path):
                 yield str(path), endpoint
+
+
+def template_of(config: EvaluateConfig) -> str | None:
+    """The chat template that the server is given; None: the model's own."""
+    if config.chat_template is not None or config.run is None:
+        return config.chat_template and str(config.chat_template)
+    given = _model_of(config.run).get("chat_template")
+    return given and str((starting_directory(config.run) or Path()) / given)
 
 
 async def load_version(http: HttpClient, version: int, path: Path) -> bool:
@@ -60,11 +68,7 @@ def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:
     assert config.run is not None
     run_dir = RunDir(config.run)
     refuse_misshapen(config.run, "run")
-    started_in = starting_directory(config.run) or Path()
-    try:
-        base = started_in.joinpath(read_json(run_dir.config / "trainer.json")["model"]["name"]).resolve()
-    except (OSError, LookupError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"run = '{config.run}' is not the directory of a run of `rl`: {error}") from error
+    base = (starting_directory(config.run) or Path()).joinpath(_model_of(config.run)["name"]).resolve()
     steps = steps_with(run_dir.weights, MANIFEST)
     versions = [(step, (run_dir.weights / step_name(step)).resolve()) for step in steps]
     if not versions:
@@ -75,6 +79,15 @@ def models_of(config: EvaluateConfig) -> tuple[Path, list[tuple[int, Path]]]:
             f"over, by --model '{run_dir.merged / 'latest'}'"
         )
     return base, [(0, base), *versions]
+
+
+def _model_of(run: Path) -> dict[str, Any]:
+    """What the run was told of its model; paths may be relative to where it was started."""
+    try:
+        model = read_json(RunDir(run).config / "trainer.json")["model"]
+        return {"chat_template": model.get("chat_template"), "name": Path(model["name"])}
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"run = '{run}' is not the directory of a run of `rl`: {error}") from error
 
 
 @asynccontextmanager

@@ -13,7 +13,13 @@ from tandem.launch.given_servers import check_given_servers
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
-from tandem.models.files import check_frozen_model, check_model, check_model_dir, check_positions, embedding_size
+from tandem.models.files import (
+    check_frozen_model,
+    check_model,
+    check_positions,
+    check_served_model,
+    embedding_size,
+)
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.tasks import encode_prompts
@@ -39,7 +45,7 @@ def check(config: RLConfig) -> int:
         if changes and not config.dry_run:
             RunLog(run_dir, "rl").event("options_changed", step=start, changes=changes)
     check_model(config.model)
-    tokenizer = Tokenizer(config.model.name)
+    tokenizer = Tokenizer.of(config.model)
     _check_frozen_models(config, tokenizer)
     here = on_this_node(config)
     find_gpu_plan(here)
@@ -120,7 +126,7 @@ def _check_server(config: RLConfig) -> None:
         else:
             if is_import_path(config.inference.engine):
                 load_callable(config.inference.engine, "inference.engine")
-            check_model_dir(config.model.name)
+            check_served_model(config.model)
         return
     check_given_servers(config)
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from tandem.config.shared import Impl, ModelConfig
 from tandem.models.shards import weight_files
-from tandem.models.spec import ModelSpec
+from tandem.models.spec import ELSEWHERE, SERVED_ELSEWHERE, ModelSpec
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
 from tandem.utils.hub import cache_folder, is_hub_name, is_offline
@@ -63,6 +63,16 @@ def _needs_its_code(model_dir: Path) -> bool:
         return False
     lists = (Path(found.origin).parent / "models" / "auto").glob("*.py")
     return not any(f'"{config.get("model_type")}"' in path.read_text(encoding="utf-8") for path in lists)
+
+
+def check_served_model(model: ModelConfig) -> None:
+    """Raise UserError unless our own engine can serve it, whatever trains it."""
+    try:
+        check_model_dir(model.name)
+    except UserError as error:
+        if model.impl == "native":
+            raise
+        raise UserError(str(error).replace(ELSEWHERE, SERVED_ELSEWHERE)) from error
 
 
 def check_frozen_model(model_dir: Path, option: str, model: ModelConfig, num_tokens: int) -> None:

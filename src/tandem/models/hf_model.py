@@ -1,4 +1,4 @@
-"""Any `AutoModelForCausalLM` of transformers in the place of our decoder (`model.impl = "hf"`).
+"""An `AutoModelForCausalLM` of transformers in the place of our decoder (`model.impl = "hf"`).
 
 The trainer hands over packed segments; transformers wants rows. Every sequence becomes a row, the beginning it shares
 with others and its own rest, padded on the right, where causality alone keeps the padding out of sight. Hidden states
@@ -178,9 +178,18 @@ def load_hf_model(
             raise needs_its_code("model.name", model_dir) from error
         reason = textwrap.shorten(str(error), MAX_REASON, placeholder=" …")  # a list of every architecture may follow
         raise UserError(f"model.name = {str(model_dir)!r}: transformers cannot load it: {reason}") from error
-    decoder = HFDecoder(model.to(device))
-    decoder.logit_scale = find_logit_scale(decoder, model_dir)
-    refuse_other_names(decoder, model_dir)
+    try:
+        decoder = HFDecoder(model.to(device))
+        decoder.logit_scale = find_logit_scale(decoder, model_dir)
+        refuse_other_names(decoder, model_dir)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what an architecture computes, or calls its parts, is its own
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", MAX_REASON, placeholder=" …")
+        raise UserError(
+            f"model.name = {str(model_dir)!r}: model.impl = 'hf' does not work with {type(model).__name__} ({reason}); "
+            "docs/lora.md names architectures that it was tried with"
+        ) from error
     return decoder
 
 

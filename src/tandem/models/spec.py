@@ -52,6 +52,7 @@ LARGEST = {
 }
 # What those can do whose model our decoder does not compute.
 ELSEWHERE = "Train others with model.impl = 'hf' and serve them with engine = 'vllm'"
+SERVED_ELSEWHERE = "model.impl is for training; serve it with inference.engine = 'vllm'"
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+import tandem
+from tandem.config.shared import ModelConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.utils.errors import UserError
 
+SOURCES = Path(tandem.__file__).parent
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Reverse abc, in 12 steps."}],
     [
@@ -171,6 +174,37 @@ def test_a_template_may_stand_in_the_tokenizer_config(changed, written: Any) -> 
     tokenizer = Tokenizer(changed(template=None, tokenizer_config={"chat_template": written}))
     assert tokenizer.has_chat_template
     assert tokenizer.render(user("why"), add_generation_prompt=True) == "why?"
+
+
+@pytest.mark.parametrize("own", [{"template": None}, {"template": "the model's"}])
+def test_a_template_that_is_given_replaces_all_that_the_model_has(changed, tmp_path: Path, own: dict[str, Any]) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}, {% if tools %} with tools{% endif %}")
+    folder = changed(**own)
+    write_files(folder, {"additional_chat_templates/tool_use.jinja": "not this one"})
+    tokenizer, theirs = (
+        Tokenizer.of(ModelConfig(name=folder, chat_template=file)),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(user("hi"), tools=tools, tokenize=False, chat_template=file.read_text())
+        assert tokenizer.render(user("hi"), add_generation_prompt=False, tools=tools) == expected
+
+
+def test_a_template_file_that_is_none_is_refused(changed, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"model.chat_template = 'no.jinja' cannot be read: No such file .* a Jinja file"
+    ):
+        Tokenizer.of(ModelConfig(name=tmp_path, chat_template=Path("no.jinja")))
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match="chat template cannot be read"):
+        Tokenizer.of(ModelConfig(name=changed(), chat_template=tmp_path / "bad.jinja"))
+
+
+def test_every_process_takes_the_template_that_its_model_was_given() -> None:
+    """Whoever knows what the model was told opens its tokenizer by `Tokenizer.of`."""
+    direct = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if " Tokenizer(" in path.read_text()}
+    assert direct == {"api/rollouts.py", "inference/reward_model/goal.py"}  # which are given no configuration of one
 
 
 def test_a_model_without_a_template_refuses_messages(changed) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.config.evaluate import EvaluateConfig
-from tandem.launch.evaluation import load_version, models_of
+from tandem.launch.evaluation import load_version, models_of, template_of
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient, Reply
@@ -34,6 +34,17 @@ def test_the_model_of_a_run_is_found_from_any_directory(tmp_path: Path, monkeypa
     base, versions = models_of(EvaluateConfig(run=run))
     assert base == started_in / "outputs/sft/weights/latest"
     assert versions == [(0, base), (3, run / "weights" / step_name(3))]
+
+
+def test_a_run_is_evaluated_with_its_chat_template(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model = {"name": "m", "chat_template": "own.jinja"}
+    write_run_config(RunDir(run).config, {"trainer": {"model": model}})
+    assert template_of(EvaluateConfig(run=run)) == str(Path.cwd() / "own.jinja")
+    assert template_of(EvaluateConfig(run=run, chat_template=Path("other.jinja"))) == "other.jinja"
+    assert template_of(EvaluateConfig(model=Path("m"))) is None
+    write_run_config(RunDir(run).config, {"trainer": {"model": {"name": "m"}}})
+    assert template_of(EvaluateConfig(run=run)) is None
 
 
 def test_a_run_whose_command_is_damaged_is_refused(tmp_path: Path) -> None:

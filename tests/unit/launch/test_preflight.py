@@ -104,9 +104,12 @@ def test_an_architecture_that_only_transformers_knows(good, tiny_model: Path, tm
     shutil.copytree(tiny_model, tmp_path / "model")
     config = read_json(tmp_path / "model" / "config.json")
     write_json(tmp_path / "model" / "config.json", config | {"architectures": ["Olmo2ForCausalLM"]})
-    reason = "'Olmo2ForCausalLM' .* Train others with model.impl = 'hf' and serve them with engine = 'vllm'"
-    for impl in ("native", "hf"):  # the trainer cannot; the native engine cannot
-        with pytest.raises(UserError, match=reason):
+    advice = {  # the trainer cannot; the native engine cannot, whatever trains it
+        "native": "Train others with model.impl = 'hf' and serve them with engine = 'vllm'",
+        "hf": "model.impl is for training; serve it with inference.engine = 'vllm'",
+    }
+    for impl, told in advice.items():
+        with pytest.raises(UserError, match=f"'Olmo2ForCausalLM' .* {told}"):
             preflight.check(good(model={"name": tmp_path / "model", "impl": impl}))
     vllm = {"engine": "vllm", "vllm": {"python": tmp_path / "nowhere"}, "server": {"port": free_port}}
     with pytest.raises(UserError, match=r"vllm\.python"):  # as far as that it goes

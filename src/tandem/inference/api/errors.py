@@ -25,7 +25,7 @@ REFUSED = {
     "disable_additional_properties": "say additionalProperties = false in the schema",
     "guided_decoding_backend": "there is one",
     "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
-    "chat_template": "the model's own chat template is used",
+    "chat_template": "the server has one for all requests: `inference --chat-template FILE`",
     "documents": "give documents within the messages, or through chat_template_kwargs",
     "functions": "use tools",
     "function_call": "use tools and tool_calls",

@@ -54,6 +54,8 @@ def build_command(
         # Ours is the last, which is the outermost: nothing is reached without the key.
         "middleware": [*(middleware if isinstance(middleware, list) else [middleware]), MIDDLEWARE],
     }
+    if config.model.chat_template is not None:
+        own["chat-template"] = str(config.model.chat_template.resolve())
     if not config.cuda_graphs:
         own["enforce-eager"] = True
     if not config.prefix_caching:

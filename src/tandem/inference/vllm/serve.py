@@ -37,8 +37,9 @@ def become_server(config: InferenceConfig) -> NoReturn:
         logger.warning("model.name = '%s' %s (--model.trust-remote-code)", config.model.name, told)
     if not os.environ.get(LONG_CONTEXT):
         config = within_positions(config, config.model.name)
+    tokenizer = Tokenizer.of(config.model)
     if isinstance(vocab_size := model_config.get("vocab_size"), int):
-        compare_vocabularies(Tokenizer(config.model.name), vocab_size, config.model.name)
+        compare_vocabularies(tokenizer, vocab_size, config.model.name)
     command = build_command(config, vllm, model_config, free_memory_bytes())
     environment = build_environment(config, api_key, import_path(vllm), dict(os.environ))
     if not is_headless(config):

@@ -39,7 +39,7 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
     output.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_directory(output)
     write_model(staging, tensors, hf_config | {"dtype": dtype or model.dtype})
-    copy_side_files(model.name, staging)
+    copy_side_files(model.name, staging, model.read_chat_template())
     write_manifest(staging, step)
     publish_directory(staging, output)
 

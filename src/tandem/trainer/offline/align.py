@@ -49,7 +49,10 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     )
     batches = Batches(config, data, trained.stepper, size.tokens)
     aligner = Aligner(config.loss, trained.stepper, reference, size)
-    weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, 1, published_config(config))
+    model, described = config.model, published_config(config)
+    weights = WeightsPublisher(
+        run_dir.weights, model.name, model.dtype, 1, described, chat_template=model.read_chat_template()
+    )
     checkpoints = Checkpointer(
         run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, max_steps=config.max_steps
     )

@@ -42,7 +42,8 @@ def _train(config: SFTConfig, data: Dataset[TrainingSequence], forwarder: Metric
     trained = load_trained(config.model, config.optimizer, config.parallel, ranks, lora=config.lora, seed=config.seed)
     throughput = trained.throughput()
     run_log = RunLog(run_dir, "sft", enabled=ranks.is_first)
-    weights = WeightsPublisher(run_dir.weights, config.model.name, config.model.dtype, keep=1)
+    model, template = config.model, config.model.read_chat_template()
+    weights = WeightsPublisher(run_dir.weights, model.name, model.dtype, keep=1, chat_template=template)
     checkpoints = Checkpointer(
         run_dir, config.checkpoint, ranks, trained.model, trained.optimizer, run_log, max_steps=config.max_steps
     )

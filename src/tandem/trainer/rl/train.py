@@ -150,6 +150,7 @@ def new_publisher(config: TrainerConfig, trained: Trained, memory: Memory | None
         config.model.dtype,
         config.keep_weights,
         adapter_config=trained.adapter_config,
+        chat_template=config.model.read_chat_template(),
         flush_beside=True,  # a run that goes on writes a damaged version again
     )
     return files if memory is None else MemoryFirst(memory, files)
@@ -157,7 +158,8 @@ def new_publisher(config: TrainerConfig, trained: Trained, memory: Memory | None
 
 def publish_merged(config: TrainerConfig, trained: Trained) -> None:
     """The model with the adapter in it, once, at the end."""
-    merged = WeightsPublisher(RunDir(config.output_dir).merged, config.model.name, config.model.dtype, keep=1)
+    folder, model = RunDir(config.output_dir).merged, config.model
+    merged = WeightsPublisher(folder, model.name, model.dtype, keep=1, chat_template=model.read_chat_template())
     trained.publish(merged.publish, version=config.max_steps)
 
 

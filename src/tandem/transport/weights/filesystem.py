@@ -28,14 +28,10 @@ from tandem.utils.files import (
 from tandem.utils.run_dir import remove_old_steps, step_name
 
 # Everything beside the tensors that makes a directory a model.
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates",
-)
+SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+# These come before a template in tokenizer_config.json.
+CHAT_TEMPLATE = "chat_template.jinja"
+TEMPLATE_FILES = (CHAT_TEMPLATE, "additional_chat_templates")
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -50,7 +46,8 @@ MOST_PINNED_BYTES = 2**33
 
 class WeightsPublisher:
     """Writes versions: whole models in one precision, beside a copy of the files that came with the model; or, given
-    the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json.
+    the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json, and
+    the text `chat_template` for its chat templates.
 
     With `flush_beside` a version can be loaded before it is on the disk, for those who can write it again: where the
     machine loses its power meanwhile, it does not match its manifest. Old versions are then removed beside the next
@@ -65,6 +62,7 @@ class WeightsPublisher:
         config: Mapping[str, Any] | None = None,
         *,
         adapter_config: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         flush_beside: bool = False,
     ) -> None:
         self.folder = folder
@@ -73,6 +71,7 @@ class WeightsPublisher:
         self.keep = keep
         self.config = config
         self.adapter_config = adapter_config
+        self.chat_template = chat_template
         self._flusher = ThreadPoolExecutor(1, "flush weights") if flush_beside else None
         self._flushing: Future[None] | None = None
 
@@ -128,7 +127,7 @@ class WeightsPublisher:
     def _write_model(self, folder: Path, tensors: Tensors) -> None:
         config = read_json(self.model_dir / "config.json") if self.config is None else dict(self.config)
         write_model(folder, tensors, config | {"dtype": self.dtype})
-        copy_side_files(self.model_dir, folder)
+        copy_side_files(self.model_dir, folder, self.chat_template)
 
     def _point_latest_to(self, final: Path) -> None:
         latest, link = self.folder / "latest", self.folder / ".latest.tmp"
@@ -139,9 +138,12 @@ class WeightsPublisher:
         link.replace(latest)
 
 
-def copy_side_files(model_dir: Path, folder: Path) -> None:
+def copy_side_files(model_dir: Path, folder: Path, chat_template: str | None = None) -> None:
+    """A chat template that is given takes the place of all that the model has."""
+    if chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
     code = (path.name for path in model_dir.glob("*.py"))  # of a model that brings its own
-    for name in (*SIDE_FILES, *code):
+    for name in (*SIDE_FILES, *(TEMPLATE_FILES if chat_template is None else ()), *code):
         source = model_dir / name
         if source.is_dir():
             shutil.copytree(source, folder / name, copy_function=shutil.copyfile)

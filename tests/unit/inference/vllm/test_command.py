@@ -79,6 +79,14 @@ def test_our_options_become_vllms_flags() -> None:
     assert "kv-cache-memory-bytes" not in flags
 
 
+def test_vllm_renders_with_the_chat_template_of_the_run() -> None:
+    model = {"name": "/models/tiny", "chat_template": "/templates/own.jinja"}
+    assert flags_of(build_command(make_config(model=model), GPU, SHAPE, FREE))["chat-template"] == [
+        "/templates/own.jinja"
+    ]
+    assert "chat-template" not in flags_of(build_command(make_config(), GPU, SHAPE, FREE))
+
+
 def test_a_headless_node_has_no_address() -> None:
     flags = flags_of(build_command(make_config(vllm={"flags": {"headless": True}}), GPU, SHAPE, FREE))
     assert not {"host", "port", "api-server-count"} & set(flags) and flags["headless"] == []

@@ -47,6 +47,13 @@ def test_a_version_is_a_model_with_a_manifest(model_dir: Path, tmp_path: Path) -
     assert (path / "tokenizer.json").read_text() == "a tokenizer"
 
 
+def test_a_chat_template_that_is_given_replaces_all_that_the_model_has(model_dir: Path, tmp_path: Path) -> None:
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, chat_template="another")
+    path = publish(publisher, 1)
+    assert (path / "chat_template.jinja").read_text() == "another"
+    assert not (path / "additional_chat_templates").exists() and (path / "tokenizer.json").exists()
+
+
 def test_tensors_and_config_agree_on_the_precision(model_dir: Path, tmp_path: Path) -> None:
     path = publish(WeightsPublisher(tmp_path / "weights", model_dir, "bfloat16", keep=4), 1)
     assert read_json(path / "config.json") == {"model_type": "qwen3", "dtype": "bfloat16"}
