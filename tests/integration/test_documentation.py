@@ -57,7 +57,9 @@ def after_demo(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm_
             run_script(f"examples/{script}/make_data.py", f"models/{target}")
         run_script("examples/calculator/make_model.py", "models/calculator")
         for name in ("calculator", "mixed"):  # what their warm-up would leave
-            shutil.copytree("models/calculator", f"outputs/{name}_sft/weights/latest")
+            weights = Path(f"outputs/{name}_sft/weights")
+            shutil.copytree("models/calculator", weights / "step_000001")
+            (weights / "latest").symlink_to("step_000001")
         for path in (folder / "models").rglob("*.jsonl"):
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:NUM_ROWS]))
         yield folder

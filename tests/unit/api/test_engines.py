@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.unit.inference.test_connections import running
+from tests.unit.utils.serving.test_protocol import running
 
 from tandem import NativeEngine, UserError
 

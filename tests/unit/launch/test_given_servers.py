@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.ports import free_port
-from tests.unit.inference.test_connections import Running, running
+from tests.unit.utils.serving.test_protocol import Running, running
 
 from tandem.config.client import ClientConfig
 from tandem.config.rl import RLConfig

@@ -10,7 +10,8 @@ import pytest
 from tandem.launch.sweep.folder import Run, store_jobs
 from tandem.launch.sweep.states import Progress, progress_of
 from tandem.utils.files import append_json_line, write_json
-from tandem.utils.run_lock import Holder, RunLock, _content
+from tandem.utils.run_holder import Holder
+from tandem.utils.run_lock import RunLock
 
 STEPS = 3
 
@@ -69,7 +70,7 @@ def test_a_run_that_has_not_begun_is_written_and_one_without_a_length_is_not_fin
 
 def lock(run: Run, **changes: Any) -> Path:
     path = run.directory / "trainer.lock"
-    path.write_bytes(_content(replace(Holder.this_process("rl"), **changes), 1))
+    path.write_bytes(replace(Holder.this_process("rl"), **changes).encode(1))
     return path
 
 
