@@ -37,7 +37,7 @@ class RunClaim:
         return cls(new_run_name(root), lease, f"{place[-900:]} on {socket.gethostname()[:100]}")
 
     def keep(self, key_file: Path) -> None:
-        write_atomic(key_file, f"{self.lease}\n".encode())
+        write_atomic(key_file, f"{self.lease}\n".encode(), private=True)
 
     @property
     def body(self) -> dict[str, str]:

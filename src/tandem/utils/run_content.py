@@ -34,6 +34,7 @@ FOLDERS = {
 # What others may have under the same names, where no run wrote.
 MORE_FILES = {
     "dry_run": rf"({PROCESS}|plan)\.json|{COMMAND}|{VERSIONS}",
+    "functions": r"\w+_[0-9a-f]{8}\.py",  # that a Python program gave
     "logs": rf"{PROCESS}\.log",
     "tensorboard": r"events\.out\.tfevents\..+",
 }

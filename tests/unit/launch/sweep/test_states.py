@@ -19,6 +19,7 @@ STEPS = 3
 def make_run(folder: Path, command: str = "rl", *, evaluates: bool = False, begun: bool = True) -> Run:
     run = Run("one", "grpo", command, str(folder / "one"), {}, 1, evaluates)
     if begun:
+        (run.directory / "config").mkdir(parents=True)
         write_json(run.directory / "config" / f"{command}.json", {"max_steps": STEPS})
     return run
 
