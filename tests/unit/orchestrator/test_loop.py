@@ -3,7 +3,6 @@ environment are fakes; everything between them is real."""
 
 import asyncio
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -194,22 +193,6 @@ def test_each_version_is_loaded_once(make_run) -> None:
     assert [line["version"] for line in run.metrics("version")] == [0, 1, 2, 3]
     assert (run.events("started")[0]["version"], run.events("finished")[0]["step"]) == (0, 4)
     assert run.events("started")[0]["run"] == "wired-1"
-
-
-def test_the_version_of_a_step_is_that_when_its_batch_was_complete(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the next version is served before the step is logged."""
-    run = make_run()
-
-    def write_late(path: Path, *_: Any, **__: Any) -> None:
-        step = int(path.stem.rpartition("_")[2])
-        deadline = time.monotonic() + 50
-        while step not in [event["version"] for event in run.events("version_served")]:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    monkeypatch.setattr("tandem.orchestrator.loop.write_samples", write_late)
-    run.start()
-    assert [line["version"] for line in run.metrics("version")] == [0, 1, 2, 3]
 
 
 def test_every_batch_carries_the_state_after_it(make_run) -> None:
