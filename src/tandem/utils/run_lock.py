@@ -45,6 +45,7 @@ def hold_run(root: Path, command: str, roles: Sequence[str] = ROLES) -> Iterator
         yield
         return
     holder = Holder.this_process(command)
+    locks: list[RunLock] = []
     with ExitStack() as stack:
         stack.callback(_remove_empty, _make_directory(root))
         for role in roles:
@@ -56,8 +57,9 @@ def hold_run(root: Path, command: str, roles: Sequence[str] = ROLES) -> Iterator
             else:
                 lock = take(path, holder)
             stack.callback(lock.release)
+            locks.append(lock)
         stack.enter_context(_told_to_children(holder.token))
-        with _telling_what_broke(lock):
+        with _telling_what_broke(locks[-1]):
             yield
 
 

@@ -154,6 +154,7 @@ def test_a_deletion_that_is_cut_short_can_be_repeated(
         remove(path)
 
     monkeypatch.setattr(run_content, "remove", remove_some)
+    most = 0
     for most in range(len(OF_A_RUN) + 3):
         removed.clear()
         run_dir = RunDir(tmp_path / str(most))
