@@ -17,7 +17,7 @@ from tandem.trainer.losses.trial import try_policy_loss
 from tandem.trainer.rl.train import train_rl
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import TrainBatch
-from tandem.utils.errors import UserError
+from tandem.utils.errors import OutOfMemory, UserError
 from tandem.utils.files import read_json_lines
 
 OWN_LOSS = """\
@@ -201,7 +201,7 @@ def test_a_function_that_raises_in_the_middle_of_a_run_is_told_by_the_users_line
 
 
 def test_a_full_gpu_is_no_mistake_of_the_function(train) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemory, match="lower seq_len"):
         train("full", {"type": "own_loss_of_a_test:fills_the_gpu"})
 
 
