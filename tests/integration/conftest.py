@@ -21,11 +21,13 @@ def kernels() -> None:
     library.load()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def metrics_of_all_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Whatever the tests have run, what it wrote is in docs/metrics.md."""
+    """Whatever the tests of a file have run, what it wrote is in docs/metrics.md."""
+    before = set(tmp_path_factory.getbasetemp().iterdir())
     yield
-    runs = [RunDir(path.parent) for path in tmp_path_factory.getbasetemp().rglob("metrics.jsonl")]
+    made = set(tmp_path_factory.getbasetemp().iterdir()) - before
+    runs = [RunDir(path.parent) for folder in made for path in folder.rglob("metrics.jsonl")]
     unknown = {str(run.root): names for run in runs if run.config.is_dir() and (names := undocumented(run))}
     assert not unknown, f"docs/metrics.md does not name them: {unknown}"
 
