@@ -103,7 +103,9 @@ def make_adapter(
         parts.setdefault(module, {})[projection] = Piece(sides["A"], sides["B"], scale)
     if not parts:
         raise AdapterMismatch(f"{folder / WEIGHTS} holds no tensors")
-    return {module: _join(decoder, modules.get(module), module, pieces) for module, pieces in parts.items()}
+    for module, pieces in parts.items():
+        _check_shapes(decoder, modules.get(module), module, pieces)
+    return _join(decoder, {module: (modules[module].weight, pieces) for module, pieces in parts.items()})
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
@@ -128,32 +130,48 @@ def _parse_key(key: str) -> tuple[str, str]:
     return module, rest[0]
 
 
-def _join(decoder: Decoder, linear: nn.Module | None, module: str, pieces: dict[str, Piece]) -> LowRank:
-    """The adapters of projections that the decoder computes as one, as one."""
+def _check_shapes(decoder: Decoder, linear: nn.Module | None, module: str, pieces: dict[str, Piece]) -> None:
     if not isinstance(linear, nn.Linear):
         raise AdapterMismatch(f"the model has no projection {module!r} that an adapter could change")
-    weight = linear.weight
-    rows = {projection: rows_of(decoder, projection, weight.shape[0]) for projection in pieces}
+    num_rows, num_columns = linear.weight.shape
     for projection, piece in pieces.items():
-        size = (rows[projection].stop - rows[projection].start, piece.down.shape[0])
-        if tuple(piece.up.shape) != size or piece.down.shape[1] != weight.shape[1]:
+        rows = rows_of(decoder, projection, num_rows)
+        size = (rows.stop - rows.start, piece.down.shape[0])
+        if tuple(piece.up.shape) != size or piece.down.shape[1] != num_columns:
             raise AdapterMismatch(
                 f"{module}: the adapter of {projection} has shapes {tuple(piece.down.shape)} and "
-                f"{tuple(piece.up.shape)}, the model needs (rank, {weight.shape[1]}) and ({size[0]}, rank)"
+                f"{tuple(piece.up.shape)}, the model needs (rank, {num_columns}) and ({size[0]}, rank)"
             )
-    down = torch.cat([piece.down for piece in pieces.values()]).to(weight)
-    up = torch.zeros(weight.shape[0], len(down), dtype=weight.dtype, device=weight.device)
-    scale = torch.ones(weight.shape[0], device=weight.device) if decoder.exact else None
-    rank = 0
-    for projection, piece in pieces.items():
-        end = rank + piece.down.shape[0]
-        if scale is None:
-            up[rows[projection], rank:end] = (piece.up * piece.scale).to(weight)
-        else:
-            up[rows[projection], rank:end] = piece.up.to(weight)
-            scale[rows[projection]] = piece.scale
-        rank = end
-    return LowRank(down, up, scale)
+
+
+def _join(decoder: Decoder, parts: Mapping[str, tuple[Tensor, dict[str, Piece]]]) -> AdapterWeights:
+    """The adapters of projections that the decoder computes as one, as one. An adapter has hundreds of small matrices:
+    all are scaled and copied by a few calls."""
+    joined: dict[str, LowRank] = {}
+    every_piece = [piece for _, pieces in parts.values() for piece in pieces.values()]
+    downs: list[Tensor] = []  # where each piece goes
+    ups: list[Tensor] = []
+    for module, (weight, pieces) in parts.items():
+        num_rows, num_columns = weight.shape
+        total_rank = sum(len(piece.down) for piece in pieces.values())
+        down = weight.new_empty(total_rank, num_columns)
+        up = weight.new_zeros(num_rows, total_rank)
+        scale = torch.ones(num_rows, device=weight.device) if decoder.exact else None
+        rank = 0
+        for projection, piece in pieces.items():
+            rows, end = rows_of(decoder, projection, num_rows), rank + len(piece.down)
+            downs.append(down[rank:end])
+            ups.append(up[rows, rank:end])
+            if scale is not None:
+                scale[rows] = piece.scale
+            rank = end
+        joined[module] = LowRank(down, up, scale)
+    torch._foreach_copy_(downs, [piece.down for piece in every_piece])
+    changes = [piece.up for piece in every_piece]
+    if not decoder.exact:
+        changes = torch._foreach_mul(changes, [piece.scale for piece in every_piece])
+    torch._foreach_copy_(ups, changes)
+    return joined
 
 
 def scaled(change: Tensor, scale: Tensor | float) -> Tensor:
@@ -190,9 +208,10 @@ class AdapterBank:
         """Load an adapter, or replace the one of this number: in place, where both have the same shapes."""
         held = self._adapters.get(number)
         if held is not None and _shapes(held) == _shapes(weights):
-            for name, part in weights.items():
-                for mine, new in zip(_tensors(held[name]), _tensors(part), strict=True):
-                    mine.copy_(new)
+            torch._foreach_copy_(
+                [tensor for name in weights for tensor in _tensors(held[name])],
+                [tensor for part in weights.values() for tensor in _tensors(part)],
+            )
             return
         self._adapters[number] = weights
         self._num_places += 1

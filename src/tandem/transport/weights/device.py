@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.transport.weights.filesystem import Tensors, cast_each
+from tandem.transport.weights.filesystem import Tensors, cast_each, each
 from tandem.transport.weights.manifest import Place
 from tandem.transport.weights.memory import HEADER_BYTES, HeldVersion, Memory, SharedMemory, held_dtype, read_shared
 from tandem.utils.cuda_driver import DeviceBytes, call_driver
@@ -55,8 +55,8 @@ class DeviceMemory:
             assert self._host is not None
             return self._host.hold(tensors, version, adapter_config)
         self._write_version(NO_VERSION)
-        for name, tensor in cast_each(tensors, dtype):
-            self._views[name].copy_(tensor)
+        for name, tensor in each(tensors):
+            self._views[name].copy_(tensor.detach())
         self._write_version(version)
         return HeldVersion(version, self._views, adapter_config, self._place)
 

@@ -195,9 +195,12 @@ def _write_part(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
+def each(tensors: Tensors) -> Iterable[tuple[str, Tensor]]:
+    return cast("Iterable[tuple[str, Tensor]]", tensors.items() if isinstance(tensors, Mapping) else tensors)
+
+
 def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    pairs = cast("Iterable[tuple[str, Tensor]]", tensors.items() if isinstance(tensors, Mapping) else tensors)
-    for name, tensor in pairs:
+    for name, tensor in each(tensors):
         yield name, tensor.detach().to(dtype)
 
 
@@ -231,6 +234,5 @@ def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 
 def write_adapter(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
     """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
-    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(tensors).items()}
-    _write_part(copies, folder / ADAPTER_WEIGHTS)
+    _write_part(on_cpu(dict(tensors), torch.float32), folder / ADAPTER_WEIGHTS)
     (folder / ADAPTER_CONFIG).write_bytes(json_text(dict(config)))

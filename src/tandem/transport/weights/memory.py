@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.transport.weights.filesystem import Tensors, WeightsPublisher, cast_each
+from tandem.transport.weights.filesystem import Tensors, WeightsPublisher, cast_each, each
 from tandem.transport.weights.manifest import Announcement, Place, announce, withdraw
 from tandem.utils.files import open_regular
 
@@ -62,8 +62,8 @@ class OwnMemory:
             return self._held if self._held is not None and self._held.version == version else None
 
     def hold(self, tensors: Tensors, version: int, adapter_config: Mapping[str, Any] | None) -> HeldVersion:
-        cast = cast_each(tensors, held_dtype(self.dtype, adapter_config))
-        copies = {name: tensor.clone() for name, tensor in cast}
+        dtype = held_dtype(self.dtype, adapter_config)
+        copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in each(tensors)}
         held = HeldVersion(version, dict(sorted(copies.items())), adapter_config)  # in the order of files
         with self._lock:
             self._held = held
