@@ -334,6 +334,7 @@ def sampling_cases(num_rows: int, *, plain: bool) -> SamplingRows:
         min_p=choose(0) if plain else choose(0, 0.05, 0.3),
         raw_logprobs=rng.random(num_rows) < 0.3,
         num_top=rng.choice([0, 1, 5, 20], num_rows),
+        wants_kept=np.zeros(num_rows, np.bool_),
         seed=rng.integers(0, 99, num_rows).astype(np.uint64),
         sample_index=np.arange(num_rows).astype(np.uint64),
         position=np.arange(num_rows),

@@ -210,6 +210,7 @@ class RolloutManager:
             temperature=config.temperature,
             seed=request_seed(config.seed, "train", order),
             options=sampling_options(config, config.stop),
+            is_trained_on=True,
         )
         place = self.data_buffer.place(order)
         return await self._maker.make_group(self._tasks[place], self._prompts[place], order, request)

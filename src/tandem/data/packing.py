@@ -4,28 +4,32 @@ Sequences that begin alike (the completions of one prompt) share that beginning,
 to the end share everything. `pack` makes one batch of a whole step; `divide` cuts out of it what a rank computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.data.balance import balance, fill
-from tandem.types.rollout import PackedBatch, TrainingSequence
+from tandem.types.rollout import PackedBatch, PackedKept, TrainingSequence
 
+# Its tokens, and what each of them was drawn from where something was cut off.
+Ending = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 # Attention over so many tokens costs about as much as everything else does for one.
 ATTENTION_TOKENS = 4096
 
 
 def pack(samples: Sequence[TrainingSequence]) -> PackedBatch:
     """Sequence i of the batch is samples[i]."""
-    contexts: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    contexts: dict[tuple[int, ...], dict[Ending, list[int]]] = {}
     for number, sample in enumerate(samples):
         num_context, token_ids = sample.num_context_tokens, tuple(sample.token_ids)
         if num_context < len(token_ids):
             endings = contexts.setdefault(token_ids[:num_context], {})
-            endings.setdefault(token_ids[num_context:], []).append(number)
+            kept = tuple(map(tuple, sample.kept[num_context:]))
+            endings.setdefault((token_ids[num_context:], kept), []).append(number)
     segments: list[tuple[int, ...]] = []
+    kept_tokens: dict[int, tuple[int, ...]] = {}  # by the place of the token that was drawn from them
     offsets: list[int] = []  # of each segment in its sequence
     parents: list[int] = []
     num_tokens = 0
@@ -38,13 +42,14 @@ def pack(samples: Sequence[TrainingSequence]) -> PackedBatch:
             offsets.append(0)
             parents.append(-1)
             num_tokens += len(context)
-        for ending, numbers in endings.items():
+        for (ending, kept), numbers in endings.items():
             segments.append(ending if shared else context + ending)
             offsets.append(len(context) if shared else 0)
             parents.append(parent)
             for number in numbers:
                 first_tokens[number] = num_tokens - offsets[-1]
             num_tokens += len(segments[-1])
+            kept_tokens |= {num_tokens - len(kept) + i: ids for i, ids in enumerate(kept) if ids}
     learned = [np.flatnonzero(sample.loss_mask) for sample in samples]
     lengths = np.array([len(segment) for segment in segments], dtype=np.int64)
     return PackedBatch(
@@ -61,7 +66,21 @@ def pack(samples: Sequence[TrainingSequence]) -> PackedBatch:
             )
             for name in (samples[0].streams if samples else ())
         },
+        kept=_pack_kept(kept_tokens, num_tokens) if kept_tokens else None,
     )
+
+
+def _pack_kept(kept_tokens: Mapping[int, tuple[int, ...]], num_tokens: int) -> PackedKept:
+    """`kept_tokens` in the order of the places."""
+    counts = np.zeros(num_tokens, dtype=np.int64)
+    counts[list(kept_tokens)] = [len(ids) for ids in kept_tokens.values()]
+    return PackedKept(counts, _join(list(kept_tokens.values()), np.int64))
+
+
+def take_kept(kept: PackedKept, tokens: NDArray[np.int64]) -> PackedKept:
+    """Of some of the tokens."""
+    counts = kept.counts[tokens]
+    return PackedKept(counts, kept.token_ids[_ranges(_starts(kept.counts)[tokens], counts)])
 
 
 def take(batch: PackedBatch, sequences: NDArray[np.int64]) -> PackedBatch:
@@ -89,6 +108,7 @@ def take(batch: PackedBatch, sequences: NDArray[np.int64]) -> PackedBatch:
         sequences=number[batch.sequences[is_taken]],
         num_sequences=len(sequences),
         streams={name: stream[is_taken] for name, stream in batch.streams.items()},
+        kept=None if batch.kept is None else take_kept(batch.kept, tokens),
     )
 
 

@@ -8,7 +8,7 @@ with an error. A request with `on_part` is also told of its tokens as they are d
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from tandem.inference.grammars import Grammar
@@ -62,6 +62,11 @@ class Sampling:
     skip_special_tokens: bool = True  # special tokens are no part of the text that `stop` is looked for in
     ignore_eos: bool = False
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be cut off that have probability; with temperature 0 only the likeliest has any."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -74,6 +79,7 @@ class GenerationRequest:
     adapter: str | None = None  # name of a loaded LoRA adapter
     top_logprobs: int = 0  # so many alternatives to every sampled token
     raw_logprobs: bool = False  # of the model as it is, instead of at the sampling temperature
+    kept_tokens: bool = False  # what truncation left to draw every token from
     prompt_logprobs: int | None = None  # of every prompt token, with so many alternatives
     grammar: "Grammar | None" = None  # what every sample must follow
 
@@ -96,6 +102,14 @@ class GeneratedSample:
     finish_reason: FinishReason | None  # None: a part of one that goes on
     stop_reason: int | str | None = None  # the stop token other than EOS, or the stop string, that ended it
     top_logprobs: list[TopLogprobs] | None = None  # for every token, where asked for
+    kept_tokens: "list[KeptTokens] | None" = None  # the same
+
+
+class KeptTokens(NamedTuple):
+    """What top_p, top_k and min_p left to draw a token from."""
+
+    token_ids: list[int]  # in ascending order; empty: all
+    logprob: float  # of the token that was drawn, among these
 
 
 @dataclass(frozen=True)

@@ -43,18 +43,22 @@ def make_sample(turns: Sequence[Turn], reward: float, advantages: Sequence[float
     loss_mask: list[int] = []
     logprobs: list[float] = []
     advantage_of: list[float] = []
+    kept: list[Sequence[int]] = []
     for turn, advantage in zip(turns, advantages, strict=True):
         num_context, completion = len(turn.context_ids), turn.completion
         token_ids += turn.context_ids + completion.token_ids
         loss_mask += [0] * num_context + [1] * len(completion.token_ids)
-        logprobs += [0.0] * num_context + completion.logprobs
+        logprobs += [0.0] * num_context + completion.sampled_logprobs
+        kept += [()] * num_context + list(
+            completion.kept.token_ids if completion.kept else [()] * len(completion.token_ids)
+        )
         advantage_of += [0.0] * num_context + [advantage] * len(completion.token_ids)
     streams = {
         "rewards": [reward * learned for learned in loss_mask],
         "advantages": advantage_of,
         "logprobs": logprobs,
     }
-    return TrainingSequence(token_ids, loss_mask, streams)
+    return TrainingSequence(token_ids, loss_mask, streams, kept if any(kept) else ())
 
 
 def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:

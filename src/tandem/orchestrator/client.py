@@ -24,7 +24,7 @@ from tandem.config.client import ClientConfig
 from tandem.orchestrator.claim import Hold, RunClaim
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad, parse_load
 from tandem.types.identity import ServerIdentity, describe_run
-from tandem.types.rollout import Completion, SamplingRequest, require_logprobs
+from tandem.types.rollout import Completion, Kept, SamplingRequest, require_drawn, require_logprobs
 from tandem.utils.errors import UserError
 from tandem.utils.http import BUSY, OK, RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
 from tandem.utils.waiting import Deadline
@@ -135,6 +135,8 @@ class InferenceClient:
             "detokenize": False,  # token ids are all that is read; vLLM passes over it
             **vars(sampling.options),
         } | self.model
+        if sampling.is_trained_on and sampling.options.truncates:
+            body["return_kept_token_ids"] = True  # engines that do not know it leave them out
         answer = await self._post("/v1/completions", body, self.instance)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_completion(choice) for choice in choices]
@@ -308,8 +310,12 @@ class InferenceClient:
 
 def _completion(choice: dict[str, Any]) -> Completion:
     logprobs = choice["logprobs"]["token_logprobs"]
+    kept = Kept(choice["kept_token_ids"], choice["kept_logprobs"]) if "kept_token_ids" in choice else None
     try:
-        require_logprobs(logprobs, f"completion {choice['index']} of the server")
+        if kept is not None:
+            require_drawn(choice["token_ids"], kept, f"completion {choice['index']} of the server")
+        for given in (logprobs,) if kept is None else (logprobs, kept.logprobs):
+            require_logprobs(given, f"completion {choice['index']} of the server")
     except ValueError as error:
         raise InferenceError(str(error)) from error
     return Completion(
@@ -318,4 +324,5 @@ def _completion(choice: dict[str, Any]) -> Completion:
         versions=choice["weight_versions"],
         finish_reason=choice["finish_reason"],
         stop=reason if isinstance(reason := choice.get("stop_reason"), str) else None,
+        kept=kept,
     )

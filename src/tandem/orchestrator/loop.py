@@ -235,6 +235,7 @@ class Orchestrator:
             temperature=plan.sampling.temperature,
             seed=request_seed(self.config.seed, "train", order),
             options=sampling_options(plan.sampling, plan.sampling.stop),
+            is_trained_on=True,
         )
         prompt = self.prompts.train[self.tasks.place(order)]
         return await self.makers[plan.name].make_group(task, prompt, order, sampling)

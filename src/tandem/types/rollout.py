@@ -44,6 +44,10 @@ class SamplingOptions:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
 
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 ALL_TOKENS = SamplingOptions()
 
@@ -60,6 +64,15 @@ class SamplingRequest:
     session: int | None = (
         None  # requests with the same one begin alike: a server that has met one has its prefix cached
     )
+    is_trained_on: bool = False  # with truncation, the trainer has to know what each token was drawn from
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What truncation left to draw each token of a completion from."""
+
+    token_ids: Sequence[Sequence[int]]  # empty: all
+    logprobs: list[float]  # of each token among those
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,21 @@ class Completion:
     versions: list[int]
     finish_reason: str
     stop: str | None = None  # the stop string that ended it; its tokens are among the others
+    kept: Kept | None = None  # None: nothing was cut off, or the engine cannot tell
+
+    @property
+    def sampled_logprobs(self) -> list[float]:
+        """Of the distribution that the tokens were drawn from, as far as the engine tells."""
+        return self.logprobs if self.kept is None else self.kept.logprobs
+
+
+def require_drawn(token_ids: Sequence[int], kept: Kept, where: str) -> None:
+    """ValueError unless each token can have been drawn from what is said to have been left."""
+    if not len(token_ids) == len(kept.token_ids) == len(kept.logprobs):
+        raise ValueError(f"{where}: {len(token_ids)} tokens, but what {len(kept.token_ids)} were drawn from")
+    for place, (token, left) in enumerate(zip(token_ids, kept.token_ids, strict=True)):
+        if left and token not in left:
+            raise ValueError(f"{where}: token {place} is {token}, which is not among those it was drawn from")
 
 
 def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], where: str) -> None:
@@ -187,9 +215,11 @@ class TrainingSequence:
     token_ids: list[int]
     loss_mask: list[int]
     streams: Mapping[str, list[float]] = field(default_factory=dict)
+    kept: Sequence[Sequence[int]] = ()  # what truncation left to draw each token from, empty: all; or nothing at all
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.loss_mask), *map(len, self.streams.values())}
+        lengths |= {len(self.kept)} if self.kept else set()
         assert len(lengths) == 1, f"streams of different lengths: {lengths}"
         assert not self.loss_mask[0], "the first token of a sequence has no context to be predicted from"
 
@@ -197,6 +227,14 @@ class TrainingSequence:
     def num_context_tokens(self) -> int:
         """Tokens before the first one that is learned."""
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.loss_mask)
+
+
+@dataclass(frozen=True)
+class PackedKept:
+    """What truncation left to draw each token of a batch from."""
+
+    counts: NDArray[np.int64]  # (tokens,): of so many tokens; 0: all
+    token_ids: NDArray[np.int64]  # (kept tokens,): those of one token after those of another
 
 
 @dataclass(frozen=True)
@@ -216,6 +254,7 @@ class PackedBatch:
     sequences: NDArray[np.int64]  # (loss tokens,): the sequence it belongs to, in ascending order
     num_sequences: int
     streams: Mapping[str, NDArray[np.float32]]  # (loss tokens,) each
+    kept: PackedKept | None = None  # None: nothing was cut off
 
     @property
     def num_tokens(self) -> int:

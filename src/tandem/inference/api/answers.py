@@ -66,10 +66,9 @@ class TextAnswers:
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_by_id(self.name, result.prompt_logprobs or [])
         if body.return_token_ids:
-            choice["token_ids"] = sample.token_ids
+            choice |= {"token_ids": sample.token_ids, "weight_versions": sample.versions}
             choice["prompt_token_ids"] = request.prompt_ids
-            choice["weight_versions"] = sample.versions
-        return choice
+        return choice | kept_tokens(sample)
 
     def extras(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> dict[str, Any]:
         """What stands beside the choices."""
@@ -79,7 +78,7 @@ class TextAnswers:
         """With max_tokens = 0 the engine's one token is left out."""
         if self.body.max_tokens > 0:
             return sample
-        return replace(NOTHING, finish_reason=sample.finish_reason and "length")
+        return replace(NOTHING, finish_reason=sample.finish_reason and "length", kept_tokens=sample.kept_tokens and [])
 
     def offsets(self, start: int = 0) -> TextOffsets:
         return TextOffsets(self.lengths, start)
@@ -117,7 +116,8 @@ class TextChunks:
         text = self._text.push(part)
         if self._is_first and body.echo:
             text = self.answers.prompt_text(self.request) + text
-        if not (text or part.finish_reason or body.return_token_ids or body.logprobs is not None):
+        asks_tokens = body.return_token_ids or body.return_kept_token_ids or body.logprobs is not None
+        if not (text or part.finish_reason or asks_tokens):
             return None
         logprobs = None
         if body.logprobs is not None:
@@ -135,7 +135,7 @@ class TextChunks:
             if self._is_first:
                 choice["prompt_token_ids"] = self.request.prompt_ids
         self._is_first = False
-        return choice
+        return choice | kept_tokens(part)
 
 
 class ChatAnswers:
@@ -176,7 +176,7 @@ class ChatAnswers:
         }
         if body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "weight_versions": sample.versions}
-        return choice
+        return choice | kept_tokens(sample)
 
     def extras(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> dict[str, Any]:
         """What stands beside the choices."""
@@ -217,7 +217,8 @@ class ChatChunks:
             delta["tool_calls"] = [{"index": self._num_calls + i, **call.as_message()} for i, call in enumerate(calls)]
         self._num_calls += len(calls)
         self._is_first = False
-        if not (delta or part.finish_reason or body.return_token_ids or body.logprobs):
+        asks_tokens = body.return_token_ids or body.return_kept_token_ids or body.logprobs
+        if not (delta or part.finish_reason or asks_tokens):
             return None
         choice = {
             "index": index,
@@ -228,7 +229,7 @@ class ChatChunks:
         }
         if body.return_token_ids:
             choice |= {"token_ids": part.token_ids, "weight_versions": part.versions}
-        return choice
+        return choice | kept_tokens(part)
 
     def _read(self, text: str, *, ended: bool) -> Found:
         if self._reader is None:
@@ -241,6 +242,14 @@ class ChatChunks:
 
 
 Answers = TextAnswers | ChatAnswers
+
+
+def kept_tokens(sample: GeneratedSample) -> Choice:
+    """Where they were asked for, and the engine can tell."""
+    if sample.kept_tokens is None:
+        return {}
+    token_ids, logprobs = zip(*sample.kept_tokens, strict=True) if sample.kept_tokens else ((), ())
+    return {"kept_token_ids": token_ids, "kept_logprobs": logprobs}
 
 
 def whole_text(tokenizer: Tokenizer, sample: GeneratedSample, body: GenerationOptions) -> str:

@@ -67,7 +67,12 @@ def completion(kind: str, choice: Schema, extras: dict[str, Schema]) -> Schema:
 
 
 ENDING = {"index": WHOLE, "finish_reason": FINISH_REASON, "stop_reason": STOP_REASON}
-OF_TOKENS = {"token_ids": TOKEN_IDS, "weight_versions": VERSIONS}
+OF_TOKENS = {
+    "token_ids": TOKEN_IDS,
+    "weight_versions": VERSIONS,
+    "kept_token_ids": list_of(TOKEN_IDS),
+    "kept_logprobs": list_of(NUMBER),
+}
 OF_PROMPT = {"prompt_token_ids": TOKEN_IDS, "prompt_logprobs": PROMPT_LOGPROBS}
 MODEL = table(
     {

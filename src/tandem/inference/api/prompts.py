@@ -166,6 +166,7 @@ class PromptReader:
                     adapter=adapter,
                     top_logprobs=top_logprobs,
                     raw_logprobs=body.logprobs_mode == "raw",
+                    kept_tokens=body.return_kept_token_ids,
                     prompt_logprobs=prompt_logprobs,
                     grammar=grammar,
                 )

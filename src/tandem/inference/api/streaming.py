@@ -117,7 +117,7 @@ class ChunkWriter:
 
 
 def _after(sample: GeneratedSample, num_told: int) -> GeneratedSample:
-    top = sample.top_logprobs
+    top, kept = sample.top_logprobs, sample.kept_tokens
     return GeneratedSample(
         token_ids=sample.token_ids[num_told:],
         logprobs=sample.logprobs[num_told:],
@@ -125,6 +125,7 @@ def _after(sample: GeneratedSample, num_told: int) -> GeneratedSample:
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         top_logprobs=None if top is None else top[num_told:],
+        kept_tokens=None if kept is None else kept[num_told:],
     )
 
 

@@ -22,6 +22,7 @@ from tandem.inference.engine import (
     FinishReason,
     GeneratedSample,
     GenerationResult,
+    KeptTokens,
     UnusableWeights,
 )
 from tandem.inference.native.attention import KVCache
@@ -280,11 +281,14 @@ class EngineCore:
             row = state.samples[slot]
             if row is None:
                 continue
-            asked, top = row.request.asked, None
+            asked, top, kept = row.request.asked, None, None
             if asked.top_logprobs:
                 pairs = zip(drawn.top_tokens[i].tolist(), drawn.top_logprobs[i].tolist(), strict=True)
                 top = list(pairs)[: asked.top_logprobs]
                 row.top_logprobs.append(top)
+            if asked.kept_tokens:
+                kept = (drawn.kept[i] if drawn.kept else None) or KeptTokens([], float(drawn.logprobs[i]))
+                row.kept_tokens.append(kept)
             token = int(drawn.tokens[i])
             stop = row.stops.push(token) if row.stops is not None and not stopped[i] else None
             if stop is not None:
@@ -293,9 +297,8 @@ class EngineCore:
                 over = bool(ended[i]) or stop is not None
                 reasons = self._reason(slot, token, bool(stopped[i]), stop) if over else (None, None)
                 version = int(state.versions[slot, positions[i]])
-                part = GeneratedSample(
-                    [token], [float(drawn.logprobs[i])], [version], *reasons, None if top is None else [top]
-                )
+                asked_for = (None if entry is None else [entry] for entry in (top, kept))
+                part = GeneratedSample([token], [float(drawn.logprobs[i])], [version], *reasons, *asked_for)
                 row.request.on_part(row.index, part)
         return found
 

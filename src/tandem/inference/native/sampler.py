@@ -9,6 +9,7 @@ penalties, biases and truncation, since that is what a trainer computes; at temp
 for raw ones.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.inference.engine import KeptTokens
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models import exact
 from tandem.models.cpu import kernels
+from tandem.models.kept import CUT_OFF
 
 UINT64 = 2**64 - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -34,6 +37,7 @@ class SamplingRows:
     min_p: NDArray[np.float32]
     raw_logprobs: NDArray[np.bool_]
     num_top: NDArray[np.int64]
+    wants_kept: NDArray[np.bool_]  # and truncates
     seed: NDArray[np.uint64]
     sample_index: NDArray[np.uint64]
     position: NDArray[np.int64]  # of the token to be drawn
@@ -53,13 +57,15 @@ class Drawn:
     logprobs: NDArray[np.float32]  # NaN where the logits are unusable
     top_tokens: NDArray[np.int64]
     top_logprobs: NDArray[np.float32]
+    kept: Sequence[KeptTokens | None] = ()  # none at all if no row asks
 
     def of(self, rows: NDArray[np.bool_]) -> "Drawn":
         """Only what these rows drew."""
         if rows.all():
             return self
         top = (self.top_tokens[rows], self.top_logprobs[rows]) if len(self.top_tokens) else NO_TOP
-        return Drawn(self.tokens[rows], self.logprobs[rows], *top)
+        kept = [kept for kept, is_mine in zip(self.kept, rows, strict=False) if is_mine]
+        return Drawn(self.tokens[rows], self.logprobs[rows], *top, kept)
 
 
 NO_TOP = (np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
@@ -73,6 +79,7 @@ def sampling_rows(state: SlotState, rows: Rows) -> SamplingRows:
         min_p=state.min_p[rows],
         raw_logprobs=state.raw_logprobs[rows],
         num_top=state.num_top[rows],
+        wants_kept=state.wants_kept[rows],
         seed=state.seed[rows],
         sample_index=state.sample_index[rows],
         position=state.length[rows],
@@ -88,9 +95,10 @@ def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None, *
         tokens, logprobs = fast.draw(logits, torch.from_numpy(rows.temperature), torch.from_numpy(u))
         return Drawn(tokens.numpy(), logprobs.numpy(), *NO_TOP)
     given, logits = logits, logits.float()
-    logprobs = _log_softmax(logits, rows.temperature)  # (rows, vocab)
-    drawn_from = logprobs if adjusted is None else _log_softmax(adjusted, rows.temperature)
-    tokens = invert_cdf(truncate(drawn_from, rows), u)
+    logprobs = log_softmax(logits, rows.temperature)  # (rows, vocab)
+    drawn_from = logprobs if adjusted is None else log_softmax(adjusted, rows.temperature)
+    truncated = truncate(drawn_from, rows)
+    tokens = invert_cdf(truncated, u)
     greedy = rows.temperature == 0
     if greedy.any():
         is_greedy = torch.from_numpy(greedy).to(logits.device)
@@ -105,7 +113,8 @@ def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None, *
     else:
         chosen = logprobs.gather(1, tokens)
     top = _top(logprobs, rows.num_top) if rows.num_top.any() else NO_TOP
-    return Drawn(tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy(), *top)
+    kept = find_kept(given, truncated, tokens[:, 0], rows, exactly=exactly)
+    return Drawn(tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy(), *top, kept)
 
 
 def uniforms(
@@ -167,7 +176,31 @@ def truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     return logprobs.index_copy(0, index, kept)
 
 
-def _log_softmax(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
+def find_kept(
+    logits: Tensor, truncated: Tensor, tokens: Tensor, rows: SamplingRows, *, exactly: bool
+) -> list[KeptTokens | None]:
+    """For rows that ask: what was left to draw the token from. The log-prob is again that of the model's own logits."""
+    if not rows.wants_kept.any():
+        return []
+    asking = np.flatnonzero(rows.wants_kept)
+    index = torch.from_numpy(asking).to(logits.device)
+    drawn = tokens[index][:, None]
+    is_kept = (truncated[index] > -torch.inf).scatter_(1, drawn, True)
+    left = logits[index].masked_fill_(~is_kept, CUT_OFF)
+    temperature = rows.temperature[asking]
+    if exactly:
+        chosen = exact.token_logprobs(left, drawn[:, 0], torch.from_numpy(temperature).to(logits.device))
+    else:
+        chosen = log_softmax(left.float(), temperature).gather(1, drawn)[:, 0]
+    ids = is_kept.nonzero()[:, 1].cpu().numpy()
+    parts = np.split(ids, is_kept.sum(dim=1).cpu().numpy().cumsum()[:-1])
+    found: list[KeptTokens | None] = [None] * len(rows.wants_kept)
+    for row, part, logprob in zip(asking.tolist(), parts, chosen.tolist(), strict=True):
+        found[row] = KeptTokens(part.tolist(), logprob)
+    return found
+
+
+def log_softmax(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
     if not (temperature == 1).all():
         divisors = np.where(temperature == 0, np.float32(1), temperature)
         logits = logits / torch.from_numpy(divisors).to(logits.device)[:, None]

@@ -18,6 +18,7 @@ from tandem.inference.engine import (
     FinishReason,
     GeneratedSample,
     GenerationRequest,
+    KeptTokens,
     OnDone,
     OnPart,
     PromptLogprob,
@@ -78,6 +79,7 @@ class Sample:
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    kept_tokens: list[KeptTokens] = field(default_factory=list)
     stops: StopStrings | None = None
     matcher: "Matcher | None" = None  # where it stands in the grammar it must follow
 
@@ -93,7 +95,8 @@ class Sample:
     def is_watched(self) -> bool:
         """Every one of its tokens is looked at by itself: streamed, or searched for stop strings."""
         asked = self.request.asked
-        return self.request.on_part is not None or bool(asked.top_logprobs) or bool(asked.sampling.stop)
+        looked_at = asked.top_logprobs or asked.kept_tokens or asked.sampling.stop
+        return self.request.on_part is not None or bool(looked_at)
 
 
 class SlotState:
@@ -127,6 +130,7 @@ class SlotState:
         self.is_constrained = np.zeros(num_slots, np.bool_)  # it follows a grammar
         self.raw_logprobs = np.zeros(num_slots, np.bool_)
         self.num_top = np.zeros(num_slots, np.int64)
+        self.wants_kept = np.zeros(num_slots, np.bool_)  # what truncation leaves; it has some
         self.wants_prompt = np.zeros(num_slots, np.bool_)  # log-probs of the prompt
         self.is_watched = np.zeros(num_slots, np.bool_)
         self.seed = np.zeros(num_slots, np.uint64)
@@ -181,6 +185,7 @@ class SlotState:
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.min_p[slot] = sampling.top_k, sampling.min_p
         self.raw_logprobs[slot], self.num_top[slot] = asked.raw_logprobs, asked.top_logprobs
+        self.wants_kept[slot] = asked.kept_tokens and sampling.truncates
         self.wants_prompt[slot] = asked.prompt_logprobs is not None
         self.ignore_eos[slot] = sampling.ignore_eos
         self._set_stop_ids(slot, sampling.stop_token_ids)
@@ -281,4 +286,5 @@ def to_result(sample: Sample, reason: FinishReason, stop_reason: int | str | Non
         reason,
         stop_reason,
         sample.top_logprobs if sample.request.asked.top_logprobs else None,
+        sample.kept_tokens if sample.request.asked.kept_tokens else None,
     )

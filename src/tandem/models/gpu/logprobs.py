@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tandem.models.gpu import exact
 from tandem.models.gpu import kernels as triton_kernels
 from tandem.models.gpu.logprobs_memory import plan_chunks
+from tandem.models.kept import KeptSets
 from tandem.models.precision import rounded
 
 kernels: Any = triton_kernels  # launched as Triton's wrappers, whose types are not those of the functions
@@ -29,10 +30,11 @@ def token_logprobs(
     entropy_gradient: bool,
     exactly: bool = False,
     keep_logits: bool = True,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`exactly`: log-probs as exact mode has them (`models/exact.py`)."""
+    """`exactly`: log-probs as exact mode has them (`models/exact.py`). `kept`: of truncated distributions."""
     keep = keep_logits and torch.is_grad_enabled()
-    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, exactly, keep)
+    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, exactly, keep, kept)
 
 
 class LogProbs(Function):
@@ -48,6 +50,7 @@ class LogProbs(Function):
         entropy_gradient: bool,
         exactly: bool,
         keep: bool,
+        sets: KeptSets | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         copy = rounded(weight, hidden)
@@ -57,6 +60,7 @@ class LogProbs(Function):
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = exact.linear(hidden[part], copy, None) if exactly else F.linear(hidden[part], copy)
+            logits = logits if sets is None else sets.cut(logits, first)
             kernels.logprobs_forward[len(logits),](
                 *(logits, labels[part], logprobs[part], entropy[part], lse[part], len(weight), 1 / temperature),
                 **_options(len(weight)),
@@ -65,7 +69,8 @@ class LogProbs(Function):
                 exact.token_logprobs(logits, labels[part], temperatures[part], out=logprobs[part])
             kept.append(logits if keep and len(kept) < num_kept else None)
         ctx.save_for_backward(hidden, weight, labels, entropy, lse)
-        ctx.rows, ctx.kept, ctx.temperature, ctx.entropy_gradient = rows, kept, temperature, entropy_gradient
+        ctx.rows, ctx.kept, ctx.sets = rows, kept, sets
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -81,7 +86,9 @@ class LogProbs(Function):
         for number, first in enumerate(range(0, len(hidden), ctx.rows)):
             part = slice(first, first + ctx.rows)
             logits, ctx.kept[number] = ctx.kept[number], None
-            logits = F.linear(hidden[part], copy) if logits is None else logits
+            if logits is None:
+                logits = F.linear(hidden[part], copy)
+                logits = logits if ctx.sets is None else ctx.sets.cut(logits, first)
             kernels.logprobs_backward[len(logits),](
                 *(logits, labels[part], entropy[part], lse[part], grad_logprobs[part], grad_entropy[part]),
                 *(len(weight), 1 / ctx.temperature),
@@ -94,7 +101,7 @@ class LogProbs(Function):
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def memory_of(device: torch.device) -> int:

@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tandem.data.packing import take_kept
 from tandem.models import ops
 from tandem.models.attention import PackedAttention
 from tandem.models.gpu.blocks import BLOCK
+from tandem.models.kept import KeptSets
 from tandem.models.runtime import to_device
 from tandem.trainer.model.logprobs import token_logprobs
 from tandem.types.rollout import PackedBatch
@@ -29,6 +31,7 @@ class Inputs:
     labels: Tensor  # (predictions,): the token that is predicted
     sources: Tensor  # (predictions,): where the token stands that it is predicted from
     spread: Tensor | None  # (loss tokens,): the prediction that each learned token takes; None: one each, in order
+    kept: KeptSets | None = None  # of the predictions: what truncation left; None: all tokens
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> "Inputs":
@@ -40,6 +43,7 @@ class Inputs:
 
         # Sequences that are the same are there once, and so is what is predicted of them.
         targets, spread = np.unique(batch.targets, return_inverse=True)
+        kept = None if batch.kept is None else take_kept(batch.kept, targets)
         return cls(
             move(np.pad(batch.token_ids, (0, padding))),
             move(np.pad(batch.positions, (0, padding))),
@@ -47,6 +51,7 @@ class Inputs:
             move(batch.token_ids[targets]),
             move(previous_tokens(batch)[targets]),
             None if np.array_equal(spread, np.arange(len(targets))) else move(spread),
+            None if kept is None else KeptSets.of(kept.counts, kept.token_ids, device),
         )
 
 
@@ -76,6 +81,7 @@ class LanguageModel(nn.Module):
             entropy_gradient=entropy_gradient,
             exactly=exactly,
             keep_logits=self.keep_logits,
+            kept=inputs.kept,
         )
         # A sum over one column instead of a view of it: FSDP wants outputs that are not views.
         head = self.value_head

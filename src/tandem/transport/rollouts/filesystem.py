@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
-from tandem.types.rollout import PackedBatch, TrainBatch
+from tandem.types.rollout import PackedBatch, PackedKept, TrainBatch
 from tandem.utils.errors import disk_errors
 from tandem.utils.files import publish_directory, staging_directory, staging_path
 from tandem.utils.run_dir import remove_old_steps, step_name
@@ -24,7 +24,7 @@ from tandem.utils.waiting import Deadline, wait_for
 MARKER = "done.json"
 BATCH_FILE = "batch.safetensors"
 PACKED_FIELDS = ("token_ids", "positions", "segment_lengths", "segment_parents", "targets", "sequences")
-STREAM = "streams."
+STREAM, KEPT = "streams.", "kept."
 
 
 class DamagedBatch(RuntimeError):
@@ -46,6 +46,7 @@ class RolloutWriter:
         packed = batch.packed
         tensors = {name: getattr(packed, name) for name in PACKED_FIELDS}
         tensors |= {STREAM + name: stream for name, stream in packed.streams.items()}
+        tensors |= {KEPT + name: values for name, values in vars(packed.kept).items()} if packed.kept else {}
         metadata = {
             "step": str(batch.step),
             "temperature": repr(batch.temperature),
@@ -104,6 +105,10 @@ def _load(folder: Path) -> TrainBatch:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     streams = {name.removeprefix(STREAM): stream for name, stream in tensors.items() if name.startswith(STREAM)}
     layout = {name: tensors[name] for name in PACKED_FIELDS}
-    packed = PackedBatch(**layout, num_sequences=int(metadata["num_sequences"]), streams=streams)
+    kept = {name.removeprefix(KEPT): values for name, values in tensors.items() if name.startswith(KEPT)}
+    num_sequences = int(metadata["num_sequences"])
+    packed = PackedBatch(
+        **layout, num_sequences=num_sequences, streams=streams, kept=PackedKept(**kept) if kept else None
+    )
     orchestrator_state = (folder / ORCHESTRATOR).read_bytes()
     return TrainBatch(int(metadata["step"]), float(metadata["temperature"]), packed, orchestrator_state)

@@ -23,6 +23,7 @@ def rows(
     num_top: int = 0,
     *,
     raw: bool = False,
+    kept: bool = False,
 ) -> SamplingRows:
     """Rows that differ in their position only, so that each draws another number."""
     return SamplingRows(
@@ -32,6 +33,7 @@ def rows(
         min_p=np.full(count, min_p, np.float32),
         raw_logprobs=np.full(count, raw),
         num_top=np.full(count, num_top, np.int64),
+        wants_kept=np.full(count, kept),
         seed=np.full(count, 11, np.uint64),
         sample_index=np.zeros(count, np.uint64),
         position=np.arange(count),
@@ -184,3 +186,39 @@ def test_top_logprobs_are_those_of_the_model_whatever_the_logits_were_adjusted_t
     drawn = sample(torch.tensor([LOGITS]), rows(1, num_top=2), adjusted)
     assert drawn.top_tokens.tolist() == [[2, 1]]
     assert drawn.top_logprobs == pytest.approx(np.log([[0.5, 0.25]]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"top_k": 2}, {1: 2 / 6, 2: 4 / 6}),
+        ({"top_p": 0.6}, {1: 2 / 6, 2: 4 / 6}),
+        ({"min_p": 0.5}, {1: 2 / 6, 2: 4 / 6}),
+        ({"top_p": 0.4}, {2: 1.0}),
+        ({"top_k": 3}, {0: 1 / 7, 1: 2 / 7, 2: 4 / 7}),  # of equal ones the first
+        ({"top_k": 2, "temperature": 0.5}, {1: 4 / 20, 2: 16 / 20}),
+    ],
+)
+def test_what_truncation_left_is_told_with_the_log_prob_among_it(options, expected: dict[int, float]) -> None:
+    drawn = sample(torch.tensor([LOGITS] * 40), rows(40, **options, kept=True))
+    assert set(drawn.tokens.tolist()) == expected.keys()
+    for token, kept in zip(drawn.tokens.tolist(), drawn.kept, strict=True):
+        assert kept is not None and kept.token_ids == list(expected)
+        assert math.exp(kept.logprob) == pytest.approx(expected[token])
+
+
+def test_only_rows_that_ask_are_told_what_was_left() -> None:
+    settings = rows(4, top_k=2, kept=True)
+    settings.wants_kept[[0, 2]] = False
+    drawn = sample(torch.tensor([LOGITS] * 4), settings)
+    assert [kept is not None for kept in drawn.kept] == [False, True, False, True]
+    of_two = drawn.of(np.array([False, True, True, False]))
+    assert [kept is not None for kept in of_two.kept] == [True, False]
+    assert not sample(torch.tensor([LOGITS] * 4), rows(4, top_k=2)).kept
+
+
+def test_with_adjusted_logits_the_log_prob_is_that_of_the_model_among_what_was_left() -> None:
+    adjusted = torch.tensor([[9.0, 9.0, -9.0, -9.0]])
+    (kept,) = sample(torch.tensor([LOGITS]), rows(1, top_k=2, kept=True), adjusted).kept
+    assert kept is not None and kept.token_ids == [0, 1]
+    assert math.exp(kept.logprob) in (pytest.approx(1 / 3), pytest.approx(2 / 3))

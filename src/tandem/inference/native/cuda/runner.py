@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.inference.engine import KeptTokens
 from tandem.inference.native.attention import KVCache, to_device
 from tandem.inference.native.cuda.attention import num_pieces
 from tandem.inference.native.cuda.draw import DrawnOnDevice, DrawRows, draw
@@ -37,7 +38,7 @@ from tandem.inference.native.cuda.inputs import (
 )
 from tandem.inference.native.cuda.prefill import QUERY_TILE
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
-from tandem.inference.native.sampler import NO_TOP, Drawn, sampling_rows
+from tandem.inference.native.sampler import NO_TOP, Drawn, find_kept, log_softmax, sampling_rows, truncate
 from tandem.inference.native.shared_prompts import SharedPrompts, find_shared
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
@@ -143,12 +144,15 @@ class CudaRunner:
     def forward(self, rows: Rows, chunk: NDArray[np.int64], wanted: NDArray[np.int64]) -> Tensor:
         return self.launch(rows, chunk, wanted).logits
 
-    def draw(self, rows: Rows, launched: Launched, index: NDArray[np.int64] | None) -> Callable[[], Drawn]:
+    def draw(
+        self, rows: Rows, launched: Launched, index: NDArray[np.int64] | None, adjusted: Tensor | None = None
+    ) -> Callable[[], Drawn]:
         """Have a token drawn for each row, from its own logits or from those at its index, and copied to the host; the
-        function that is returned waits for it."""
+        function that is returned waits for it. `adjusted`: what was drawn from, where that are other logits."""
         drawn, logits = launched.drawn, launched.logits
         if drawn is None or index is not None:
             drawn = self._draw(rows, logits, index)
+        kept = self._find_kept(rows, logits, adjusted, index, drawn) if self.state.wants_kept[rows].any() else []
         num_top = min(int(self.state.num_top[rows].max()), logits.shape[-1])
         on_host = DrawnOnDevice(self._to_host(drawn.words if num_top else drawn.words[:2]), drawn.num_rows)
         done = torch.cuda.Event() if self.device.type == "cuda" else None  # a CPU is one where Triton is interpreted
@@ -161,9 +165,24 @@ class CudaRunner:
             top = NO_TOP
             if num_top:
                 top = on_host.top_tokens[:num_top].T.long().numpy(), on_host.top_logprobs[:num_top].T.numpy()
-            return Drawn(on_host.tokens.long().numpy(), on_host.logprobs.numpy(), *top)
+            return Drawn(on_host.tokens.long().numpy(), on_host.logprobs.numpy(), *top, kept)
 
         return read
+
+    def _find_kept(
+        self,
+        rows: Rows,
+        logits: Tensor,
+        adjusted: Tensor | None,
+        index: NDArray[np.int64] | None,
+        drawn: DrawnOnDevice,
+    ) -> list[KeptTokens | None]:
+        """By PyTorch, after the kernels have drawn, and waited for: it sorts the logits of all rows."""
+        sampling = sampling_rows(self.state, rows)
+        at = slice(len(rows)) if index is None else to_device(index, self.device)
+        drawn_from = log_softmax((logits if adjusted is None else adjusted)[at].float(), sampling.temperature)
+        truncated = truncate(drawn_from, sampling)
+        return find_kept(logits[at], truncated, drawn.tokens.long(), sampling, exactly=self.decoder.exact)
 
     def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
         """By the kernels that draw plain rows, so that what a row draws does not depend on the rows beside it."""
@@ -178,7 +197,7 @@ class CudaRunner:
             own = self._draw(rows, logits, None, torch.empty_like(self.last))
             drawn.top_tokens.copy_(own.top_tokens)
             drawn.top_logprobs.copy_(own.top_logprobs)
-        return self.draw(rows, Launched(logits, drawn), None)()
+        return self.draw(rows, Launched(logits, drawn), None, adjusted)()
 
     def _draw(
         self, rows: Rows, logits: Tensor, index: NDArray[np.int64] | None, last: Tensor | None = None
