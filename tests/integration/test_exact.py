@@ -17,7 +17,7 @@ from tandem.config.inference import InferenceConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import divide, pack
-from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
+from tandem.inference.engine import GenerationRequest, GenerationResult, KeptTokens, Sampling
 from tandem.inference.native.build import build_engine
 from tandem.inference.native.engine import NativeEngine
 from tandem.models.hf import named_tensors, new_decoder
@@ -103,9 +103,11 @@ def training_sequences(requests: list[GenerationRequest], results: list[Generati
     for request, result in zip(requests, results, strict=True):
         for sample in result.samples:
             num_prompt, num_new = len(request.prompt_ids), len(sample.token_ids)
-            streams = {"logprobs": [0.0] * num_prompt + sample.logprobs}
+            kept = sample.kept_tokens or [KeptTokens([], logprob) for logprob in sample.logprobs]
+            streams = {"logprobs": [0.0] * num_prompt + [left.logprob for left in kept]}
             mask = [0] * num_prompt + [1] * num_new
-            sequences.append(TrainingSequence(request.prompt_ids + sample.token_ids, mask, streams))
+            left = [[]] * num_prompt + [left.token_ids for left in kept]
+            sequences.append(TrainingSequence(request.prompt_ids + sample.token_ids, mask, streams, left))
     return sequences
 
 
@@ -139,6 +141,26 @@ def test_engine_and_trainer_agree_to_the_bit(models: dict[str, Path], dtype: str
     for part in divide(packed, 0, 1, tokens_per_microbatch=500):  # other shapes, without gradients
         with torch.no_grad():
             np.testing.assert_array_equal(trainer_logprobs(model, part, temperature), part.streams["logprobs"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_truncation_too(models: dict[str, Path], dtype: str) -> None:
+    """Log-probs among what was left to draw each token from."""
+    options = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9}]
+    requests = [
+        replace(request, sampling=replace(request.sampling, **{"top_k": 0} | options[number % 4]), kept_tokens=True)
+        for number, request in enumerate(make_requests(0.8))
+    ]
+    with engine_of(models["qwen3"], dtype) as engine:
+        together = ask(engine, requests)
+        again = [ask(engine, [request])[0] for request in requests]
+    assert [result.samples for result in again] == [result.samples for result in together]
+    packed = pack(training_sequences(requests, together))
+    assert packed.kept is not None and (packed.kept.counts[packed.targets] > 0).all()
+    model = trainer_of(models["qwen3"], dtype)
+    np.testing.assert_array_equal(trainer_logprobs(model, packed, 0.8), packed.streams["logprobs"])
+    for part in divide(packed, 0, 1, tokens_per_microbatch=500):
+        np.testing.assert_array_equal(trainer_logprobs(model, part, 0.8), part.streams["logprobs"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -103,9 +103,8 @@ def make_adapter(
         parts.setdefault(module, {})[projection] = Piece(sides["A"], sides["B"], scale)
     if not parts:
         raise AdapterMismatch(f"{folder / WEIGHTS} holds no tensors")
-    for module, pieces in parts.items():
-        _check_shapes(decoder, modules.get(module), module, pieces)
-    return _join(decoder, {module: (modules[module].weight, pieces) for module, pieces in parts.items()})
+    weights = {name: _check_shapes(decoder, modules.get(name), name, pieces) for name, pieces in parts.items()}
+    return _join(decoder, weights, parts)
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
@@ -130,7 +129,8 @@ def _parse_key(key: str) -> tuple[str, str]:
     return module, rest[0]
 
 
-def _check_shapes(decoder: Decoder, linear: nn.Module | None, module: str, pieces: dict[str, Piece]) -> None:
+def _check_shapes(decoder: Decoder, linear: nn.Module | None, module: str, pieces: dict[str, Piece]) -> Tensor:
+    """The weight that the pieces change."""
     if not isinstance(linear, nn.Linear):
         raise AdapterMismatch(f"the model has no projection {module!r} that an adapter could change")
     num_rows, num_columns = linear.weight.shape
@@ -142,16 +142,18 @@ def _check_shapes(decoder: Decoder, linear: nn.Module | None, module: str, piece
                 f"{module}: the adapter of {projection} has shapes {tuple(piece.down.shape)} and "
                 f"{tuple(piece.up.shape)}, the model needs (rank, {num_columns}) and ({size[0]}, rank)"
             )
+    return linear.weight
 
 
-def _join(decoder: Decoder, parts: Mapping[str, tuple[Tensor, dict[str, Piece]]]) -> AdapterWeights:
+def _join(decoder: Decoder, weights: Mapping[str, Tensor], parts: Mapping[str, dict[str, Piece]]) -> AdapterWeights:
     """The adapters of projections that the decoder computes as one, as one. An adapter has hundreds of small matrices:
     all are scaled and copied by a few calls."""
     joined: dict[str, LowRank] = {}
-    every_piece = [piece for _, pieces in parts.values() for piece in pieces.values()]
+    every_piece = [piece for pieces in parts.values() for piece in pieces.values()]
     downs: list[Tensor] = []  # where each piece goes
     ups: list[Tensor] = []
-    for module, (weight, pieces) in parts.items():
+    for module, pieces in parts.items():
+        weight = weights[module]
         num_rows, num_columns = weight.shape
         total_rank = sum(len(piece.down) for piece in pieces.values())
         down = weight.new_empty(total_rank, num_columns)

@@ -26,7 +26,13 @@ def make(prompt: int, num_prompt: int, completion: list[int], mask: list[int], n
             "advantages": [0.0] * num_prompt + [mark + 0.25 for mark in marks],
             "logprobs": [0.0] * num_prompt + [-mark - 0.5 for mark in marks],
         },
+        kept=[()] * num_prompt + [kept_at(position, number // 3) for position in range(len(completion))],
     )
+
+
+def kept_at(position: int, kind: int) -> list[int]:
+    """What was left to draw a token from: something for every other token of most sequences."""
+    return list(range(position, 2 * position + 1 + kind)) if kind and position % 2 else []
 
 
 def divide_all(
@@ -35,7 +41,17 @@ def divide_all(
     return [divide(batch, rank, world_size, bound, groups) for rank in range(world_size)]
 
 
-def unpack(batch: PackedBatch) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
+Unpacked = tuple[list[int], list[int], dict[str, list[float]], list[list[int]]]
+
+
+def kept_of(batch: PackedBatch) -> list[list[int]]:
+    if batch.kept is None:
+        return [[]] * batch.num_tokens
+    assert len(batch.kept.counts) == batch.num_tokens and batch.kept.counts.sum() == len(batch.kept.token_ids)
+    return [part.tolist() for part in np.split(batch.kept.token_ids, batch.kept.counts.cumsum()[:-1])]
+
+
+def unpack(batch: PackedBatch) -> list[Unpacked]:
     """Every sequence put together again: its tokens, which of them are learned, and what the streams say of those."""
     ends = batch.segment_lengths.cumsum()
     starts = ends - batch.segment_lengths
@@ -51,16 +67,22 @@ def unpack(batch: PackedBatch) -> list[tuple[list[int], list[int], dict[str, lis
         assert batch.positions[indices].tolist() == list(range(len(indices)))
         learned = [indices.tolist().index(target) for target in targets]
         streams = {name: stream[mine].tolist() for name, stream in batch.streams.items()}
-        found.append((batch.token_ids[indices].tolist(), learned, streams))
+        kept = [kept_of(batch)[target] for target in targets]
+        found.append((batch.token_ids[indices].tolist(), learned, streams, kept))
     return found
 
 
-def expected(samples: list[TrainingSequence]) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
+def expected(samples: list[TrainingSequence]) -> list[Unpacked]:
     def learned(found: TrainingSequence) -> list[int]:
         return np.flatnonzero(found.loss_mask).tolist()
 
     return [
-        (s.token_ids, learned(s), {name: [stream[t] for t in learned(s)] for name, stream in s.streams.items()})
+        (
+            s.token_ids,
+            learned(s),
+            {name: [stream[t] for t in learned(s)] for name, stream in s.streams.items()},
+            [list(s.kept[t]) for t in learned(s)],
+        )
         for s in samples
     ]
 

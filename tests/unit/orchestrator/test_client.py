@@ -18,7 +18,7 @@ from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad
 from tandem.types.identity import ServerIdentity
-from tandem.types.rollout import SamplingOptions, SamplingRequest
+from tandem.types.rollout import Kept, SamplingOptions, SamplingRequest
 from tandem.utils.errors import UserError
 
 DROP = 0  # instead of a status: close the connection without an answer
@@ -195,6 +195,33 @@ def test_sampling_options_are_sent_and_the_stop_comes_back(server: FakeServer) -
     assert (first.stop, second.stop) == ("\n", None)
     ((_, _, body),) = server.requests
     assert (body["top_p"], body["top_k"], body["min_p"], body["stop"]) == (0.9, 20, 0.05, ["\n", "END"])
+
+
+@pytest.mark.parametrize(("is_trained_on", "top_k", "asks"), [(True, 2, True), (False, 2, False), (True, 0, False)])
+def test_what_truncation_left_is_asked_for_where_it_is_trained_on(
+    server: FakeServer, is_trained_on: bool, top_k: int, asks: bool
+) -> None:
+    told = choice(0, 50) | {"kept_token_ids": [[49, 50]], "kept_logprobs": [-0.125]}
+    server.plan = [(200, {"choices": [told, choice(1, 51)]})]
+    request = SamplingRequest(2, 4, 0.5, 9, SamplingOptions(top_k=top_k), is_trained_on=is_trained_on)
+    first, second = with_client(server, lambda client: client.generate([1], request))
+    ((_, _, body),) = server.requests
+    assert body.get("return_kept_token_ids", False) is asks
+    assert first.kept == Kept([[49, 50]], [-0.125]) and second.kept is None  # of an engine that cannot tell
+    assert (first.sampled_logprobs, second.sampled_logprobs) == ([-0.125], [-0.25])
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({"kept_token_ids": [[49]], "kept_logprobs": [-0.1]}, "token 0 is 50, which is not among"),
+        ({"kept_token_ids": [], "kept_logprobs": [-0.1]}, "1 tokens, but what 0 were drawn from"),
+        ({"kept_token_ids": [[50]], "kept_logprobs": [None]}, "must be finite"),
+    ],
+)
+def test_what_cannot_have_been_left_is_refused(kept: dict[str, Any], message: str) -> None:
+    with pytest.raises(InferenceError, match=message):
+        _completion(choice(0, 50) | kept)
 
 
 def test_without_a_key_none_is_sent(server: FakeServer) -> None:

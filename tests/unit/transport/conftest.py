@@ -18,6 +18,7 @@ def make_batch() -> Callable[..., TrainBatch]:
                     "advantages": [number / 3] * (num_prompt + num_learned),
                     "logprobs": [-position / 7 for position in range(num_prompt + num_learned)],
                 },
+                kept=[()] * num_prompt + [range(number * position) for position in range(num_learned)],
             )
             for number, (num_prompt, num_learned) in enumerate(shapes)
         ]

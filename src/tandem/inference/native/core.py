@@ -297,8 +297,14 @@ class EngineCore:
                 over = bool(ended[i]) or stop is not None
                 reasons = self._reason(slot, token, bool(stopped[i]), stop) if over else (None, None)
                 version = int(state.versions[slot, positions[i]])
-                asked_for = (None if entry is None else [entry] for entry in (top, kept))
-                part = GeneratedSample([token], [float(drawn.logprobs[i])], [version], *reasons, *asked_for)
+                part = GeneratedSample(
+                    [token],
+                    [float(drawn.logprobs[i])],
+                    [version],
+                    *reasons,
+                    top_logprobs=None if top is None else [top],
+                    kept_tokens=None if kept is None else [kept],
+                )
                 row.request.on_part(row.index, part)
         return found
 

@@ -15,6 +15,7 @@ from tandem.inference.engine import (
     GeneratedSample,
     GenerationRequest,
     GenerationResult,
+    KeptTokens,
     OnDone,
     OnPart,
     PromptLogprob,
@@ -99,6 +100,7 @@ class FakeEngine:
             finish_reason=reason,  # pyright: ignore[reportArgumentType]
             stop_reason=stop_reason,
             top_logprobs=top if request.top_logprobs else None,
+            kept_tokens=[KeptTokens([1, token], -0.25) for token in tokens] if request.kept_tokens else None,
         )
 
     def _prompt_logprobs(self, request: GenerationRequest) -> list[PromptLogprob] | None:
@@ -154,4 +156,5 @@ def part_at(sample: GeneratedSample, position: int) -> GeneratedSample:
         finish_reason=sample.finish_reason if is_last else None,
         stop_reason=sample.stop_reason if is_last else None,
         top_logprobs=None if sample.top_logprobs is None else sample.top_logprobs[at],
+        kept_tokens=None if sample.kept_tokens is None else sample.kept_tokens[at],
     )

@@ -112,6 +112,27 @@ def test_prompts_in_all_forms(client: TestClient, engine: FakeEngine, prompt: An
         assert [version for choice in told for version in choice["weight_versions"]] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_what_truncation_left_to_draw_each_token_from(
+    client: TestClient, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    asked = body | {"max_tokens": 3, "stream": stream, "return_token_ids": True}
+    answer = client.post(path, json=asked | {"return_kept_token_ids": True})
+    every = [choice for chunk in (chunks(answer) if stream else [answer.json()]) for choice in chunk["choices"]]
+    tokens = [token for choice in every for token in choice["token_ids"]]
+    assert len(tokens) == 3
+    assert [kept for choice in every for kept in choice["kept_token_ids"]] == [[1, token] for token in tokens]
+    assert [logprob for choice in every for logprob in choice["kept_logprobs"]] == [-0.25] * 3
+    assert "kept_token_ids" not in client.post(path, json=asked).text
+
+
 def test_an_answer_without_text(client: TestClient) -> None:
     asked: dict[str, Any] = {"max_tokens": 3, "n": 2, "logprobs": 0, "return_token_ids": True}
     with_text, without = complete(client, **asked), complete(client, **asked, detokenize=False)

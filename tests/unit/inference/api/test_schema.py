@@ -200,7 +200,8 @@ ASKED: list[tuple[str, str, dict[str, Any] | None, int]] = [
     (
         "post",
         "/v1/completions",
-        NEEDED["/v1/completions"] | {"logprobs": 0, "detokenize": False, "return_token_ids": True},
+        NEEDED["/v1/completions"]
+        | {"logprobs": 0, "detokenize": False, "return_token_ids": True, "top_k": 3, "return_kept_token_ids": True},
         200,
     ),
     ("post", "/v1/completions", NEEDED["/v1/completions"] | {"model": "large"}, 404),

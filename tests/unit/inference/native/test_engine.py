@@ -106,16 +106,25 @@ def test_logprobs_match_transformers_under_any_schedule(
 
 
 def test_tokens_do_not_depend_on_preemption(make_engine: Callable[..., NativeEngine], generate: Generate) -> None:
-    asked = [GenerationRequest(prompt_of(9, i), Sampling(30, seed=i, ignore_eos=True), n=3) for i in range(4)]
+    asked = [
+        GenerationRequest(prompt_of(9, i), Sampling(30, seed=i, ignore_eos=True, top_k=i), n=3, kept_tokens=True)
+        for i in range(4)
+    ]
     roomy = make_engine()
     tight = make_engine(kv_cache_tokens=80)
     preemptions = []
     requeue = tight.core.scheduler._requeue
     tight.core.scheduler._requeue = lambda slot: (preemptions.append(slot), requeue(slot))[1]
-    assert [[s.token_ids for s in samples] for samples in generate(tight, asked)] == [
-        [s.token_ids for s in samples] for samples in generate(roomy, asked)
-    ]
+    told = [[(s.token_ids, left_of(s)) for s in samples] for samples in generate(tight, asked)]
+    assert told == [[(s.token_ids, left_of(s)) for s in samples] for samples in generate(roomy, asked)]
     assert len(preemptions) > 0
+    for top_k, samples in enumerate(told):
+        assert all(len(left) == top_k for _, of_tokens in samples for left in of_tokens)
+
+
+def left_of(sample: GeneratedSample) -> list[list[int]]:
+    assert sample.kept_tokens is not None and len(sample.kept_tokens) == len(sample.token_ids)
+    return [kept.token_ids for kept in sample.kept_tokens]
 
 
 def test_samples_of_a_prompt_are_prefilled_once_and_share_its_blocks(

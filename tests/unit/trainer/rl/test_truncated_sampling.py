@@ -45,7 +45,7 @@ class Bigrams(nn.Module):
 def engine_says(policy: Bigrams, token: int, options: Mapping[str, float]) -> dict[int, float]:
     """What the engine draws after a token: log-probs among what is left, by token, from many draws."""
     count = 200
-    asked = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} | options
+    asked = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, **options}
     settings = SamplingRows(
         temperature=np.full(count, TEMPERATURE, np.float32),
         top_p=np.full(count, asked["top_p"], np.float32),

@@ -26,8 +26,8 @@ def assert_same(first: TrainBatch, second: TrainBatch) -> None:
 
 def arrays(batch: PackedBatch) -> dict[str, np.ndarray]:
     fields = asdict(batch)
-    streams = fields.pop("streams")
-    return {name: np.asarray(value) for name, value in (fields | streams).items()}
+    streams, kept = fields.pop("streams"), fields.pop("kept")
+    return {name: np.asarray(value) for name, value in (fields | streams | (kept or {})).items()}
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
