@@ -509,11 +509,13 @@ def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
             Sampling(3, temperature, top_k=top_k, presence_penalty=penalty),
             n,
             top_logprobs=top,
+            kept_tokens=True,
         )
         for length, temperature, top_k, n, top, penalty in [
             (5, 1.0, 0, 1, 0, 0.0),
             (22, 0.0, 0, 2, 2, 0.0),
             (1, 0.7, 5, 1, 2, 0.5),
+            (9, 1.0, 7, 2, 0, 0.0),
         ]
     ]
     expected = generate(make_core(spec, torch.device("cpu"), with_kernels=False, exactly=exactly), requests)
@@ -523,3 +525,7 @@ def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
         for here, there in zip(mine.top_logprobs or [], theirs.top_logprobs or [], strict=True):
             assert [token for token, _ in here] == [token for token, _ in there]
+        assert mine.kept_tokens is not None and theirs.kept_tokens is not None
+        for left, right in zip(mine.kept_tokens, theirs.kept_tokens, strict=True):
+            assert left.token_ids == right.token_ids and left.logprob == pytest.approx(right.logprob, abs=1e-3)
+    assert {len(left.token_ids) for sample in found for left in sample.kept_tokens or []} == {0, 5, 7}

@@ -27,7 +27,7 @@ class TruncationConfig(Config):
 
 
 class SamplingConfig(TruncationConfig):
-    """Sampling of rollouts. With top_p, top_k or min_p, rollouts are off-policy: see docs/algorithms.md."""
+    """Sampling of rollouts. With top_p, top_k or min_p, the truncated policy is trained: see docs/algorithms.md."""
 
     temperature: float = Field(default=1.0, ge=1e-5)
     """Softmax temperature, in the engine and in the trainer. Servers treat anything below 1e-5 as greedy."""

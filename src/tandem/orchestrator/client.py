@@ -31,6 +31,7 @@ from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
 ADAPTER = "tandem-policy"  # what the server calls the adapter that is trained
+BIASED = "with top_p, top_k or min_p the gradient is biased (docs/algorithms.md, Sampling)"
 HEALTH_TIMEOUT_S = 5
 POLL_S = 0.05
 
@@ -73,6 +74,7 @@ class InferenceClient:
         self._hold = Hold(self._http, claim)
         self._open: dict[asyncio.Timeout, str | None] = {}  # requests, by the instance each is meant for
         self._looking = asyncio.Lock()
+        self._warned_of_bias = False
         self._seen: tuple[float, str] = (0.0, "")  # when a server was last well, and which
 
     async def close(self) -> None:
@@ -135,12 +137,16 @@ class InferenceClient:
             "detokenize": False,  # token ids are all that is read; vLLM passes over it
             **vars(sampling.options),
         } | self.model
-        if sampling.is_trained_on and sampling.options.truncates:
+        asks_kept = sampling.is_trained_on and sampling.options.truncates
+        if asks_kept:
             body["return_kept_token_ids"] = True  # engines that do not know it leave them out
         answer = await self._post("/v1/completions", body, self.instance)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_completion(choice) for choice in choices]
         self._check_versions(completions)
+        if asks_kept and not self._warned_of_bias and any(completion.kept is None for completion in completions):
+            self._warned_of_bias = True
+            logger.warning("%s does not report which tokens were kept: %s", self.base_url, BIASED)
         return completions
 
     async def update_weights(self, path: Path, version: int) -> None:

@@ -174,7 +174,7 @@ class GenerationOptions(ApiModel):
 
     return_kept_token_ids: bool = False
     """Adds kept_token_ids (the tokens that top_p, top_k and min_p left to draw each token from; empty: all) and
-    kept_logprobs (of each token among those: its log-prob minus their log-mass)."""
+    kept_logprobs (of each token among those: its log-prob minus their log-mass), where the engine can tell."""
 
     return_tokens_as_token_ids: bool = False
     """Log-probs name tokens as "token_id:5" instead of by their text."""

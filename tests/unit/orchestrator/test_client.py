@@ -199,7 +199,7 @@ def test_sampling_options_are_sent_and_the_stop_comes_back(server: FakeServer) -
 
 @pytest.mark.parametrize(("is_trained_on", "top_k", "asks"), [(True, 2, True), (False, 2, False), (True, 0, False)])
 def test_what_truncation_left_is_asked_for_where_it_is_trained_on(
-    server: FakeServer, is_trained_on: bool, top_k: int, asks: bool
+    server: FakeServer, is_trained_on: bool, top_k: int, asks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = choice(0, 50) | {"kept_token_ids": [[49, 50]], "kept_logprobs": [-0.125]}
     server.plan = [(200, {"choices": [told, choice(1, 51)]})]
@@ -209,6 +209,7 @@ def test_what_truncation_left_is_asked_for_where_it_is_trained_on(
     assert body.get("return_kept_token_ids", False) is asks
     assert first.kept == Kept([[49, 50]], [-0.125]) and second.kept is None  # of an engine that cannot tell
     assert (first.sampled_logprobs, second.sampled_logprobs) == ([-0.125], [-0.25])
+    assert ("the gradient is biased" in caplog.text) is asks
 
 
 @pytest.mark.parametrize(

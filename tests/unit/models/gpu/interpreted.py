@@ -17,6 +17,7 @@ from tandem.data.packing import pack
 from tandem.models import ops
 from tandem.models.gpu import autograd, logprobs
 from tandem.models.hf import new_decoder
+from tandem.models.kept import CUT_OFF, KeptSets
 from tandem.models.spec import ModelSpec
 from tandem.trainer.model import logprobs as trainer_logprobs
 from tandem.trainer.model.language_model import Inputs, LanguageModel
@@ -91,6 +92,7 @@ def cases(device: str, dtype: torch.dtype, scale: int) -> Iterator[Case]:
     small, large = (7, 16, 37), (130, 32, 1500 * scale)
     for shape, temperature, has_entropy in ((small, 1.0, False), (small, 0.7, True), (large, 0.7, True)):
         yield f"logprobs {shape} {temperature} {has_entropy}", logprobs_case(randn, shape, temperature, has_entropy)
+    yield f"logprobs {large} truncated", logprobs_case(randn, large, 0.7, True, truncated=True)
 
 
 def heads_case(
@@ -120,19 +122,33 @@ def heads_case(
 
 
 def logprobs_case(
-    randn: Callable[..., Tensor], shape: tuple[int, int, int], temperature: float, has_entropy: bool
+    randn: Callable[..., Tensor],
+    shape: tuple[int, int, int],
+    temperature: float,
+    has_entropy: bool,
+    *,
+    truncated: bool = False,
 ) -> Callable[[], float]:
     tokens, size, vocab = shape
     hidden, weight = randn(tokens, size), randn(vocab, size)
     labels = torch.arange(tokens, device=hidden.device) * 31 % vocab
+    is_kept = torch.rand(tokens, vocab) < 0.3
+    is_kept.scatter_(1, labels.cpu()[:, None], True)
+    is_kept[::3] = True  # nothing was cut off there
+    counts = is_kept.sum(1).where(~is_kept.all(1), 0)
+    kept = KeptSets.of(counts.numpy(), is_kept[counts > 0].nonzero()[:, 1].numpy(), hidden.device)
 
     def twin(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        distribution = (F.linear(hidden, weight) / temperature).log_softmax(-1)
+        logits = F.linear(hidden, weight)
+        if truncated:
+            logits = logits.masked_fill(~is_kept.to(hidden.device), CUT_OFF)
+        distribution = (logits / temperature).log_softmax(-1)
         entropy = -(distribution.exp() * distribution).sum(-1)
         return distribution.gather(-1, labels[:, None])[:, 0], entropy if has_entropy else entropy.detach()
 
     def kernel(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs.token_logprobs(hidden, weight, labels, temperature, has_entropy)
+        sets = kept if truncated else None
+        return logprobs.token_logprobs(hidden, weight, labels, temperature, has_entropy, kept=sets)
 
     return lambda: compare(kernel, twin, hidden, weight)
 
