@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,9 @@ settings.load_profile("any machine")
 # A model that is not there is to be refused, not looked for on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# Under nohup it is ignored, and so it would be by all that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Until the tests are collected there is nothing to free: modules stay, a million objects of them.
 gc.disable()

@@ -105,19 +105,20 @@ def main(capability: int) -> None:
     JITFunction.run = compile_only
     logprobs.memory_of = lambda device: 10**9
     modules = [attention, prefill, draw, layers, kernels, exact]
+    heads, rows = [(USUAL, BFLOAT16), (NARROW, BFLOAT16)], [(BFLOAT16, 576, 64), (FLOAT32, 4096, 151_936)]
     if capability == HOPPER:
         modules.append(products)
         for module in (attention, prefill, draw, layers, products):
             module.early = lambda device: {"EARLY": True, "launch_pdl": True}
         for shape in (NARROW, USUAL):
             compile_products(*shape)
-    for shape, dtype in ((USUAL, BFLOAT16), *([(NARROW, BFLOAT16)] if capability == HOPPER else WIDE_CASES)):
+    else:  # what takes most shared memory
+        heads, rows = WIDE_CASES, [(FLOAT32, 4096, 151_936)]
+    for shape, dtype in heads:
         compile_heads(*shape, dtype)
-    for dtype in (BFLOAT16, FLOAT32):
-        for size in (576, 4096):
-            compile_rows(size, dtype)
-        for vocab in (64, 151_936):
-            compile_logits(vocab, dtype)
+    for dtype, size, vocab in rows:
+        compile_rows(size, dtype)
+        compile_logits(vocab, dtype)
     print(json.dumps({"shared_bytes": most, "forgotten": sorted(launched(modules) - most.keys())}))
 
 
