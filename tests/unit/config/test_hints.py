@@ -82,6 +82,12 @@ def test_a_name_may_mean_something_else_in_a_section(refusal, rl_toml: str, flag
     assert told in refusal("@", rl_toml, flag, "3")
 
 
+@pytest.mark.parametrize("flag", ["--trainer.scheduler.name", "--orchestrator.client.host"])
+def test_options_of_another_section_are_not_told(refusal, rl_toml: str, flag: str) -> None:
+    message = refusal("@", rl_toml, flag, "3")
+    assert "model.name" not in message and "server.host" not in message and "; known here: " in message
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
