@@ -95,13 +95,15 @@ def read_equivalent() -> dict[tuple[str, str, str], str]:
 
 
 def find_tests(file: str) -> list[str]:
-    """Below tests/unit: the file that mirrors this one, those that import it, and the others in the mirrored folder."""
+    """Below tests/unit: the file that mirrors this one, those that import it, and the others in the mirrored folder, or
+    in the nearest there is above it."""
     path = Path(file)
     named = path.parent if path.name == "__init__.py" else path.with_suffix("")
     module = "tandem." + ".".join(named.parts)
     mirrored = UNIT / named.parent / f"test_{named.name}.py"
     importing = [test for test, source in unit_tests() if f"{module} import" in source]
-    neighbours = sorted((UNIT / path.parent).glob("test_*.py"))
+    folder = next(UNIT / parent for parent in path.parents if (UNIT / parent).is_dir())
+    neighbours = sorted(folder.glob("test_*.py"))
     own = [mirrored] if mirrored.exists() else []
     return [test.relative_to(UNIT).as_posix() for test in dict.fromkeys(own + importing + neighbours)]
 
