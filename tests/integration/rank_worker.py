@@ -48,10 +48,13 @@ def make_samples(seed: int) -> list[TrainingSequence]:
 
 
 def take_steps(model: Path, way: dict, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Plain SGD: Adam divides by the gradient's own size, which blows rounding up where it is next to nothing."""
+    """Plain SGD, or AdamW where the way has its options: it divides by the gradient's own size, which blows rounding up
+    where it is next to nothing and eps is not larger."""
     parallel = ParallelConfig.model_validate(way["parallel"])
-    trained = load_trained(ModelConfig(name=model), OptimizerConfig(), parallel, ranks)
-    trained.stepper.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
+    adamw = OptimizerConfig.model_validate(way.get("adamw", {}))
+    trained = load_trained(ModelConfig(name=model), adamw, parallel, ranks)
+    if "adamw" not in way:
+        trained.stepper.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
     loss = micro_batch_loss(LossConfig(), make_policy_loss(LossConfig()))
     stats = {}
     for seed in (0, 1):

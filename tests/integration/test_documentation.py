@@ -189,6 +189,14 @@ def test_links_lead_to_pages_and_headings(page: Path) -> None:
     assert dead_links(page) == []
 
 
+def test_the_flags_that_set_ports_are_those_of_the_commands() -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    table = text.partition("| port |")[2].partition("\n\n")[0]
+    flags = {word.strip("`,") for word in table.split() if word.startswith("`--")}
+    assert "--rdzv-endpoint" in flags
+    assert flags <= {word for shown in all_commands() for word in shown.words}
+
+
 OF_ANOTHER_RUN = {"--help", "--resume", "--stop", "--status"}
 SHOWN = [shown for shown in all_commands() if not OF_ANOTHER_RUN & set(shown.words)]
 

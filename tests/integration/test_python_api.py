@@ -16,7 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import matplotlib
+import numpy as np
 import pytest
+from matplotlib import pyplot
 from tests.documentation import FENCE, ROOT
 from tests.ports import free_port
 
@@ -54,6 +57,23 @@ def test_other_code_of_the_documentation_uses_names_that_exist() -> None:
         name for line in PAGE.read_text().splitlines() if line.startswith("| `") for name in line.split("`")[1::2]
     }
     assert {name for name in tandem.__all__ if name[0].isupper()} <= listed
+
+
+def test_the_plot_of_the_documentation_draws_evaluations_between_which_there_are_steps() -> None:
+    [code] = [block for block in BLOCKS if ".plot(" in block]
+    rows = [{"step": step, "reward/mean": step / 10, "lr": 1e-4, "process": "trainer"} for step in range(1, 7)]
+    rows = [{"step": 0}, *rows]
+    for step, reward in ((0, 0.1), (3, 0.4), (6, 0.2)):
+        rows[step]["eval/reward"] = reward
+    matplotlib.use("agg")
+    exec(code, {"rows": rows})
+    lines = {line.get_label(): np.asarray(line.get_xydata()) for line in pyplot.gcf().axes[0].get_lines()}
+    pyplot.close()
+    assert set(lines) == {"reward/mean", "eval/reward"}
+    assert lines["eval/reward"] == pytest.approx(
+        np.array([(0, 0.1), (1, 0.2), (2, 0.3), (3, 0.4), (4, 1 / 3), (5, 0.8 / 3), (6, 0.2)])
+    )
+    assert lines["reward/mean"][1:] == pytest.approx(np.array([(step, step / 10) for step in range(1, 7)]))
 
 
 # As a notebook is: nothing in it can be imported, and no part of it is below `if __name__ == "__main__":`.

@@ -1,9 +1,9 @@
 """Small mistakes drawn at random from the sources: which there could be, and which tests have to notice each.
 
 A mutation replaces one expression or statement. Kinds: a comparison, a sign, a constant, `and` and `or`, a negated
-condition, a call or assignment that is left out, swapped arguments, the opposite function (min and max, any and all).
-Text for people (messages of errors, logs, docstrings), annotations, assertions and lengths of waits are left alone:
-no test should depend on them.
+condition, a call (within an expression, too) or assignment that is left out, swapped arguments, the opposite function
+(min and max, any and all). Text for people (messages of errors, logs, docstrings), annotations, assertions and lengths
+of waits are left alone: no test should depend on them.
 """
 
 import ast
@@ -33,9 +33,14 @@ OPPOSITE_OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 }
 PAIRS = (("min", "max"), ("any", "all"), ("minimum", "maximum"))
 OPPOSITE_NAMES = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
-FOR_PEOPLE = ("logger", "say", "warn", "warning", "error", "info", "debug", "print", "event")
+FOR_PEOPLE = ("logger", "say", "warn", "warning", "error", "info", "debug", "print", "event", "getLogger")
+FOR_TYPE_CHECKERS = ("TypeVar", "ParamSpec")
 OF_UNLIKE_ARGUMENTS = ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast", "fromkeys")  # fail at once
 TIMES = ("_S", "_s")
+BINDS_LOOSELY = (
+    *(ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp),
+    *(ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ def files_in_scope() -> list[str]:
 
 
 def walk(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*.py") if path.name != "__init__.py")
+    """The modules with code; an `__init__.py` may be one."""
+    return sorted(path for path in folder.rglob("*.py") if path.read_text().strip())
 
 
 def read_equivalent() -> dict[tuple[str, str, str], str]:
@@ -89,12 +95,15 @@ def read_equivalent() -> dict[tuple[str, str, str], str]:
 
 
 def find_tests(file: str) -> list[str]:
-    """Below tests/unit: the file that mirrors this one, those that import it, and the others in the mirrored folder."""
+    """Below tests/unit: the file that mirrors this one, those that import it, and the others in the mirrored folder, or
+    in the nearest there is above it."""
     path = Path(file)
-    module = "tandem." + ".".join(path.with_suffix("").parts)
-    mirrored = UNIT / path.parent / f"test_{path.name}"
+    named = path.parent if path.name == "__init__.py" else path.with_suffix("")
+    module = "tandem." + ".".join(named.parts)
+    mirrored = UNIT / named.parent / f"test_{named.name}.py"
     importing = [test for test, source in unit_tests() if f"{module} import" in source]
-    neighbours = sorted((UNIT / path.parent).glob("test_*.py"))
+    folder = next(UNIT / parent for parent in path.parents if (UNIT / parent).is_dir())
+    neighbours = sorted(folder.glob("test_*.py"))
     own = [mirrored] if mirrored.exists() else []
     return [test.relative_to(UNIT).as_posix() for test in dict.fromkeys(own + importing + neighbours)]
 
@@ -123,10 +132,18 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         if is_left_alone(child, node):
             continue
         if isinstance(child, ast.expr):
-            yield from ((child, ast.unparse(changed)) for changed in changed_expressions(child))
+            yield from ((child, written(changed, child)) for changed in changed_expressions(child))
+            if not isinstance(node, ast.Expr):  # a statement is left out as a whole
+                yield from ((child, written(changed, child)) for changed in without_call(child))
         elif isinstance(child, ast.stmt) and is_left_out(child):
             yield child, "pass"
         yield from changes(child)
+
+
+def written(changed: ast.expr, original: ast.expr) -> str:
+    """In brackets where it stands for something that binds more tightly."""
+    text = ast.unparse(changed)
+    return f"({text})" if isinstance(changed, BINDS_LOOSELY) and type(changed) is not type(original) else text
 
 
 def is_left_alone(node: ast.AST, parent: ast.AST) -> bool:
@@ -140,7 +157,8 @@ def is_left_alone(node: ast.AST, parent: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Assign) and any(ast.unparse(target).endswith(TIMES) for target in node.targets):
         return True
-    return isinstance(node, ast.Call) and any(word in ast.unparse(node.func).split(".") for word in FOR_PEOPLE)
+    words = ast.unparse(node.func).split(".") if isinstance(node, ast.Call) else []
+    return any(word in (*FOR_PEOPLE, *FOR_TYPE_CHECKERS) for word in words)
 
 
 def is_left_out(node: ast.stmt) -> bool:
@@ -177,6 +195,15 @@ def changed_expressions(node: ast.expr) -> Iterator[ast.expr]:
             yield from renamed(node, function)
         case ast.Call(func=function):
             yield from renamed(node, function)
+
+
+def without_call(node: ast.expr) -> Iterator[ast.expr]:
+    """What the call is given, or the object whose method it is."""
+    match node:
+        case ast.Call(args=[argument], keywords=[]) if not isinstance(argument, ast.Starred):
+            yield argument
+        case ast.Call(func=ast.Attribute(value=called), args=[], keywords=[]):
+            yield called
 
 
 def renamed(call: ast.Call, function: ast.expr) -> Iterator[ast.expr]:

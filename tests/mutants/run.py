@@ -36,8 +36,9 @@ REQUIRED_SHARE = 0.92
 TIMEOUT_S = 600  # for all tests of one file, and those of its neighbours
 BASELINE_TIMEOUT_S = 3600  # for all tests at once
 TEST_TIMEOUT_S = 30  # a mutant that hangs one test is found out then
-# pytest's exit codes: a failed test, or an error while collecting, which a mutant may well cause.
-VERDICTS = {0: "SURVIVED", 1: "killed", 2: "killed"}
+# pytest's exit codes: a failed test, an error while collecting, which a mutant may well cause, or an error in pytest
+# itself, where it cannot show a failure (Python 3.11: "AST constructor recursion depth mismatch").
+VERDICTS = {0: "SURVIVED", 1: "killed", 2: "killed", 3: "killed"}
 NO_END = -1  # in their place: the tests took too long
 HANGS = "hangs"  # as good as killed, unless the machine has other work
 
@@ -62,11 +63,7 @@ class Workplace:
         assert self.worker.stdin is not None and self.worker.stdout is not None
         print(json.dumps([arguments, timeout_s]), file=self.worker.stdin, flush=True)
         code, output = json.loads(self.worker.stdout.readline())
-        if code == NO_END or "Failed: Timeout" in output:
-            return HANGS, output
-        if code >= 0 and code not in VERDICTS:
-            raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}: {output}")
-        return VERDICTS.get(code, "killed"), output
+        return verdict_of(code, output), output
 
     def close(self) -> None:
         assert self.worker.stdin is not None
@@ -82,6 +79,14 @@ class Workplace:
             yield
         finally:
             path.write_bytes(source)
+
+
+def verdict_of(code: int, output: str) -> str:
+    if code == NO_END or "Failed: Timeout" in output:
+        return HANGS
+    if code >= 0 and code not in VERDICTS:
+        raise RuntimeError(f"pytest ended with {code}: {output}")
+    return VERDICTS.get(code, "killed")
 
 
 def judge(mutant: Mutation, workplaces: "Queue[Workplace]") -> str:

@@ -24,12 +24,17 @@ def mistakes(source: str) -> set[str]:
         ("x = True", {"x = False"}),
         ("x = a if b else c", {"x = a if not b else c"}),
         ("close(a)", {"pass"}),
-        ("await close(a)", {"pass"}),
+        ("await close(a)", {"pass", "await a"}),
+        ("a.close()", {"pass"}),
         ("a.b = c", {"pass"}),
         ("a += b", {"pass"}),
         ("x = call(a, b)", {"x = call(b, a)"}),
-        ("x = max(a)", {"x = min(a)"}),
-        ("x = t.minimum(a)", {"x = t.maximum(a)"}),
+        ("x = max(a)", {"x = min(a)", "x = a"}),
+        ("x = t.minimum(a)", {"x = t.maximum(a)", "x = a"}),
+        ("x = repr(a)", {"x = a"}),
+        ("x = a.clone()", {"x = a"}),
+        ("x = await shield(a)", {"x = await a"}),
+        ("x = call(a or b) is c", {"x = call(a or b) is not c", "x = call(a and b) is c", "x = (a or b) is c"}),
         ("ü = 'ü', 1", {"ü = 'ü', 2"}),
     ],
 )
@@ -44,7 +49,9 @@ def test_kinds_of_mistakes(source: str, expected: set[str]) -> None:
         "raise ValueError(f'{a + 1}')",
         "assert a < b",
         "logger.info('%d', a + 1)",
+        "logger = logging.getLogger(__name__)",
         "x: Literal[1]",
+        "T = TypeVar('T')",
         "def f(a: A[1]) -> B[2]: ...",
         "@cached(1)\nclass A: ...",
         "POLL_S = 0.5",
@@ -52,6 +59,10 @@ def test_kinds_of_mistakes(source: str, expected: set[str]) -> None:
         "x = a + 'text'",
         "x = isinstance(a, b)",
         "x = call(a, a)",
+        "x = call(*a)",
+        "x = call(a, key=b)",
+        "x = a.call(key=b)",
+        "x = call()",
     ],
 )
 def test_what_is_left_alone(source: str) -> None:
@@ -77,7 +88,17 @@ def test_every_file_has_tests_and_its_own_come_first() -> None:
     for file in files_in_scope():
         assert find_tests(file), file
     assert find_tests("trainer/losses/kl.py")[0] == "trainer/losses/test_kl.py"
+    first, *others = find_tests("orchestrator/advantages/__init__.py")
+    assert first == "orchestrator/test_advantages.py" and "orchestrator/test_loop.py" in others
     assert all((UNIT / test).is_file() for test in find_tests("orchestrator/loop.py"))
+
+
+def test_a_package_with_code_of_its_own_is_in_scope() -> None:
+    files = files_in_scope()
+    assert {"orchestrator/advantages/__init__.py", "trainer/losses/__init__.py"} <= set(files)
+    assert "rewards/__init__.py" not in files
+    (mutation,) = draw(1, 1, ["advantages/__init__"])
+    assert mutation.file == "orchestrator/advantages/__init__.py"
 
 
 def test_what_is_called_equivalent_is_still_there() -> None:

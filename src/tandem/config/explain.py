@@ -7,7 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
-from tandem.config.hints import algorithm_hint, explanation, options_meant
+from tandem.config.hints import FOREIGN, algorithm_hint, explanation, options_meant, options_named
 from tandem.utils.errors import shown
 from tandem.utils.secrets import HIDDEN, hidden, names_secret
 from tandem.utils.spelling import nearest
@@ -92,7 +92,7 @@ def _alternatives(errors: list[ErrorDetails]) -> str:
 
 def _elsewhere(given: Any, paths: list[str]) -> str:
     """Of a section that stands where a value does, what its keys are here."""
-    meant = {name: options_meant(name, paths) for name in given} if isinstance(given, dict) else {}
+    meant = {name: options_named(name, paths) for name in given} if isinstance(given, dict) else {}
     return "".join(f"; {name} is {' or '.join(found)}" for name, found in meant.items() if found)
 
 
@@ -104,7 +104,7 @@ def _nearest_key(root: type[BaseModel], location: list[str], given: Any) -> str:
         parent, paths = "", [path for model in _models_at(root, place) for path in option_paths(model)]
     if told := explanation(parent + name, paths):
         return told
-    meant = options_meant(name, paths)
+    meant = _keys_meant(name, given, paths) or options_meant(parent + name, paths)
     meant += [f"{path}s" for path in meant if isinstance(given, list) and f"{path}s" in paths]
     if meant:
         return f"did you mean {_one_of([path.removeprefix(parent) for path in meant])}?"
@@ -113,6 +113,12 @@ def _nearest_key(root: type[BaseModel], location: list[str], given: Any) -> str:
     known = _fields_at(root, place)
     near = nearest(name, known)
     return f"did you mean {near!r}?" if near else f"known here: {', '.join(known)}"
+
+
+def _keys_meant(section: str, given: Any, paths: list[str]) -> list[str]:
+    """The options that the keys of an unknown section are here, where they are known with it."""
+    names = [f"{section}.{key}".lower() for key in given] if isinstance(given, dict) else []
+    return [option for name in names if name in FOREIGN for option in options_named(name, paths)]
 
 
 def _one_of(keys: list[str]) -> str:

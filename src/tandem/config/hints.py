@@ -3,28 +3,27 @@ that was called, or is left out: the same table serves all of them."""
 
 from collections.abc import Sequence
 
-# Names of TRL, transformers, PEFT and others → our options, the first that the command has.
+PROCESSES = ("trainer", "orchestrator", "inference")  # of `rl`, whose sections are the commands of these names
+
+# Names of TRL, transformers, PEFT and others → our options, the first that the command has. They take the same value; a
+# name that counts something else is explained below. One with a section is of that section alone.
 FOREIGN: dict[str, tuple[str, ...]] = {
     # length of training
-    "num_epochs": ("epochs", "max_steps"),
-    "num_train_epochs": ("epochs", "max_steps"),
-    "total_epochs": ("epochs", "max_steps"),
+    "num_epochs": ("epochs",),
+    "num_train_epochs": ("epochs",),
+    "total_epochs": ("epochs",),
     "steps": ("max_steps",),
     "num_steps": ("max_steps",),
     "total_steps": ("max_steps",),
     "num_rollout": ("max_steps",),
     # batches
-    "per_device_train_batch_size": ("batch_size",),
     "train_batch_size": ("batch_size", "prompts_per_step"),
-    "micro_batch_size": ("tokens_per_microbatch",),
     "max_tokens_per_gpu": ("tokens_per_microbatch",),
-    "per_device_eval_batch_size": ("tokens_per_microbatch",),
-    "gradient_accumulation_steps": ("tokens_per_microbatch",),
     "num_generations": ("group_size",),
     "rollouts_per_example": ("group_size",),
+    "eval.rollouts_per_example": ("eval.samples",),
     "num_iterations": ("epochs_per_batch",),
     "num_ppo_epochs": ("epochs_per_batch",),
-    "steps_per_generation": ("updates_per_batch",),
     "num_mini_batches": ("updates_per_batch",),
     # optimizer and schedule
     "lr": ("optimizer.lr",),
@@ -46,9 +45,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "max_seq_length": ("seq_len",),
     "max_seq_len": ("seq_len",),
     "max_model_len": ("seq_len",),
-    "max_prompt_length": ("seq_len",),
-    "max_completion_length": ("sampling.max_tokens", "seq_len"),
-    "max_response_length": ("sampling.max_tokens", "seq_len"),
+    "max_prompt_length": ("data.max_prompt_len",),
+    "max_completion_length": ("sampling.max_tokens",),
+    "max_response_length": ("sampling.max_tokens",),
     "max_new_tokens": ("sampling.max_tokens",),
     "max_tokens": ("sampling.max_tokens",),
     "temperature": ("sampling.temperature",),
@@ -142,6 +141,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "project_name": ("metrics.project",),
     "experiment_name": ("metrics.run_name",),
     "wandb": ("metrics.report_to",),
+    "wandb.name": ("metrics.run_name",),
+    "wandb.project": ("metrics.project",),
     "use_wandb": ("metrics.report_to",),
     "monitors": ("metrics",),
     "monitor": ("metrics",),
@@ -163,8 +164,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "base_url": ("client.base_url",),
 }
 
-# Another's name, by its place where it is ours in another place → an option that the command has to have, and what the
-# name comes to here.
+# Another's name, by its place where it is ours in another place → what it comes to here, by an option that the command
+# has to have.
 _ON_NODES = "start torchrun on each node, or let SLURM or Ray do it (docs/scaling.md)"
 _PER_COPY = (
     "GPUs of one copy of the model are vLLM's flag: inference.engine = 'vllm', vllm.flags.tensor-parallel-size = 2"
@@ -176,22 +177,37 @@ _VLLM_FLAGS = (
 )
 _TP_AND_DP = "inference.vllm.flags.tensor-parallel-size and data-parallel-size, with engine = 'vllm'"
 _ROLLOUTS = "that counts completions, prompts_per_step counts prompts: give the completions of a step / group_size"
+_PER_DEVICE = "batch_size counts the rows of a step: rows per device × devices × gradient accumulation steps"
+_EPOCHS = "max_steps counts steps: epochs × training prompts / prompts_per_step"
+_ROWS = "tokens_per_microbatch counts tokens: rows × seq_len hold as many rows, and more where they are shorter"
+_ACCUMULATION = (
+    "micro-batches are counted by their tokens, and the step keeps its size: "
+    "tokens_per_microbatch = tokens of a step / devices / accumulation steps"
+)
+_UPDATES = "updates_per_batch counts optimizer steps: steps per generation / gradient accumulation steps"
+_WHOLE = "seq_len counts the tokens of prompt and completion together"
 _BOTH_CLIPS = "that is both loss.clip_low and loss.clip_high"
-EXPLAINED: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(_VLLM_FLAGS, ("vllm", _OF_VLLM)),
-    **dict.fromkeys(("inference.parallel", "parallel"), ("vllm", f"tp and dp are flags of vLLM: {_TP_AND_DP}")),
-    **dict.fromkeys(("batch_size", "generation_batch_size"), ("prompts_per_step", _ROLLOUTS)),
-    "per_device_train_batch_size": ("prompts_per_step", _ROLLOUTS),
-    "global_batch_size": ("updates_per_batch", "updates_per_batch is the number of rollouts of a step / that"),
-    **dict.fromkeys(("epsilon", "eps_clip", "cliprange"), ("loss.clip_low", _BOTH_CLIPS)),
-    "prompt_data": ("env", 'that is the environment "dataset": env.id = "dataset", env.args.path'),
-    "colocate": ("deployment", "that is deployment = 'colocated' (one process), or 'shared' (two, on one GPU)"),
-    "actor_num_nodes": ("trainer", f"the trainer on several nodes: {_ON_NODES}"),
-    "num_nodes": ("trainer", _ON_NODES),
-    "rollout_num_gpus_per_engine": ("gpus", _PER_COPY),
-    "hf_checkpoint": ("gpus", "that is model.name"),
-    "rollout_batch_size": ("gpus", "that is orchestrator.prompts_per_step"),
-    "n_samples_per_prompt": ("gpus", "that is orchestrator.group_size"),
+EXPLAINED: dict[str, dict[str, str]] = {
+    **{key: {"vllm": _OF_VLLM} for key in _VLLM_FLAGS},
+    **{key: {"vllm": f"tp and dp are flags of vLLM: {_TP_AND_DP}"} for key in ("inference.parallel", "parallel")},
+    **{key: {"prompts_per_step": _ROLLOUTS} for key in ("batch_size", "generation_batch_size")},
+    "per_device_train_batch_size": {"prompts_per_step": _ROLLOUTS, "batch_size": _PER_DEVICE},
+    **{key: {"sync_every": _EPOCHS} for key in ("num_epochs", "num_train_epochs", "total_epochs")},
+    **{key: {"tokens_per_microbatch": _ROWS} for key in ("micro_batch_size", "per_device_eval_batch_size")},
+    "gradient_accumulation_steps": {"tokens_per_microbatch": _ACCUMULATION},
+    "steps_per_generation": {"updates_per_batch": _UPDATES},
+    "max_prompt_length": {"sync_every": _WHOLE},
+    **{key: {"data.max_prompt_len": _WHOLE} for key in ("max_completion_length", "max_response_length")},
+    "global_batch_size": {"updates_per_batch": "updates_per_batch is the number of rollouts of a step / that"},
+    **{key: {"loss.clip_low": _BOTH_CLIPS} for key in ("epsilon", "eps_clip", "cliprange")},
+    "prompt_data": {"env": 'that is the environment "dataset": env.id = "dataset", env.args.path'},
+    "colocate": {"deployment": "that is deployment = 'colocated' (one process), or 'shared' (two, on one GPU)"},
+    "actor_num_nodes": {"trainer": f"the trainer on several nodes: {_ON_NODES}"},
+    "num_nodes": {"trainer": _ON_NODES},
+    "rollout_num_gpus_per_engine": {"gpus": _PER_COPY},
+    "hf_checkpoint": {"gpus": "that is model.name"},
+    "rollout_batch_size": {"gpus": "that is orchestrator.prompts_per_step"},
+    "n_samples_per_prompt": {"gpus": "that is orchestrator.group_size"},
 }
 
 _LAYER = "lay examples/reverse_text/algorithms/{}.toml over your file"
@@ -242,23 +258,55 @@ def algorithm_hint(key: str, value: object) -> str:
 
 def explanation(name: str, paths: Sequence[str]) -> str:
     """What to do instead, for a name that is no option of ours but whose purpose is known; empty: it is not."""
-    option, told = EXPLAINED.get(name.lower(), ("", ""))
-    return told if any(path == option or path.endswith(f".{option}") for path in paths) else ""
+    told = EXPLAINED.get(name.lower(), {})
+    return next((text for option, text in told.items() if _ending_with(option, paths)), "")
 
 
-def options_meant(name: str, paths: Sequence[str]) -> list[str]:
+def options_meant(path: str, paths: Sequence[str]) -> list[str]:
     """The options, out of all that the command has, that an unknown key may mean: by another's name for it, unless that
     could be anything, or because it stands in the wrong place."""
-    for meant in FOREIGN.get(name.lower(), ()):
+    return options_named(path, paths) or _misplaced(path, paths)
+
+
+def options_named(path: str, paths: Sequence[str]) -> list[str]:
+    """By another's name for them; the name with its sections first."""
+    parts = path.lower().split(".")
+    names = [".".join(parts[start:]) for start in range(len(parts))]
+    for meant in next((FOREIGN[name] for name in names if name in FOREIGN), ()):
         found = _ending_with(meant, paths)
         nearest = min((path.count(".") for path in found), default=0)
         found = [path for path in found if path.count(".") == nearest]
         if 1 <= len(found) <= 2:
             return found
-    return _ending_with(name, paths)
+    return []
+
+
+def _misplaced(path: str, paths: Sequence[str]) -> list[str]:
+    """Those of the same name that only need sections added or left out, or are another process's: trainer.group_size is
+    orchestrator.group_size, while trainer.scheduler.name is not model.name."""
+    name = path.rpartition(".")[2]
+    same = [other for other in paths if other.rpartition(".")[2] == name]
+    return _without_echoes([other for other in same if _is_elsewhere(path, other)])
+
+
+def _is_elsewhere(path: str, other: str) -> bool:
+    places = path.partition("."), other.partition(".")
+    is_of_another = places[0][2] == places[1][2] and all(process in PROCESSES for process, _, _ in places)
+    return is_of_another or _is_within(path, other) or _is_within(other, path)
+
+
+def _is_within(path: str, other: str) -> bool:
+    """Whether `other` has the parts of `path` in their order, and maybe more in between."""
+    parts = iter(other.split("."))
+    return all(part in parts for part in path.split("."))
 
 
 def _ending_with(name: str, paths: Sequence[str]) -> list[str]:
-    """The options of this name, once each; one that processes share is an option of each of them too."""
-    found = dict.fromkeys(path for path in paths if path == name or path.endswith(f".{name}"))
+    """The options of this name, once each."""
+    return _without_echoes([path for path in paths if path == name or path.endswith(f".{name}")])
+
+
+def _without_echoes(paths: Sequence[str]) -> list[str]:
+    """An option that processes share is an option of each of them too."""
+    found = dict.fromkeys(paths)
     return [path for path in found if not any(path.endswith(f".{other}") for other in found)]

@@ -12,6 +12,8 @@ from tandem.config.environment import EnvConfig, MixedEnvConfig
 from tandem.config.filters import CurriculumConfig, FilterConfig
 from tandem.config.sampling import EvalConfig, SamplingConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, SyncOptions
+from tandem.utils.errors import shown
+from tandem.utils.secrets import hidden
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,12 @@ class OrchestratorConfig(BatchOptions, LogOptions, SeedOptions, SyncOptions, Run
     def _one_or_several(cls, given: Any) -> Any:
         """The default of `env` may be given beside envs in full, as a resolved configuration has it."""
         env = given.get("env") if isinstance(given, dict) and given.get("envs") else None
-        if env is not None and env not in (EnvConfig(), EnvConfig().model_dump(), EnvConfig().model_dump(mode="json")):
-            told = env.get("id", "…") if isinstance(env, dict) else env.id
-            raise ValueError(f"env.id = {told!r} and envs are both given; add it to envs, or leave one of them out")
+        env = env.model_dump() if isinstance(env, EnvConfig) else env
+        defaults = EnvConfig().model_dump(), EnvConfig().model_dump(mode="json")
+        if isinstance(env, dict) and env not in defaults:
+            changed = {key: value for key, value in env.items() if all(value != one.get(key) for one in defaults)}
+            keys = ", ".join(f"env.{key} = {shown(hidden(value))}" for key, value in (changed or env).items())
+            raise ValueError(f"{keys or 'env'} and envs are both given; add it to envs, or leave one of them out")
         return given
 
     @model_validator(mode="after")

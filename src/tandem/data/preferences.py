@@ -94,15 +94,17 @@ def _with_turns(row: Fields, answers: Sequence[str]) -> Fields:
 
 def _split_texts(row: Fields) -> tuple[str, dict[str, str]]:
     """Prompt and answers. Of two whole texts, the prompt is what they begin with alike, as TRL has it: up to the blank
-    before the first difference. Where one is the beginning of the other, its last character is its answer."""
+    before the first difference. Where one is the beginning of the other, its last character is its answer, and there is
+    no such blank."""
     if "prompt" in row:
         return row["prompt"], {name: row[name] for name in ANSWERS}
     texts = [row[name] for name in ANSWERS]
     if texts[0] == texts[1]:
         raise ValueError("'chosen' and 'rejected' are the same text")
-    longest = max(min(map(len, texts)) - 1, 0)
-    length = next((at for at in range(longest) if texts[0][at] != texts[1][at]), longest)
-    prompt = texts[0][:length].removesuffix(" ")
+    shortest = min(map(len, texts))
+    difference = next((at for at in range(shortest) if texts[0][at] != texts[1][at]), None)
+    alike = texts[0][:difference]
+    prompt = alike[: max(shortest - 1, 0)] if difference is None else alike.removesuffix(" ")
     return prompt, {name: row[name][len(prompt) :] for name in ANSWERS}
 
 

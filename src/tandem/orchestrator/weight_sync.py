@@ -112,7 +112,7 @@ class Policy:
     async def watch(self) -> None:
         """Raises ServerLost as soon as a call of `generate` has met it. Run this as a task."""
         try:
-            await asyncio.shield(self._lost)
+            await self._lost
         finally:
             for keeper in chain.from_iterable(self._keepers.values()):
                 keeper.cancel()

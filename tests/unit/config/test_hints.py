@@ -21,13 +21,11 @@ ALL_PATHS = {path for cls in (RLConfig, SFTConfig, AlignConfig, InferenceConfig)
 @pytest.mark.parametrize(
     ("flag", "rl", "sft", "align"),
     [
-        ("--num-epochs", "max_steps", "epochs", "epochs"),
-        ("--num-train-epochs", "max_steps", "epochs", "epochs"),
+        ("--num-epochs", None, "epochs", "epochs"),
+        ("--num-train-epochs", None, "epochs", "epochs"),
         ("--learning-rate", "trainer.optimizer.lr", "optimizer.lr", "optimizer.lr"),
-        ("--per-device-train-batch-size", None, "batch_size", "batch_size"),
-        ("--gradient-accumulation-steps", "trainer.tokens_per_microbatch", *["tokens_per_microbatch"] * 2),
-        ("--max-prompt-length", "seq_len", "seq_len", "seq_len"),
-        ("--max-completion-length", "orchestrator.sampling.max_tokens", "seq_len", "seq_len"),
+        ("--max-prompt-length", None, "data.max_prompt_len", "data.max_prompt_len"),
+        ("--max-completion-length", "orchestrator.sampling.max_tokens", None, None),
         ("--kl-coef", "trainer.loss.kl.coef", None, None),
         ("--num-generations", "orchestrator.group_size", None, None),
         ("--temperature", "orchestrator.sampling.temperature", None, None),
@@ -43,6 +41,68 @@ def test_the_refusal_names_our_option(refusal, rl_toml: str, flag: str, rl: str,
     for cls, base, ours in commands:
         message = refusal(*base, flag, "3", cls=cls)
         assert (f"did you mean {ours!r}?" in message) == (ours is not None), message
+
+
+PER_DEVICE = "batch_size counts the rows of a step: rows per device × devices × gradient accumulation steps"
+PER_TOKENS = "tokens_per_microbatch counts tokens: rows × seq_len"
+PER_UPDATE = "tokens_per_microbatch = tokens of a step / devices / accumulation steps"
+PER_STEP = "max_steps counts steps: epochs × training prompts / prompts_per_step"
+WHOLE = "seq_len counts the tokens of prompt and completion together"
+
+
+@pytest.mark.parametrize(
+    ("flag", "cls", "told"),
+    [
+        *((flag, RLConfig, PER_STEP) for flag in ("--num-epochs", "--num-train-epochs", "--total-epochs")),
+        *(("--per-device-train-batch-size", cls, PER_DEVICE) for cls in (SFTConfig, AlignConfig)),
+        *(("--micro-batch-size", cls, PER_TOKENS) for cls in (RLConfig, SFTConfig, AlignConfig)),
+        *(("--per-device-eval-batch-size", cls, PER_TOKENS) for cls in (RLConfig, SFTConfig, AlignConfig)),
+        *(("--gradient-accumulation-steps", cls, PER_UPDATE) for cls in (RLConfig, SFTConfig, AlignConfig)),
+        ("--steps-per-generation", RLConfig, "steps per generation / gradient accumulation steps"),
+        ("--max-prompt-length", RLConfig, WHOLE),
+        *(("--max-completion-length", cls, WHOLE) for cls in (SFTConfig, AlignConfig)),
+    ],
+)
+def test_what_counts_something_else_is_converted(refusal, rl_toml: str, flag: str, cls, told: str) -> None:
+    message = refusal(*(("@", rl_toml) if cls is RLConfig else ROWS), flag, "3", cls=cls)
+    assert told in message and "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--orchestrator.eval.rollouts-per-example", "did you mean 'samples'?"),
+        ("--orchestrator.rollouts-per-example", "did you mean 'group_size'?"),
+        ("--wandb.name", "did you mean 'orchestrator.metrics.run_name'?"),
+        ("--wandb.project", "did you mean 'orchestrator.metrics.project'?"),
+        ("--wandb.mode", "did you mean 'orchestrator.metrics.report_to'?"),
+    ],
+)
+def test_a_name_may_mean_something_else_in_a_section(refusal, rl_toml: str, flag: str, told: str) -> None:
+    assert told in refusal("@", rl_toml, flag, "3")
+
+
+@pytest.mark.parametrize("flag", ["--trainer.scheduler.name", "--orchestrator.client.host"])
+def test_options_of_another_section_are_not_told(refusal, rl_toml: str, flag: str) -> None:
+    message = refusal("@", rl_toml, flag, "3")
+    assert "model.name" not in message and "server.host" not in message and "; known here: " in message
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("scheduler.type", ["trainer.scheduler.type"]),
+        ("trainer.lr", ["trainer.optimizer.lr"]),
+        ("trainer.checkpoint.max_steps", ["max_steps"]),
+        ("trainer.group_size", ["orchestrator.group_size"]),
+        ("trainer.scheduler.name", []),
+        ("orchestrator.client.host", []),
+        ("trainer.host", []),
+        ("trainer.nodes", []),
+    ],
+)
+def test_an_option_elsewhere_is_meant_if_only_the_place_differs(key: str, meant: list[str]) -> None:
+    assert options_meant(key, list(option_paths(RLConfig))) == meant
 
 
 def test_the_same_names_in_a_file(refusal, rl_toml: str, tmp_path: Path) -> None:
@@ -112,7 +172,8 @@ def test_names_of_prime_rl_and_slime(refusal, rl_toml: str, flag: str, told: str
 )
 def test_sections_of_prime_rl(refusal, rl_toml: str, tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "more.toml").write_text(text)
-    assert told in refusal("@", rl_toml, "@", str(tmp_path / "more.toml"))
+    message = refusal("@", rl_toml, "@", str(tmp_path / "more.toml"))
+    assert told in message and "scheduler" not in message
 
 
 @pytest.mark.parametrize("flag", ["--lr-decay-iters", "--rollout-function-path", "--stave"])
@@ -123,9 +184,10 @@ def test_a_name_that_is_no_slip_of_one_of_ours_is_told_what_there_is(refusal, rl
 
 def test_what_is_explained_is_explained_where_it_helps(refusal) -> None:
     assert "torchrun" not in refusal(*ROWS, "--actor-num-nodes", "2", cls=SFTConfig)
-    for name, (option, _) in EXPLAINED.items():
-        assert any(path == option or path.endswith(f".{option}") for path in ALL_PATHS)
-        assert option not in FOREIGN.get(name, ())
+    for name, told in EXPLAINED.items():
+        for option in told:
+            assert any(path == option or path.endswith(f".{option}") for path in ALL_PATHS)
+            assert option not in FOREIGN.get(name, ())
 
 
 def test_every_name_leads_somewhere() -> None:

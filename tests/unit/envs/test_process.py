@@ -115,6 +115,22 @@ def test_a_process_that_dies_is_replaced(cls: str) -> None:
     assert died == Failure("the environment's process ended with exit code 7")
 
 
+def test_one_of_two_that_wait_for_the_next_process_may_be_cancelled() -> None:
+    async def body(environment: EnvironmentProcess) -> None:
+        lost = environment._worker
+        lost.process.kill()
+        while not lost.is_lost:
+            await asyncio.sleep(0.01)
+        first, second = (asyncio.ensure_future(environment.score(environment.eval_tasks[0], "")) for _ in range(2))
+        await asyncio.sleep(0.01)  # both wait
+        assert environment._worker is lost
+        first.cancel()
+        assert await second == 1.0
+        assert first.cancelled()
+
+    run_with(config("good"), body)
+
+
 ENDED = {
     "dies": "the environment's process ended with exit code 7",
     "crashes": "the environment's process ended with signal SIGSEGV",

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tandem.config.lora import LoRAConfig
+from tandem.config.shared import ModelConfig
 from tandem.models.attention import PackedAttention
 from tandem.models.hf import load_decoder
 from tandem.models.hf_model import HFDecoder, lay_out, load_hf_model
+from tandem.models.trainable import load_trainable
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_json
@@ -301,6 +303,15 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(
     with pytest.raises(UserError, match=r"'.*code' needs the Python code that it brings.* --model.trust-remote-code"):
         load_hf_model(folder, torch.float32, CPU)
     assert not asked and not (tmp_path / "ran").exists()
+
+
+def test_what_does_not_compute_as_others_do_is_refused_in_one_line(make_model: MakeModel) -> None:
+    """What lies below the output matrix of Llama 4 returns logits, without hidden states."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+    folder = make_model("llama4", "llama4_text", head_dim=8, **experts)
+    with pytest.raises(UserError, match=r"model\.impl = 'hf' does not work with Llama4ForCausalLM \(") as raised:
+        load_trainable(ModelConfig(name=folder, impl="hf"), CPU)
+    assert len(str(raised.value)) < 500 and "\n" not in str(raised.value)
 
 
 def test_a_model_without_attention_heads(tmp_path: Path) -> None:

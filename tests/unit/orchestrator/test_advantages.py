@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.unit.orchestrator.conftest import MakeGroup
 
-from tandem.config.advantages import AdvantageConfig
-from tandem.orchestrator.advantages import FUNCTIONS, make_advantage_function, try_advantages
+from tandem.config.advantages import PER_TURN, AdvantageConfig
+from tandem.orchestrator.advantages import (
+    FUNCTIONS,
+    checked_advantages,
+    make_advantage_function,
+    make_batch_advantages,
+    try_advantages,
+)
 from tandem.orchestrator.advantages.functions import (
     dr_grpo_advantages,
     grpo_advantages,
@@ -24,6 +31,7 @@ from tandem.orchestrator.advantages.functions import (
     rloo_advantages,
     zero_advantages,
 )
+from tandem.rewards.checked import MAX_REWARD
 from tandem.utils.errors import UserError
 
 RELATIVE = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
@@ -169,7 +177,7 @@ def one_reward(groups):
     return [winner[:1] for winner in winners(groups)]
 
 def infinite(groups):
-    return [[float("inf")] * len(group) for group in groups]
+    return [[float("inf")] + [0.0] * (len(group) - 1) for group in groups]
 
 def fails(groups):
     return [[reward / min(group) for reward in group] for group in groups]
@@ -237,3 +245,18 @@ def test_a_function_that_hangs_is_refused_before_the_start(own_file: None) -> No
 def test_a_name_that_is_not_known_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValidationError, match="Input should be 'grpo', 'dr_grpo'"):
         AdvantageConfig(type="grop")
+
+
+def test_advantages_may_be_as_large_as_rewards() -> None:
+    largest = [[MAX_REWARD, -MAX_REWARD]]
+    assert checked_advantages(lambda groups: largest, "own", [[1.0, 0.0]]) == largest
+
+
+def test_the_advantages_of_a_batch_are_those_of_its_rewards() -> None:
+    assert make_batch_advantages(AdvantageConfig(type="rloo"))([], [[1.0, 0.0]]) == [[1.0, -1.0]]
+
+
+@pytest.mark.parametrize("rewards", [[[1.0]], []])
+def test_every_turn_has_its_reward(make_group: MakeGroup, rewards: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        make_batch_advantages(AdvantageConfig(type=PER_TURN))([make_group(0)], rewards)

@@ -20,11 +20,12 @@ from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
 from tandem.transport.weights.manifest import write_manifest
-from tandem.types.rollout import SamplingOptions, Task, TrainBatch
+from tandem.types.rollout import Group, SamplingOptions, Task, TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir, step_name
+from tandem.utils.waiting import Deadline, wait_for
 
 RUN = "wired-1"
 
@@ -193,6 +194,30 @@ def test_each_version_is_loaded_once(make_run) -> None:
     assert [line["version"] for line in run.metrics("version")] == [0, 1, 2, 3]
     assert (run.events("started")[0]["version"], run.events("finished")[0]["step"]) == (0, 4)
     assert run.events("started")[0]["run"] == "wired-1"
+
+
+def test_the_version_of_a_step_is_the_one_served_when_its_batch_was_complete(
+    make_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the trainer publishes version 1 while the batch of step 2 is written."""
+    run, stage = make_run(max_steps=2, max_staleness=1), Orchestrator._stage_batch
+
+    def stage_until_served(loop: Orchestrator, groups: list[Group], step: int, state: OrchestratorState) -> None:
+        if step == 2:
+            publish(run.dir, 1)
+            wait_for(lambda: loop.policy.version or None, Deadline("version 1 to be served", timeout_s=30, hint=""))
+        stage(loop, groups, step, state)
+
+    async def train(first: int) -> None:
+        while not (run.dir.rollouts / step_name(2) / MARKER).exists():
+            await asyncio.sleep(0.001)
+        publish(run.dir, 2)
+
+    run._train = train
+    monkeypatch.setattr(Orchestrator, "_stage_batch", stage_until_served)
+    run.start()
+    assert [event["version"] for event in run.events("version_served")] == [1, 2]
+    assert [line["version"] for line in run.metrics("version")] == [0, 0]
 
 
 def test_every_batch_carries_the_state_after_it(make_run) -> None:

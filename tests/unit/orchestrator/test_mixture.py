@@ -115,6 +115,10 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
     [
         ({"env": EnvConfig(id="arithmetic")}, r"env\.id = 'arithmetic' and envs are both given; add it to envs"),
         ({"env": {"id": "reverse-text"}}, r"env\.id = 'reverse-text' and envs are both given"),  # the default
+        ({"env": {"reward": "math"}}, r"env\.reward = 'math' and envs are both given"),
+        ({"env": {"args": {"path": "x", "api_key": "k"}}}, r"env\.args = {'path': 'x', 'api_key': '\*\*\*'} and envs"),
+        ({"env": EnvConfig(tries=9).model_dump() | {"reward": "lcs"}}, r"env\.reward = 'lcs', env\.tries = 9 and envs"),
+        ({"env": "arithmetic"}, "dictionary or instance of EnvConfig"),
         ({"envs": [{}, {}]}, "two of them are called 'reverse-text'; give each a name"),
         ({"envs": [{"group_size": 1}]}, r"envs\.0\.group_size = 1 leaves nothing to compare"),
         ({"envs": [{"sampling": {"max_tokens": 64}}]}, r"envs\.0\.sampling\.max_tokens = 64 leaves no room"),

@@ -209,6 +209,29 @@ def test_a_refused_version_that_was_replaced_meanwhile_is_passed_over(tmp_path: 
     assert client.loaded == [("step_000002", 2)]
 
 
+def test_servers_that_are_away_or_join_are_not_given_refused_weights(tmp_path: Path) -> None:
+    class AwayClient(FakeClient):
+        async def is_well(self) -> bool:
+            return False
+
+    joining = FakeClient()
+
+    async def run() -> None:
+        policy = make_policy(RefusingClient(lambda: None), tmp_path)
+        policy.add(AwayClient(), is_present=False)
+        await policy.load(BASE, 0)
+        with pytest.raises(InferenceError, match="checksum"):
+            await policy.load(tmp_path / step_name(1), 1)
+        assert policy.replicas[1].wanted == (BASE, 0)
+        policy.add(joining, is_present=False)
+        async with asyncio.timeout(60):
+            while not policy.replicas[2].is_present:
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert joining.loaded == [("base", 0)]
+
+
 def test_adapters_are_served_over_the_model_they_belong_to(tmp_path: Path) -> None:
     client = FakeClient()
 

@@ -46,6 +46,9 @@ WHOLE_TEXTS = [
     (f"{DIALOGUE} Paris.", f"{DIALOGUE} I do not know."),
     (f"{DIALOGUE} Paris it is.", f"{DIALOGUE} Paris, I believe."),  # the answers begin alike
     (f"{DIALOGUE} Yes", f"{DIALOGUE} Yesterday"),  # one is the beginning of the other
+    ("q: Y", "q: Yes"),  # what follows the blank is the last character
+    ("q: 4", "q: 42"),  # here the blank is a token
+    ("q: 4", "q: 5"),
     (f"{DIALOGUE} unhappy", f"{DIALOGUE} unhealthy"),  # they differ within a word
     (f"{DIALOGUE} a\n\nHuman: b\n\nAssistant: c", f"{DIALOGUE} d\n\nHuman: e\n\nAssistant: f"),
     ("2+2=4", "2+2=5"),
