@@ -33,6 +33,7 @@ OPPOSITE_OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 }
 PAIRS = (("min", "max"), ("any", "all"), ("minimum", "maximum"))
 OPPOSITE_NAMES = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
+TAKE_TOO_LONG = ("test_cuda_kernels.py",)  # compiles every kernel, in processes that know nothing of a mutant
 FOR_PEOPLE = ("logger", "say", "warn", "warning", "error", "info", "debug", "print", "event", "getLogger")
 FOR_TYPE_CHECKERS = ("TypeVar", "ParamSpec")
 OF_UNLIKE_ARGUMENTS = ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast", "fromkeys")  # fail at once
@@ -105,7 +106,8 @@ def find_tests(file: str) -> list[str]:
     folder = next(UNIT / parent for parent in path.parents if (UNIT / parent).is_dir())
     neighbours = sorted(folder.glob("test_*.py"))
     own = [mirrored] if mirrored.exists() else []
-    return [test.relative_to(UNIT).as_posix() for test in dict.fromkeys(own + importing + neighbours)]
+    found = [test for test in dict.fromkeys(own + importing + neighbours) if test.name not in TAKE_TOO_LONG]
+    return [test.relative_to(UNIT).as_posix() for test in found]
 
 
 @cache

@@ -35,7 +35,7 @@ SOURCES = ROOT / "src"
 REQUIRED_SHARE = 0.92
 TIMEOUT_S = 600  # for all tests of one file, and those of its neighbours
 BASELINE_TIMEOUT_S = 3600  # for all tests at once
-TEST_TIMEOUT_S = 30  # a mutant that hangs one test is found out then
+TEST_TIMEOUT_S = 60  # a mutant that hangs one test is found out then
 # pytest's exit codes: a failed test, an error while collecting, which a mutant may well cause, or an error in pytest
 # itself, where it cannot show a failure (Python 3.11: "AST constructor recursion depth mismatch").
 VERDICTS = {0: "SURVIVED", 1: "killed", 2: "killed", 3: "killed"}
@@ -54,12 +54,14 @@ class Workplace:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.worker = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
-    def judge(self, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
+    def judge(
+        self, tests: Sequence[str], timeout_s: float = TIMEOUT_S, test_timeout_s: float = TEST_TIMEOUT_S
+    ) -> tuple[str, str]:
         """What the tests say of the sources as they are now: a verdict and the end of their output. A crash is a
         failure, too."""
         paths = [str(ROOT / "tests" / "unit" / test) for test in tests]
         quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        arguments = ["-x", f"--timeout={TEST_TIMEOUT_S}", *quiet, *paths]
+        arguments = ["-x", f"--timeout={test_timeout_s}", *quiet, *paths]
         assert self.worker.stdin is not None and self.worker.stdout is not None
         print(json.dumps([arguments, timeout_s]), file=self.worker.stdin, flush=True)
         code, output = json.loads(self.worker.stdout.readline())
@@ -101,7 +103,7 @@ def judge(mutant: Mutation, workplaces: "Queue[Workplace]") -> str:
 def check_baseline(mutants: Sequence[Mutation], workplace: Workplace) -> None:
     """Tests that fail anyway would kill every mutant."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    verdict, output = workplace.judge(tests, BASELINE_TIMEOUT_S)
+    verdict, output = workplace.judge(tests, BASELINE_TIMEOUT_S, BASELINE_TIMEOUT_S)
     if verdict != VERDICTS[0]:
         raise SystemExit(f"{output}\nmutants: tests fail without a mutant")
 

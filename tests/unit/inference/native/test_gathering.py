@@ -19,7 +19,9 @@ REQUEST = GenerationRequest([5, 6, 7], Sampling(2, ignore_eos=True))
 def test_the_first_step_has_the_whole_burst(
     burst: int, first_step: int, make_engine: Callable[..., NativeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = make_engine(max_sequences=NUM_ROWS).core  # of an engine that stays idle
+    first = make_engine(max_sequences=NUM_ROWS)
+    first.stop()  # its thread may not have looked for work yet, and would compute beside the one below
+    core = first.core
     engine = NativeEngine(core, 0, pytest.fail, gather=True)
     answers: list[Future[Outcome]] = []
     num_waiting: list[int] = []
