@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from tests.integration.processes import Starter, wait_until
 from tests.integration.servers import wait_until_healthy
+from tests.patience import PATIENCE
 from tests.ports import free_port
 from tokenizers import Tokenizer
 
@@ -46,12 +48,12 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[httpx.Client]:
+def served(model: Path) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
     starter = Starter()
     try:
         process, client = start(starter, model)
         with client:
-            yield client
+            yield process, client
         process.terminate()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0 and "Traceback" not in output, output
@@ -59,6 +61,11 @@ def server(model: Path) -> Iterator[httpx.Client]:
         assert "\x1b" not in output and "\nforged" not in output
     finally:
         starter.end_all()
+
+
+@pytest.fixture
+def server(served: tuple["subprocess.Popen[str]", httpx.Client]) -> httpx.Client:
+    return served[1]
 
 
 def test_a_token_beyond_the_embedding_costs_its_request_and_nothing_else(server: httpx.Client) -> None:
@@ -90,14 +97,43 @@ def test_health_is_answered_while_huge_texts_come(server: httpx.Client) -> None:
     assert longest < 5  # encoding it took a hundred times as long as reading it
 
 
-def test_headers_without_an_end_cost_nobody_anything(server: httpx.Client) -> None:
-    with socket.create_connection((server.base_url.host, server.base_url.port), timeout=60) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nA: ")
-        with suppress(ConnectionError):  # once what was sent is too much
-            for _ in range(64):
-                connection.sendall(b"x" * 2**20)
-        assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
-    assert server.get("/health").status_code == 200
+def send_headers(address: tuple[str, int], answers: list[bytes]) -> None:
+    """One of 64 MiB, on one connection after another; no more of them once one was taken."""
+    for _ in range(100):
+        is_taken = False
+        with suppress(OSError), socket.create_connection(address, timeout=60) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nA: ")
+            with suppress(ConnectionError):  # once what was sent is too much
+                for _ in range(64):
+                    connection.sendall(b"x" * 2**20)
+                is_taken = True
+            answers.append(connection.recv(65536))
+        if is_taken:
+            return
+
+
+def memory_mib(pid: int) -> int:
+    [kib] = re.findall(r"^VmRSS:\s*(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(kib) >> 10
+
+
+def test_headers_without_an_end_cost_nobody_anything(served: tuple["subprocess.Popen[str]", httpx.Client]) -> None:
+    """One header of many megabytes was copied with every read, for half a minute in which nobody was answered."""
+    process, client = served
+    answers: list[bytes] = []
+    most = before = memory_mib(process.pid)
+    longest = 0.0
+    given = (client.base_url.host, client.base_url.port), answers
+    threads = [threading.Thread(target=send_headers, args=given) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        started = time.monotonic()
+        assert client.get("/health").status_code == 200
+        longest = max(longest, time.monotonic() - started)
+        most = max(most, memory_mib(process.pid))
+    assert longest < PATIENCE and most - before < 100
+    assert any(answer.startswith(b"HTTP/1.1 431 ") for answer in answers)
 
 
 def test_web_pages_and_other_places_are_refused(server: httpx.Client, model: Path) -> None:

@@ -26,7 +26,7 @@ class Identity:
     def __init__(self, model: str, version: Callable[[], int]) -> None:
         self.instance = uuid.uuid4().hex
         self.model = model
-        self.lease = Lease()
+        self.lease = Lease(self.instance)
         self._version = version
         self._runs = [NO_RUN]  # whose weights have served, one after another
         self._adapters: set[str] = set()  # names under which adapters have served

@@ -41,7 +41,6 @@ class RunClaim:
 
     @property
     def body(self) -> dict[str, str]:
-        """As /claim takes it."""
         return {"run": self.name, "lease": self.lease, "place": self.place}
 
 
@@ -51,9 +50,16 @@ class Hold:
     def __init__(self, http: HttpClient, claim: RunClaim) -> None:
         self._http = http
         self._claim = claim
+        self.instance: str | None = None  # the start of the server that is held, so far
         self._beating: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
+    @property
+    def body(self) -> dict[str, str | None]:
+        """As /claim takes it."""
+        return self._claim.body | {"instance": self.instance}
+
+    def begin(self, instance: str | None) -> None:
+        self.instance = instance
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
 
@@ -72,4 +78,4 @@ class Hold:
         while True:
             await asyncio.sleep(BEAT_S)
             with suppress(Unreachable):
-                await self._http.send("POST", "/claim", self._claim.body, timeout_s=BEAT_TIMEOUT_S)
+                await self._http.send("POST", "/claim", self.body, timeout_s=BEAT_TIMEOUT_S)

@@ -70,7 +70,6 @@ class InferenceClient:
         self._met: str | None = None  # that is given weights
         self._owns = False  # whether the one that was met has weights of this run
         self._versions: set[int] = set()  # that it has been given
-        self._claimed: str | None = None  # the instance that has been claimed
         self._hold = Hold(self._http, claim)
         self._open: dict[asyncio.Timeout, str | None] = {}  # requests, by the instance each is meant for
         self._looking = asyncio.Lock()
@@ -163,12 +162,11 @@ class InferenceClient:
     async def take(self, *, check_only: bool = False) -> None:
         """Hold the server that was met, from here on; `check_only`: see whether that is possible. Raises InferenceError
         while another run holds it."""
-        if self._claimed == self._met:
+        if self._hold.instance == self._met:
             return
-        await self._post("/claim", self.claim.body | {"check_only": check_only}, self._met)
+        await self._post("/claim", self._hold.body | {"check_only": check_only}, self._met)
         if not check_only:
-            self._claimed = self._met
-            self._hold.begin()
+            self._hold.begin(self._met)
 
     async def check_access(self, folder: Path, section: str = "client", *, check_only: bool = False) -> None:
         """Both, as an error of the user's; `section` is where the address of the server was given."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from tandem.utils.errors import shorten
 
-FENCED = re.compile(r"(`{3,}|~{3,})[ \t]*[\w+#.-]*[ \t]*\r?\n(.*?)\1", re.DOTALL)
+# A line that begins with a fence, whatever follows, or ends in one and at most the name of a language.
+OPENING = re.compile(r"([ \t]*)(`{3,}+|~{3,}+)[^`]*$|.*(?<=[\s:])(`{3,}+|~{3,}+)[\w+#.-]*\s*$")
+CLOSING = re.compile(r" {0,3}(`{3,}|~{3,})")
 MAX_CHARS = 200  # of what is wrong with a schema
 
 
@@ -63,6 +65,16 @@ def check_schema(schema: Any) -> None:
 
 
 def last_fenced(text: str) -> str | None:
-    """What stands in the last block between ``` and ```, or ~~~ and ~~~."""
-    found = FENCED.findall(text)
-    return found[-1][1] if found else None
+    """What stands in the last block between ``` and ```, or ~~~ and ~~~, without the indentation of the first."""
+    last, indent, fence = None, "", ""
+    block: list[str] = []
+    for line in text.split("\n"):
+        line = line.removeprefix(indent)
+        if fence and (closing := CLOSING.match(line)) and closing[1].startswith(fence):
+            last = "".join(f"{inside}\n" for inside in block)
+            line, indent, fence = line[closing.end() :], "", ""
+        if fence:
+            block.append(line)
+        elif opening := OPENING.match(line):
+            block, indent, fence = [], opening[1] or "", opening[2] or opening[3]
+    return last

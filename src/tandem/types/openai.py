@@ -274,6 +274,9 @@ class ClaimRequest(ApiModel):
     place: str = Field("", max_length=1024)
     """Where that run is, for people who want to use its server."""
 
+    instance: str | None = Field(default=None, max_length=64)
+    """The start of the server that the run holds, or held before the server was started again: it gets it back."""
+
     check_only: bool = False
     """Take nothing; only say whether the server could be taken."""
 

@@ -2,14 +2,12 @@
 
 A script on its own, started by its path: nothing of this package can be imported here, or by the code that runs.
 Its one argument is JSON; on its error output it says "ready", or why not, before any of the code runs. Tests of the
-code come over a socket when the code has ended (utils/sandbox_tests.py).
+code come over a socket when the code has ended (utils/sandbox_tests.py), and are sandbox_judge.py's.
 """
 
 import base64
 import builtins
 import ctypes
-import importlib
-import io
 import json
 import os
 import resource
@@ -17,10 +15,10 @@ import signal
 import sys
 import traceback
 import types
+from collections.abc import Callable
 
 STATUS = "\x01sandbox: "
-LENGTH_BYTES = 8  # in front of every test
-MOST_CHARS = 1000  # of an error that a test raised
+KEY_BYTES = 32  # that every answer to tests begins with
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x20080522
@@ -140,92 +138,59 @@ def make_main(path: str) -> dict:
     return vars(module)
 
 
-def run_program(source: bytes, scope: dict, *, has_tests: bool) -> None:
-    """What it raises, it raises. With tests it may leave, or ask for more input than there is: they come next."""
+def run_program(source: bytes, path: str, *, has_tests: bool) -> dict:
+    """What the program leaves in its module. With tests it may exit, or ask for more input than there is: they come
+    next. What else it raises ends the process."""
+    scope = make_main(path)
     try:
         exec(compile(source, "main.py", "exec", dont_inherit=True), scope)
-    except (SystemExit, EOFError):
-        if not has_tests:
-            raise
-
-
-def answer_tests(channel: io.FileIO, scope: dict) -> None:
-    """Tests come one at a time, each when the last is answered with a line: empty where it passed, else the error."""
-    said = ""
-    while True:
-        channel.write(" ".join(said.splitlines()).encode(errors="replace") + b"\n")
-        source = read_exactly(channel, int.from_bytes(read_exactly(channel, LENGTH_BYTES), "big"))
-        if not source:
-            return
-        said = run_tests(source, scope)
-
-
-def read_exactly(channel: io.FileIO, num_bytes: int) -> bytes:
-    """Less where the other side is gone."""
-    content = b""
-    while len(content) < num_bytes and (chunk := channel.read(num_bytes - len(content))):
-        content += chunk
-    return content
-
-
-def run_tests(source: bytes, scope: dict) -> str:
-    """What went wrong: they raised, or ran unittest or doctest, which need not raise where a test fails."""
-    results = collect_made("unittest", "TestResult") if b"unittest" in source else []
-    runners = collect_made("doctest", "DocTestRunner") if b"doctest" in source else []
-    try:
-        exec(compile(source, "tests.py", "exec", dont_inherit=True), scope)
     except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code or not results:  # unittest.main leaves when it has passed
-            return describe(error)
-    if not all(result.wasSuccessful() and result.testsRun > len(result.skipped) for result in results):
-        return "unittest ran no test, or one failed"
-    if not all(runner.tries and not runner.failures for runner in runners):
-        return "doctest ran no example, or one failed"
-    return ""
+        if not (has_tests and isinstance(error, (SystemExit, EOFError))):
+            if isinstance(error, Exception):
+                end_with(error)
+            raise
+    return scope
 
 
-def collect_made(module: str, name: str) -> list:
-    """The objects of a class that are made from now on."""
-    cls, made = getattr(importlib.import_module(module), name), []
-    begin = cls.__init__
-
-    def noted(self: object, *arguments: object, **options: object) -> None:
-        made.append(self)
-        begin(self, *arguments, **options)
-
-    cls.__init__ = noted
-    return made
+def end_with(error: Exception) -> None:
+    """As Python does, without the frames of this script."""
+    where = error.__traceback__
+    while where is not None and where.tb_frame.f_code.co_filename == __file__:
+        where = where.tb_next
+    traceback.print_exception(error.with_traceback(where))
+    raise SystemExit(1) from None
 
 
-def describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:MOST_CHARS]
-    except BaseException:  # of a class that the program wrote
-        return "an error without words"
+def read_judge() -> types.CodeType:
+    path = os.path.join(os.path.dirname(__file__), "sandbox_judge.py")  # noqa: PTH118, PTH120
+    with open(path, "rb") as file:  # noqa: PTH123
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def make_judge(code: types.CodeType) -> Callable[[bytes, int, dict], None]:
+    """`answer_tests` with globals and builtins of its own, which the program does not change with its own."""
+    scope = {"__builtins__": dict(vars(builtins)), "__name__": "sandbox_judge"}
+    exec(code, scope)
+    return scope["answer_tests"]
 
 
 def main() -> None:
     request = json.loads(sys.argv[1])
     with open(request["main"], "rb") as file:  # noqa: PTH123
         source = file.read()
-    channel = None if request["channel"] is None else io.FileIO(request["channel"], "r+")
+    judge = read_judge()  # before its file is out of reach
     said = prepare(request)
     print(f"{STATUS}{said}", file=sys.stderr, flush=True)
     if said != "ready":
         raise SystemExit(1)
     sys.argv = ["main.py"]
     sys.path.insert(0, request["folder"])
-    scope = make_main(request["main"])
-    try:
-        run_program(source, scope, has_tests=channel is not None)
-    except Exception as error:
-        where = error.__traceback__
-        while where is not None and where.tb_frame.f_code.co_filename == __file__:
-            where = where.tb_next
-        traceback.print_exception(error.with_traceback(where))
-        raise SystemExit(1) from None
-    if channel is not None:
-        answer_tests(channel, scope)
+    path, channel = request["main"], request["channel"]
+    if channel is None:
+        run_program(source, path, has_tests=False)
+    else:
+        # While the program runs, its judge and the key are operands of this call: no name on the stack leads to them.
+        make_judge(judge)(os.read(channel, KEY_BYTES), channel, run_program(source, path, has_tests=True))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Tests of a program in the sandbox, in the same interpreter: what they say is believed only where they can fail.
 
     process in the sandbox                         here
+    reads a random key            ◄──────────      sends it
+    runs the program
     the program has ended         ──────────►      sends the tests, which were nowhere in the sandbox before
     runs them: passed, or failed  ──────────►      where they passed, sends one that raises a random text
     runs it: failed, with what    ──────────►      passed, if that is the text
 
-So a program does not pass by leaving early, by writing to every descriptor, or by disabling what makes tests fail. One
-that knows all this, and lies about the tests alone, shares the interpreter with them and cannot be stopped.
+Every answer begins with the key, which the program finds on no frame while it runs. So it does not pass by leaving
+early, by answering in the place of what runs the tests (utils/sandbox_judge.py), or by disabling what makes tests fail.
+One that lies about the tests alone shares the interpreter with them and cannot be stopped.
 """
 
 import asyncio
@@ -14,9 +17,8 @@ import secrets
 import socket
 from contextlib import suppress
 
-from tandem.utils.sandbox_child import LENGTH_BYTES
-
-PASSED = b"\n"
+from tandem.utils.sandbox_child import KEY_BYTES
+from tandem.utils.sandbox_judge import LENGTH_BYTES
 
 
 async def passes(connection: socket.socket, tests: str | None) -> bool:
@@ -24,17 +26,21 @@ async def passes(connection: socket.socket, tests: str | None) -> bool:
     if tests is None:
         return False
     reader, writer = await asyncio.open_connection(sock=connection)
+    key, text = secrets.token_hex(KEY_BYTES // 2), secrets.token_hex(16)
 
-    async def answer_to(source: str) -> bytes:
+    async def says(said: str) -> bool:
+        return await reader.readline() == f"{key}{said}\n".encode()
+
+    async def answers(source: str, said: str) -> bool:
         content = source.encode(errors="surrogatepass")
         writer.write(len(content).to_bytes(LENGTH_BYTES, "big") + content)
-        return await reader.readline()
+        return await says(said)
 
-    text = secrets.token_hex(16)
+    canary, failure = f"raise AssertionError({text!r})", f"AssertionError: {text}"
     try:
         with suppress(ConnectionError, ValueError):  # it ended, or wrote a line without an end
-            if await reader.readline() == PASSED and await answer_to(tests) == PASSED:
-                return await answer_to(f"raise AssertionError({text!r})") == f"AssertionError: {text}\n".encode()
+            writer.write(key.encode())
+            return await says("") and await answers(tests, "") and await answers(canary, failure)
         return False
     finally:
         writer.close()

@@ -1,7 +1,7 @@
-"""What is a secret, by its name, and how texts and configurations are shown without it.
+"""What is a secret, by its name or its form, and how texts and configurations are shown without it.
 
 Keys of our own servers travel in the environment (`launch/plan.py`). Others, such as those in the arguments of an
-environment of the user's own, are known by their names alone: files that hold them can be read by the user only.
+environment of the user's own, are only known by that: files that hold them can be read by the user only.
 """
 
 import re
@@ -13,28 +13,38 @@ import orjson
 
 HIDDEN = "***"
 ALWAYS = ("apikey", "secret", "password", "passwd", "passphrase", "credential", "credentials")
-KEYS_OF = ("api", "access", "secret", "private", "auth", "account", "encryption", "signing")  # and not answer_key
+HEADERS = ("authorization", "bearer")
+# Keys that are none: of tables and caches, and fields of a dataset.
+OF_TABLES = ("cache", "column", "dict", "foreign", "group", "hash", "index", "partition", "primary", "public", "sort")
+OF_DATA = ("answer", "chosen", "image", "input", "label", "output", "prompt", "rejected", "reward", "target", "text")
 OF_TOKENIZERS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "special", "start", "end", "image")
-IN_URL = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")  # name and password
+# Name and password of an address, the value of a header, and keys of OpenAI, of its like, and of Hugging Face. The last
+# have capitals or digits, where names such as hf_transformers have none.
+IN_TEXT = re.compile(
+    r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+    r"|(?:^|(?<=: ))Bearer\s+\S+"
+    r"|(?<![\w./-])(?:sk-[\w-]{8,}|hf_(?=[a-z]*[A-Z\d])[A-Za-z\d]{8,})"
+)
 
 
 @cache
 def names_secret(name: str) -> bool:
     """Of an option or a variable of the environment. The name of a variable that holds a secret is none."""
-    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    option = name.rpartition(".")[2]
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", option).lower())
     before, last = ["", *words][-2:]
     if last == "key":
-        return before in KEYS_OF or name.isupper()
+        return name.isupper() or before not in ("", *OF_TABLES, *OF_DATA)
     if last == "token":
         return before not in OF_TOKENIZERS
-    return last.endswith(ALWAYS)
+    return last.endswith(ALWAYS) or last in HEADERS
 
 
 def holds_secret(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_is_secret(name, inner) or holds_secret(inner) for name, inner in value.items())
     if isinstance(value, str):
-        return IN_URL.search(value) is not None
+        return IN_TEXT.search(value) is not None
     return isinstance(value, Sequence) and any(map(holds_secret, value))
 
 
@@ -43,7 +53,7 @@ def hidden(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: HIDDEN if _is_secret(name, inner) else hidden(inner) for name, inner in value.items()}
     if isinstance(value, str):
-        return IN_URL.sub(HIDDEN, value)
+        return IN_TEXT.sub(HIDDEN, value)
     if isinstance(value, Sequence):
         return [hidden(inner) for inner in value]
     return value

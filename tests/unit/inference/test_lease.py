@@ -30,7 +30,7 @@ def use(body: Callable[[Lease, Clock], Awaitable[None]]) -> None:
     async def run() -> None:
         clock = Clock()
         async with asyncio.timeout(60):
-            await body(Lease(clock), clock)
+            await body(Lease("now", clock), clock)
 
     asyncio.run(run())
 
@@ -100,12 +100,47 @@ def test_a_run_that_is_not_heard_of_loses_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(lease_module, "LEASE_S", 0.05)
 
     async def wait() -> None:
-        lease = Lease()
+        lease = Lease("now")
         await lease.claim(ONE)
         await lease.claim(TWO)  # waits until it is clear
         assert refused(lease, "one-1")
 
     asyncio.run(asyncio.wait_for(wait(), 60))
+
+
+def test_a_run_gets_back_a_server_that_was_started_again_from_a_newcomer_that_was_faster() -> None:
+    held_before, holds_now = {"instance": "before"}, {"instance": "now"}
+
+    async def body(lease: Lease, clock: Clock) -> None:
+        await lease.claim(TWO)
+        await lease.claim(TWO.model_copy(update=holds_now))
+        await lease.claim(ONE.model_copy(update=held_before))
+        assert refused(lease, "two-1") and not refused(lease, "one-1")
+        coming = await begin(lease.claim(TWO.model_copy(update=holds_now)))
+        await lease.claim(ONE.model_copy(update=holds_now))
+        with pytest.raises(EngineBusy, match="run 'one-1'"):
+            await coming
+
+    use(body)
+
+
+@pytest.mark.parametrize(
+    ("held_by_one", "held_by_two", "age_s"),
+    [(None, "now", 0), ("now", "now", 0), ("before", "before", 0), ("before", "now", 60)],
+)
+def test_who_holds_a_server_rightly_keeps_it(held_by_one: str | None, held_by_two: str, age_s: int) -> None:
+    """The other never held it, both held it before, or it was started too long ago."""
+
+    async def body(lease: Lease, clock: Clock) -> None:
+        clock.now += age_s
+        holding = TWO.model_copy(update={"instance": held_by_two})
+        await lease.claim(holding)
+        coming = await begin(lease.claim(ONE.model_copy(update={"instance": held_by_one})))
+        await lease.claim(holding)
+        with pytest.raises(EngineBusy, match="run 'two-1'"):
+            await coming
+
+    use(body)
 
 
 def test_of_two_who_wait_one_gets_it() -> None:

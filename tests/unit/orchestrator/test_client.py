@@ -124,7 +124,7 @@ def with_client(
     async def run() -> Any:
         client = InferenceClient(ClientConfig(base_url=url, **options), CLAIM, url)
         if adopted:
-            client._met, client._claimed, client._owns, client._versions = "first", "first", True, {7}
+            client._met, client._hold.instance, client._owns, client._versions = "first", "first", True, {7}
             client.adopt()
         try:
             return await body(client)
@@ -399,7 +399,27 @@ def test_a_server_is_met_given_weights_and_adopted(server: FakeServer, tmp_path:
         assert client.instance == "second" and len(await generate(client)) == 2
 
     with_client(server, run, adopted=False)
-    assert server.claimed[0] == ("/claim", CLAIM.body | {"check_only": False})
+    assert server.claimed[0] == ("/claim", CLAIM.body | {"instance": None, "check_only": False})
+
+
+def test_a_claim_says_which_start_of_the_server_the_run_held(server: FakeServer, tmp_path: Path) -> None:
+    """And goes on saying so until it holds the next one."""
+
+    async def run(client: InferenceClient) -> None:
+        client._hold.begin("first")
+        server.identity = ServerIdentity("second", "models/little", 7, ("-",))
+        while not server.claimed:
+            await asyncio.sleep(0)
+        num_early = len(server.claimed)
+        await client.meet()
+        await client.update_weights(tmp_path, 7)
+        while len(server.claimed) < num_early + 4:
+            await asyncio.sleep(0)
+
+    server.plan = [(200, {})]
+    with_client(server, run)
+    said = [body["instance"] for _, body in server.claimed]
+    assert said[0] == "first" and said[-1] == "second" and said == sorted(said)
 
 
 def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_given_back(

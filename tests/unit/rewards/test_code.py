@@ -89,14 +89,43 @@ for number in range(3, 128):
     try: os.write(number, b'\\n' * {times})
     except OSError: pass
 """
-ANSWERS = """
-import os
+# A program that knows how tests are sent, and answered, and where in the process what answers them may be.
+SKIPS_TESTS = """
+import builtins
+real = builtins.compile
+def skip(source, *rest, **options):
+    return real(source if bytes(source).startswith(b'raise ') else b'', *rest, **options)
+builtins.compile = skip
+"""
+IMITATES = """
+import os, re, sys
+def imitate(channel, key):
+    os.write(channel, key + b'\\n'); os.read(channel, 9999); os.write(channel, key + b'\\n')
+    text = re.search(rb"AssertionError\\('(\\w+)'\\)", os.read(channel, 9999))[1]
+    os.write(channel, key + b'AssertionError: ' + text + b'\\n')
+    os._exit(0)
+def frames():
+    frame = sys._getframe(1)
+    while frame:
+        yield frame
+        frame = frame.f_back
+"""
+BY_NUMBER = """
 for number in range(3, 128):
-    try:
-        os.write(number, b'\\n'); os.read(number, 999); os.write(number, b'\\n')
-        os.write(number, os.read(number, 999)[8:] + b'\\n')
-        os._exit(0)
+    try: imitate(number, b'')
     except OSError: pass
+"""
+BY_FRAMES = """
+seen = [value for frame in frames() for value in frame.f_locals.values()]
+numbers = [value['channel'] for value in seen if isinstance(value, dict) and 'channel' in value]
+keys = [value for value in seen if isinstance(value, bytes) and len(value) == 32]
+imitate(numbers[0], keys[0] if keys else b'')
+"""
+ANSWERS_ITSELF = """
+def answer(source, scope):
+    return 'AssertionError: ' + source.decode().split("'")[1] if source.startswith(b'raise ') else ''
+for frame in frames():
+    frame.f_globals['run_tests'] = answer
 """
 
 
@@ -111,11 +140,20 @@ for number in range(3, 128):
         PASSED.format(times=1),
         PASSED.format(times=9) + "os._exit(0)",
         f"def double(x):\n    exec({PASSED.format(times=1)!r}, globals())\n    os._exit(0)",
-        ANSWERS,
+        SKIPS_TESTS,
+        IMITATES + BY_NUMBER,
+        IMITATES + BY_FRAMES,
+        IMITATES + ANSWERS_ITSELF,
     ],
 )
 def test_a_wrong_program_with_a_trick_does_not_pass(trick: str) -> None:
     assert score(f"{WRONG}\n{trick}", TESTS) == 0.0
+
+
+def test_a_program_that_changes_builtins_does_not_change_what_counts_failures() -> None:
+    trick = "import builtins; builtins.all = lambda results: True"
+    assert score(f"{WRONG}\n{trick}", f"{UNITTEST}unittest.main(exit=False)") == 0.0
+    assert score(f"{GOOD}\n{trick}", f"{UNITTEST}unittest.main(exit=False)") == 1.0
 
 
 def test_the_tests_are_nowhere_while_the_program_runs() -> None:
@@ -164,6 +202,18 @@ def test_fences_of_every_kind() -> None:
     for text in (f"```python\n{GOOD}\n```", f"Here:\n~~~py\n{GOOD}\n~~~\nDone."):
         assert score(text, TESTS) == 1.0
         assert score(text.replace("\n", "\r\n"), TESTS) == 1.0
+
+
+def test_fences_inside_a_program_are_part_of_it() -> None:
+    quoting = "def double(x):\n    mark = '```'\n    return 2 * x  # ``` ~~~\n"
+    for text in (f"So:\n```{{.python}}\n{quoting}```\nDone.", f'``` python title="a b"\n{quoting}   ```'):
+        assert score(text, TESTS) == 1.0
+        assert score(text.replace("\n", "\r\n"), TESTS) == 1.0
+
+
+def test_a_program_in_a_list_is_taken_without_its_indentation() -> None:
+    program = "def double(x):\n    return 2 * x".replace("\n", "\n    ")
+    assert score(f"1. So:\n\n    ```python\n    {program}\n    ```\n2. Done.", TESTS) == 1.0
 
 
 def test_input_and_output() -> None:

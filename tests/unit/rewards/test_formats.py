@@ -1,8 +1,10 @@
 """Forms of a completion that are kept, and nearly kept."""
 
+import time
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from tandem.rewards.formats import check_schema, json_schema, last_fenced, regex, xml
 from tandem.rewards.functions import NoAnswer
@@ -90,6 +92,23 @@ def test_the_last_fenced_block() -> None:
     assert last_fenced("~~~c++\r\na\r\n~~~\r\n") == "a\r\n"
     assert last_fenced("````\n```\na\n```\n````") == "```\na\n```\n"
     assert last_fenced("```\na\n~~~\nb\n```") == "a\n~~~\nb\n"
+    assert last_fenced("```\n```") == ""
+    assert last_fenced("```\na") is None and last_fenced("```\na\n```\n```\nb") == "a\n"
+
+
+def test_a_block_ends_where_a_line_begins_with_its_fence() -> None:
+    assert last_fenced("```py\na = '```'\n    ```\n   ```") == "a = '```'\n    ```\n"
+    assert last_fenced("~~~{.line #n}\na ~~~\n~~~~") == "a ~~~\n"
+    assert last_fenced("So: ```json\n1\n``` or so") == "1\n"
+    assert last_fenced("use ```x``` and\n```py\na\n```") == "a\n"
+    assert last_fenced("- \n    ```\n    a\n      b\n   c\n    ```") == "a\n  b\n   c\n"
+
+
+@pytest.mark.parametrize("line", ["a ```\n", "`" * 50_000, "``` b ", "    ```\n", " "])
+def test_many_fences_take_no_longer_than_long_texts(line: str) -> None:
+    started = time.process_time()
+    last_fenced("```\n" + line * (1_000_000 // len(line)))
+    assert time.process_time() - started < 2 * PATIENCE
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ from tandem.utils.secrets import hidden, hidden_in_arguments, holds_secret, name
 SECRETS = """
 api_key server.api_key --server.api-key WANDB_API_KEY OPENAI_KEY apiKey HF_TOKEN hf-token accessToken bearer_token
 AWS_SECRET_ACCESS_KEY client_secret PGPASSWORD db.password ssl-keyfile-password
+openai_key judge_key wandb_key hf_key openrouter_key --env.args.judge-key anthropicKey
+Authorization proxy-authorization bearer
 """
 OTHERS = """
-api_key_var key keys answer_key sort_key max_tokens MAX_TOKENS token_ids eos_token stop-token-ids tokenizer
+api_key_var key env.args.key keys answer_key sort_key primary-key cache.public_key
+max_tokens MAX_TOKENS token_ids eos_token stop-token-ids tokenizer
 TOKENIZERS_PARALLELISM WANDB_PROJECT keep_last
 """
 
@@ -31,6 +34,24 @@ def test_a_configuration_is_shown_without_them() -> None:
     assert hidden({"url": "http://me:s3cret@host/v1"}) == {"url": "http://***@host/v1"}
     for without in ({"api_key": None}, {"api_key": ""}, {"url": "http://host:80/v1"}, {"tokens": [1, 2]}, (1, "a")):
         assert not holds_secret(without)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["Bearer s3cret", "Authorization: Bearer s3cret", "sk-proj-s3cret-abc", "hf_s3cretABCDEF", "http://me:s3cret@host"],
+)
+def test_secrets_are_known_by_their_form(value: str) -> None:
+    config = {"headers": [{"a": value}], "n": 1}
+    assert holds_secret(config) and "s3cret" not in str(hidden(config))
+    assert "s3cret" not in str(hidden_in_arguments(["rl", "--env.args", value, f"--more={value}"]))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["Bearer", "a Bearer of bad news", "sk-SK", "hf_transformers", "models/hf_Qwen25small", "risk-free-assets"],
+)
+def test_other_texts_are_none(value: str) -> None:
+    assert not holds_secret({"a": value}) and hidden(value) == value
 
 
 @pytest.mark.parametrize("flag", ["--inference.server.api-key", "--orchestrator.client.api_key", "--env.args.hf-token"])

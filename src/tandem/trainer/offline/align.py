@@ -47,7 +47,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
     size = MicroBatchSize(
         trained.stepper, config.tokens_per_microbatch, least=config.pair_tokens, deterministic=config.deterministic
     )
-    batches = Batches(config, data, trained.stepper, size.tokens)
+    batches = Batches(config, data, trained.stepper, size)
     aligner = Aligner(config.loss, trained.stepper, reference, size)
     model, described = config.model, published_config(config)
     weights = WeightsPublisher(
@@ -94,14 +94,16 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
 class Batches:
     """The rows of each step, and the mismatched ones beside them, with their reference where that is precomputed."""
 
-    def __init__(self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper[Any], tokens: int) -> None:
+    def __init__(
+        self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper[Any], size: MicroBatchSize
+    ) -> None:
         self.config = config
         self.data = data
         self.references: References | None = None
         if config.loss.reference_source == "precomputed":
             assert stepper.predictions is Predictions
             cache = RunDir(config.output_dir).reference
-            self.references = precompute(stepper, self._whole_run(), config.model, tokens, cache)
+            self.references = precompute(stepper, self._whole_run(), config.model, size, cache)
 
     def at(self, step: int) -> tuple[list[AlignRow], list[AlignRow]]:
         rows, mismatched = self._with_mismatches(

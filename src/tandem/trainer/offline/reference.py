@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tandem.config.shared import ModelConfig
 from tandem.models.shards import weight_files
+from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.offline.preferences import REFERENCE, AlignBatch, AlignRow
 from tandem.types.rollout import PackedBatch, TrainingSequence
@@ -58,13 +60,13 @@ def precompute(
     stepper: Stepper[Predictions],
     batches: Iterable[Sequence[AlignRow]],
     model: ModelConfig,
-    tokens_per_microbatch: int,
+    size: MicroBatchSize,
     cache: Path,
 ) -> References:
     """What the model says as it is now of all that is in the batches; or said at an earlier start: see `cache`.
 
     Batches are those of the steps, and divided as there: in other company, matrix products may round otherwise, and
-    the policy would not be its reference before the first step.
+    the policy would not be its reference before the first step. All begin anew where `size` has to be lowered.
     """
     samples: dict[bytes, TrainingSequence] = {}
     unseen: list[Sequence[AlignRow]] = []
@@ -79,10 +81,7 @@ def precompute(
     logprobs = _read(cache, key)
     if logprobs is None:
         logger.info("computing the reference log-probs of %d sequences", len(samples))
-        said: dict[bytes, NDArray[np.float32]] = {}
-        for rows in unseen:
-            for name, found in compute_logprobs(stepper, rows, tokens_per_microbatch).items():
-                said.setdefault(name, found)
+        said = size.fit(partial(_compute_all, stepper, unseen))
         logprobs = np.concatenate([said[name] for name in samples])
         if stepper.ranks.is_first:
             write_atomic(cache, save({"logprobs": logprobs}, metadata={"fingerprint": key}))
@@ -90,6 +89,16 @@ def precompute(
         logger.info("the reference log-probs of %d sequences are those of %s", len(samples), cache)
     ends = np.cumsum([sum(sample.loss_mask) for sample in samples.values()])
     return References(dict(zip(samples, np.split(logprobs, ends[:-1]), strict=True)))
+
+
+def _compute_all(
+    stepper: Stepper[Predictions], batches: Sequence[Sequence[AlignRow]], tokens_per_microbatch: int
+) -> dict[bytes, NDArray[np.float32]]:
+    said: dict[bytes, NDArray[np.float32]] = {}
+    for rows in batches:
+        for name, found in compute_logprobs(stepper, rows, tokens_per_microbatch).items():
+            said.setdefault(name, found)
+    return said
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ environment:
   HTTPS_PROXY: http://me:s3cret-4@proxy
 evaluation:
   env: reverse-text
-  env.args: {token: s3cret-5}"""
+  env.args: {openai_key: s3cret-5, headers: {Authorization: s3cret-6}}"""
 
 
 def test_no_secret_can_be_read_by_others_and_jobs_have_them(write: Write, tmp_path: Path) -> None:

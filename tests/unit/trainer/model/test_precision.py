@@ -292,12 +292,12 @@ def test_before_the_first_step_an_aligned_model_is_its_reference(tiny_model: Pat
     config = ModelConfig(name=tiny_model, dtype=dtype)
     stepper = load(config).stepper
     reference_of = FrozenModel(config, ParallelConfig(), RANKS).logprobs
+    size = MicroBatchSize(stepper, 800, least=800)
     if source == "precomputed":
-        rows = precompute(stepper, [rows], config, 800, tmp_path / "reference").attach(rows)
+        rows = precompute(stepper, [rows], config, size, tmp_path / "reference").attach(rows)
         reference_of = stream_reference(RANKS.device)
     batch = AlignBatch.of(rows)
     assert len(batch.divide(0, 1, 800)) > 1
-    size = MicroBatchSize(stepper, 800, least=800)
     stats = Aligner(AlignLossConfig(type="dpo"), stepper, reference_of, size).step(batch, [])
     assert [stats[name] for name in ("rewards_chosen", "rewards_rejected", "kl")] == [0.0, 0.0, 0.0]
 

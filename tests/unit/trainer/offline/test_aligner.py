@@ -47,8 +47,9 @@ def start(make_stepper, rows, tiny_model, tmp_path):
         else:
             stepper = make_stepper()
             mismatched = mismatches(rows) if loss.type == "kto" else []
+            size = MicroBatchSize(stepper, 1000, least=1000)
             references = precompute(
-                stepper, [rows, mismatched], ModelConfig(name=tiny_model), 1000, tmp_path / "reference"
+                stepper, [rows, mismatched], ModelConfig(name=tiny_model), size, tmp_path / "reference"
             )
             completed, mismatched = references.attach(rows), references.attach(mismatched)
         generator = torch.Generator().manual_seed(1)
