@@ -88,8 +88,9 @@ class RunDir:
         return self.samples_folder / f"{name}.jsonl"
 
     def create(self) -> None:
+        """The folders in it. `hold_run` makes the directory: one that was moved away is not made again."""
         for folder in (self.config, self.root / "logs", self.samples_folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
 
     def clean(self) -> None:
         """Remove what a run wrote, and only that: other files in the directory stay, and all where there was no run."""

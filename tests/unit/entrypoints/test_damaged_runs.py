@@ -81,6 +81,7 @@ def store_run(root: Path, model: Path, port: int) -> None:
         }
     )
     run_dir = RunDir(root)
+    root.mkdir()
     run_dir.create()
     plans = {plan.name: plan.config for plan in make_plan(config, run_dir.config)}
     write_run_config(run_dir.config, {"rl": run_config(config)} | plans)

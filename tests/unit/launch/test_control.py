@@ -21,6 +21,7 @@ from tandem.utils.run_lock import hold_run
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
     run_dir.create()
     (run_dir.config / "rl.json").write_text(json.dumps({"max_steps": 9, "checkpoint": {"on_signal_timeout_s": 1}}))
     return run_dir

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.workers import run_rank
 from tandem.orchestrator.samples import write_samples
 from tandem.trainer.checkpoints.snapshot import make_room
 from tandem.transport.weights.manifest import Announcement, announce
 from tandem.utils import run_lock
 from tandem.utils.errors import BrokenRunDirectory, UserError
-from tandem.utils.files import staging_directory, write_json
+from tandem.utils.files import staging_directory
 from tandem.utils.metrics import RunLog
+from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.run_holder import Holder, read_holder
 from tandem.utils.run_lock import TOKEN, hold_run
@@ -55,7 +57,9 @@ WRITERS: dict[str, Callable[[RunDir], object]] = {
     "rollouts": lambda run_dir: staging_directory(run_dir.rollouts / step_name(1)),
     "checkpoint": lambda run_dir: make_room(run_dir.checkpoints / step_name(1) / ".trainer.tmp", 0),
     "announcement": lambda run_dir: announce(run_dir.weights, Announcement(1, None)),
-    "configuration": lambda run_dir: write_json(run_dir.config / "rl.json", {}),
+    "folders": RunDir.create,
+    "rank of a cluster": lambda run_dir: run_rank({"output_dir": str(run_dir.root)}, {}, rank=1),
+    "configuration": lambda run_dir: write_run_config(run_dir.config, {"rl": {}}),
 }
 
 
