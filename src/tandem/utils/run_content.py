@@ -12,7 +12,7 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import parse_json_line, remove
 
 COMMAND, VERSIONS, WANDB_ID = "command.txt", "versions.json", "wandb_id.txt"  # below config/
-STEP = r"step_\d{6,}"
+STEP = "step_[0-9]{6,}"
 COMPLETE = ("manifest.json", "done.json")  # of a step
 PROCESS = r"(rl|sft|align|orchestrator|trainer|inference)(_\w+)?"
 HERE = "."
@@ -38,7 +38,7 @@ MORE_FILES = {
     "logs": rf"{PROCESS}\.log",
     "tensorboard": r"events\.out\.tfevents\..+",
 }
-MORE_FOLDERS = {"logs": r"engine_\d+"}
+MORE_FOLDERS = {"logs": "engine_[0-9]+"}
 PLACES = tuple({**FILES, **FOLDERS, **MORE_FILES, **MORE_FOLDERS})
 # They tell whose the directory is, so they are deleted last: a deletion that was cut short can be repeated.
 TELLING = ("events.jsonl", "latest", VERSIONS)
@@ -122,8 +122,19 @@ def _written(root: Path, files: Mapping[str, str], folders: Mapping[str, str]) -
         yield from (path for path in _unfinished_too(root / name, pattern) if path.is_dir() or path.is_symlink())
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """What a run has begun to write, or to delete, in this folder of its directory."""
+    patterns = [names[folder.name] for names in (FILES, FOLDERS) if folder.name in names]
+    return _named(folder, _unfinished("|".join(patterns)))
+
+
 def _unfinished_too(folder: Path, pattern: str) -> list[Path]:
-    return _named(folder, rf"{pattern}|\.({pattern})(\.\w+)?\.tmp")
+    return _named(folder, rf"{pattern}|{_unfinished(pattern)}")
+
+
+def _unfinished(pattern: str) -> str:
+    """Named for what it becomes, and for the process that writes it."""
+    return rf"\.({pattern})(\.([0-9]+|removed))?\.tmp"
 
 
 def _named(folder: Path, pattern: str) -> list[Path]:
@@ -137,4 +148,4 @@ def _wandb_runs(root: Path) -> list[Path]:
         known_as = (root / "config" / WANDB_ID).read_text()
     except (OSError, UnicodeDecodeError):
         return []
-    return _named(root / "wandb", rf"(offline-)?run-\d+_\d+-{re.escape(known_as)}")
+    return _named(root / "wandb", rf"(offline-)?run-[0-9]+_[0-9]+-{re.escape(known_as)}")

@@ -34,6 +34,7 @@ OF_A_RUN = (
 # What people keep in folders of the same names.
 OF_A_USER = (
     *("config/mine.toml", "config/models.json", "config/rl.toml", "logs/notes.txt", "logs/mine.log", "dry_run/a.txt"),
+    *("samples/mine.tmp", "weights/.step_000001.mine.tmp", "checkpoints/step_٠٠٠٠١٢/"),
     *("samples/golden.jsonl", "samples/step_1.jsonl", "samples/step_000001.txt", "checkpoints/mine.pt"),
     *("checkpoints/step_000001.pt", "checkpoints/step_7/", "weights/model.safetensors", "rollouts/1.json"),
     *("merged/model.bin", "adapter/notes", "tensorboard/mine/", "wandb/run-2025_1-xyz/", "wandb/settings", "notes.txt"),
