@@ -123,12 +123,12 @@ def test_a_number_that_no_float_holds_is_no_reward(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_file_that_cannot_be_read_is_told_beside_the_state(run_dir: RunDir, name: str) -> None:
-    (run_dir.root / name).mkdir()
     damage = f"damaged     {name} is a folder, and a run has a file there; move it away"
     logs = f"logs        {run_dir.root / 'logs'}"
-    assert status_lines(run_dir.root) == [f"{run_dir.root}: not running", damage, logs]
     with hold_run(run_dir.root, "rl"):
+        (run_dir.root / name).mkdir()
         first, *others = status_lines(run_dir.root)
+    assert status_lines(run_dir.root) == [f"{run_dir.root}: not running", damage, logs]
     assert first.startswith(f"{run_dir.root}: running, `rl` (pid ") and others == [damage, logs]
 
 

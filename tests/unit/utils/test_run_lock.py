@@ -25,7 +25,7 @@ from tandem.utils.metrics import RunLog
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.run_holder import Holder, read_holder
-from tandem.utils.run_lock import TOKEN, hold_run
+from tandem.utils.run_lock import ROLES, TOKEN, hold_run
 
 # Says what became of it, and holds on until it is told to end.
 TAKE = """\
@@ -298,6 +298,16 @@ def test_what_is_no_lock_is_refused_and_not_waited_for(tmp_path: Path, name: str
         pass
     assert read_holder(tmp_path / name) is None, "nor does who only looks"
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_run_in_which_something_else_stands_where_files_belong_is_held_by_nobody(tmp_path: Path) -> None:
+    """Whoever takes it may wait for the writer of a pipe."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    told = r"output_dir = '.*': metrics\.jsonl is neither a file nor a folder, and a run has a file there"
+    for role in ROLES:
+        with pytest.raises(UserError, match=told), hold_run(tmp_path, role, [role]):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
