@@ -89,6 +89,7 @@ def test_no_server_and_no_inference_section(starter, warm_model, tmp_path, free_
 
 def test_a_dry_run_starts_and_deletes_nothing(starter, rl_arguments, tmp_path):
     run_dir = RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
     write_run_config(run_dir.config, {})
     run_dir.metrics.write_text("{}\n")
     done = starter.run("rl", *rl_arguments, "--dry-run", "--clean")

@@ -114,7 +114,7 @@ def train_message(config: TrainerConfig, environment: dict[str, str]) -> dict[st
 def run_rank(config: dict[str, Any], environment: dict[str, str], rank: int) -> dict[str, Any]:
     folder = Path(config["output_dir"])
     path, log = folder / "config" / f"trainer_rank_{rank}.json", folder / "logs" / f"trainer_rank_{rank}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(exist_ok=True)
     write_config(path, config)
     with log.open("ab") as file:
         process = subprocess.Popen(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tandem.config.sources import SUFFIXES, Tree
 from tandem.utils.errors import UserError
-from tandem.utils.files import read_table
-from tandem.utils.run_content import COMMAND, refuse_misshapen
+from tandem.utils.files import read_regular, read_table
+from tandem.utils.run_content import COMMAND
 
 FLAG = "--resume"
 # What belongs to one start of a run rather than to the run.
@@ -45,7 +45,7 @@ def starting_directory(run: Path) -> Path | None:
     """Where the run was started: paths in its configuration may be relative to that."""
     path = run / "config" / COMMAND
     try:
-        words = shlex.split(path.read_text().partition("\n")[0]) if path.exists() else []
+        words = shlex.split(read_regular(path).decode().partition("\n")[0]) if path.exists() else []
     except (OSError, ValueError) as error:
         raise UserError(f"{path}, which says where the run was started, is damaged: {error}; remove it") from error
     return Path(words[1]) if len(words) == 2 and words[0] == "cd" else None
@@ -55,7 +55,6 @@ def _require_run(run: Path, command: str) -> Path:
     folder = run / "config"
     if not run.is_dir():
         raise UserError(f"{FLAG} {run}: there is no such directory; give the output_dir of a run")
-    refuse_misshapen(run)
     if (folder / f"{command}.json").exists():
         return run
     others = [name for name in ("rl", "sft", "align") if (folder / f"{name}.json").exists()]

@@ -57,6 +57,7 @@ def run_offline(
         resolved = {name: config.model_dump(mode="json")}
         if config.dry_run:
             with refuse_unwritable(run_dir.root):
+                run_dir.root.mkdir(parents=True, exist_ok=True)
                 write_run_config(run_dir.dry_run, resolved)
             learned = "streamed rows" if data.num_train is None else f"{data.num_train} rows"
             held_out = f"{len(data.held_out)} held out"

@@ -109,6 +109,7 @@ def write_plan(config: RLConfig) -> None:
     folder = RunDir(config.output_dir).dry_run
     plan = plan_run(config, folder)
     with refuse_unwritable(config.output_dir):
+        config.output_dir.mkdir(parents=True, exist_ok=True)
         described = {process.name: process.describe() for process in plan.processes}
         write_run_config(folder, configs_of(config, plan.processes) | {"plan": described})
     say("\n".join(describe_run(config, plan.processes, plan.gpus)))

@@ -48,6 +48,14 @@ def read_command_line(arguments: list[str]) -> SweepConfig:
 
 
 def sweep(config: SweepConfig) -> None:
+    from tandem.utils.run_lock import naming_damage
+
+    output_dir = find_output_dir(config.file)
+    with naming_damage(output_dir, "the sweep"):
+        work_on(config, output_dir)
+
+
+def work_on(config: SweepConfig, output_dir: Path) -> None:
     from tandem.launch.sweep.folder import read_sweep
     from tandem.launch.sweep.local import run_here
     from tandem.launch.sweep.results import show, write_results
@@ -56,11 +64,7 @@ def sweep(config: SweepConfig) -> None:
     from tandem.utils.console import Console
     from tandem.utils.progress import count_runs
 
-    if config.status:
-        output_dir = find_output_dir(config.file)
-        runs = read_sweep(output_dir)
-    else:
-        output_dir, runs = write(config.file)
+    runs = read_sweep(output_dir) if config.status else write(config.file)[1]
     if config.submits:
         done = submit_runs(output_dir, runs, resume=config.resume, array=config.array, max_jobs=config.max_jobs)
         names = f": {', '.join(done.runs)}" if done.runs else ""

@@ -46,7 +46,7 @@ from tandem.envs.wire import Payload, frame, messages, receive
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten, shown
-from tandem.utils.log import make_errors_printable, say, setup_logging
+from tandem.utils.log import PrintableStream, make_errors_printable, say, setup_logging, write_what_the_terminal_can
 
 STACK_SIGNAL = signal.SIGUSR1
 # The other side waits a little longer than this before it kills.
@@ -231,6 +231,7 @@ async def _call_hook(environment: Any, name: str) -> None:
 
 
 def main() -> None:
+    write_what_the_terminal_can(PrintableStream)
     make_errors_printable()
     connection, mark, stacks = map(int, sys.argv[1:])
     # They reach every process of a run; the orchestrator decides.

@@ -15,7 +15,7 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -44,6 +44,7 @@ from tandem.orchestrator.weight_sync import Policy
 from tandem.orchestrator.weights import wait_for_whole
 from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Group, SamplingRequest, Task
+from tandem.utils.errors import UserError, is_unwritable
 from tandem.utils.garbage import collect_by_the_clock
 from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
 from tandem.utils.rate import Rate
@@ -325,7 +326,18 @@ class Orchestrator:
 
 def cause_of(errors: BaseExceptionGroup) -> BaseException:
     """The reason for the end, without the wrapping of those tasks that ended with it."""
-    for reason in (ServerLost, TooManyFailures):
-        if (found := errors.subgroup(reason)) is not None:
-            return found.exceptions[0]
-    return errors.exceptions[0] if len(errors.exceptions) == 1 else errors
+    met = list(leaves_of(errors))
+    told = list(filter(is_unwritable, met))
+    for kind in (ServerLost, TooManyFailures):
+        told += [error for error in met if isinstance(error, kind)]
+    if len(met) == 1 or all(isinstance(error, OSError | UserError) for error in met):  # the first is told in one line
+        told += met
+    return told[0] if told else errors
+
+
+def leaves_of(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from leaves_of(each)
+    else:
+        yield error

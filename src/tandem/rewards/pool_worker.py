@@ -23,7 +23,7 @@ from tandem.config.rewards import AnyReward
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import checked_reward
 from tandem.rewards.registry import make_call
-from tandem.utils.log import make_errors_printable
+from tandem.utils.log import PrintableStream, make_errors_printable, write_what_the_terminal_can
 from tandem.utils.places import one_line, own_place
 
 
@@ -42,6 +42,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def main() -> None:
+    write_what_the_terminal_can(PrintableStream)
     make_errors_printable()
     connection = int(sys.argv[1])
     # They reach every process of a run; the orchestrator decides.

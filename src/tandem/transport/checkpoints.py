@@ -17,6 +17,7 @@ from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_m
 from tandem.utils.errors import UserError
 from tandem.utils.files import keep_lines, read_json_lines, remove
 from tandem.utils.metrics import parse_metrics_line
+from tandem.utils.run_content import unfinished
 from tandem.utils.run_dir import RunDir, step_name, step_of, step_of_samples, steps_with
 
 logger = logging.getLogger(__name__)
@@ -149,10 +150,10 @@ def rewind(run_dir: RunDir, step: int) -> list[str]:
 
 def _remove_after(folder: Path, step: int, step_in: Callable[[Path], int | None]) -> list[str]:
     """What belongs to a later step by its name, and what was not finished. Returns the names."""
-    removed = []
+    removed, begun = [], unfinished(folder)
     for path in sorted(folder.iterdir()) if folder.exists() else []:
         found = step_in(path)
-        if (found is not None and found > step) or path.name.endswith(".tmp"):
+        if (found is not None and found > step) or path in begun:
             remove(path)
             removed.append(path.name)
     return removed

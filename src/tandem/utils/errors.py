@@ -18,6 +18,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+def is_unwritable(error: BaseException) -> bool:
+    """Whether another try would not mend it."""
+    return isinstance(error, OSError) and error.errno in NOT_WRITABLE
+
+
 class UserError(ValueError):
     """Says what is wrong, the value that is wrong, and what would be right."""
 

@@ -92,11 +92,21 @@ def json_bytes(body: Any) -> bytes:
 def open_regular(path: Path) -> BufferedReader:
     """A file to read, in a folder that others may have written: a pipe would block the reader until somebody writes.
     Raises UserError for what is no file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    refusal = f"{path} is not a regular file; put a file in its place"
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP):
+            raise UserError(refusal) from error
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{path} is not a regular file; put a file in its place")
-    return os.fdopen(descriptor, "rb")
+        raise UserError(refusal)
+    return descriptor
 
 
 def read_regular(path: Path) -> bytes:
@@ -251,7 +261,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One process at a time; the others wait. The lock is the file `path`, which stays."""
-    with path.open("w") as lock:
+    with os.fdopen(_open_regular(path, os.O_RDWR | os.O_CREAT), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

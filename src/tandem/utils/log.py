@@ -31,9 +31,9 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
-def printable_lines(text: str) -> str:
+def printable_lines(text: str, kept: str = "\n\t") -> str:
     """The same, with its lines and tabs as they are."""
-    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in "\n\t" else printable(found[0]), text)
+    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in kept else printable(found[0]), text)
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -94,21 +94,30 @@ class Display(io.FileIO):
             return memoryview(data).nbytes
 
 
-def write_what_the_terminal_can() -> None:
-    """Nothing that is printed ends the process. A character that the encoding lacks is written as '?'."""
+class PrintableStream(io.TextIOWrapper):
+    """What users' code prints, as people may look at it. Progress bars go back to the start of their line."""
+
+    def write(self, text: str, /) -> int:
+        super().write(printable_lines(text, kept="\n\t\r"))
+        return len(text)
+
+
+def write_what_the_terminal_can(kind: type[io.TextIOWrapper] = io.TextIOWrapper) -> None:
+    """Nothing that is printed ends the process. A character that the encoding lacks is written as '?'. `kind`: of the
+    streams."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             if stream.errors == "strict":
                 stream.reconfigure(errors="replace")
             if isinstance(raw := getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
-                setattr(sys, name, _shown(stream, Display(raw.fileno(), "wb", closefd=False)))
+                setattr(sys, name, _shown(stream, Display(raw.fileno(), "wb", closefd=False), kind))
 
 
-def _shown(stream: io.TextIOWrapper, display: Display) -> io.TextIOWrapper:
+def _shown(stream: io.TextIOWrapper, display: Display, kind: type[io.TextIOWrapper]) -> io.TextIOWrapper:
     """A stream like this one, on a display; without a buffer (python -u) where it has none."""
     stream.flush()
-    return io.TextIOWrapper(
+    return kind(
         display if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(display),
         encoding=stream.encoding,
         errors=stream.errors,

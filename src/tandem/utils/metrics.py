@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import Follower, append_json_line, parse_json_line, read_json_lines, write_atomic
 from tandem.utils.findings import Finding, Watch
-from tandem.utils.run_content import WANDB_ID
+from tandem.utils.run_content import WANDB_ID, wandb_id
 from tandem.utils.run_dir import RunDir
 from tandem.utils.secrets import hidden
 
@@ -141,10 +141,11 @@ class WandbTracker:
 
 def _wandb_id(run_dir: RunDir, *, is_new: bool) -> str:
     """The name by which W&B knows the run, kept in the run directory."""
-    path = run_dir.config / WANDB_ID
-    if is_new or not path.exists():
-        write_atomic(path, secrets.token_hex(4).encode())
-    return path.read_text()
+    known_as = None if is_new else wandb_id(run_dir.root)
+    if known_as is None:
+        known_as = secrets.token_hex(4)
+        write_atomic(run_dir.config / WANDB_ID, known_as.encode())
+    return known_as
 
 
 class TrackioTracker:

@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from tandem.utils import keeper
-from tandem.utils.errors import NOT_WRITABLE, BrokenRunDirectory, Diverged, OutOfMemory, UserError, shorten_lines
+from tandem.utils.errors import BrokenRunDirectory, Diverged, OutOfMemory, UserError, is_unwritable, shorten_lines
 from tandem.utils.keeper import descendants, stat_fields
 from tandem.utils.log import make_errors_printable, say, write_what_the_terminal_can
 
@@ -200,7 +200,7 @@ def run_entrypoint(name: str, body: Callable[[], None]) -> None:
         stopped = Stopped.by(interrupt)
         _exit(f"{name}: {stopped}", 128 + stopped.signal_number)
     except Exception as error:
-        is_disk = isinstance(error, OSError) and error.errno in NOT_WRITABLE
+        is_disk = is_unwritable(error)
         in_one_line = isinstance(error, Diverged | OutOfMemory) or is_torch_out_of_memory(error) or is_disk
         _exit(f"{name}: {error}" if in_one_line else traceback.format_exc(), UNUSABLE if is_disk else 1)
     finally:

@@ -19,7 +19,6 @@ PACKAGES = ("tandem-rl", "torch", "numpy", "safetensors", "tokenizers", "pydanti
 def write_run_config(folder: Path, configs: Mapping[str, Any]) -> None:
     """One JSON file a process, where it was started and how, and the versions of what matters; these come first, as
     they tell that a run wrote here."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / VERSIONS, package_versions())
     for name, config in configs.items():
         write_config(folder / f"{name}.json", config)

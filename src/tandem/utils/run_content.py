@@ -3,8 +3,9 @@
 Whatever has another name is a user's, in whichever folder it lies, and stays.
 """
 
-import os
+import errno
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import parse_json_line, remove
 
 COMMAND, VERSIONS, WANDB_ID = "command.txt", "versions.json", "wandb_id.txt"  # below config/
-STEP = r"step_\d{6,}"
+STEP = "step_[0-9]{6,}"
 COMPLETE = ("manifest.json", "done.json")  # of a step
 PROCESS = r"(rl|sft|align|orchestrator|trainer|inference)(_\w+)?"
 HERE = "."
+FILE, FOLDER = "a file", "a folder"
 
 # By the folder they lie in. Nobody else keeps anything under these names: a run that starts would overwrite it.
 FILES = {
@@ -38,7 +40,7 @@ MORE_FILES = {
     "logs": rf"{PROCESS}\.log",
     "tensorboard": r"events\.out\.tfevents\..+",
 }
-MORE_FOLDERS = {"logs": r"engine_\d+"}
+MORE_FOLDERS = {"logs": "engine_[0-9]+"}
 PLACES = tuple({**FILES, **FOLDERS, **MORE_FILES, **MORE_FOLDERS})
 # They tell whose the directory is, so they are deleted last: a deletion that was cut short can be repeated.
 TELLING = ("events.jsonl", "latest", VERSIONS)
@@ -92,25 +94,31 @@ def refuse_misshapen(root: Path, option: str = "output_dir") -> None:
 
 def misshapen(root: Path) -> str | None:
     """A folder in the place of a file or the reverse, a link that leads nowhere, a pipe that nobody writes to."""
-    for name in PLACES:
-        if name != HERE and os.path.lexists(root / name) and not (root / name).is_dir():
-            return f"{name} is {_kind(root / name)}, and a run has a folder there; move it away"
-    for name in FOLDERS:
-        for path in _named(root / name, STEP):
-            if not path.is_dir():
-                return f"{path.relative_to(root)} is {_kind(path)}, and a run has a folder there; move it away"
-    for name, pattern in (*FILES.items(), *MORE_FILES.items()):
-        for path in _named(root / name, pattern):
-            if not path.is_file():
-                return f"{path.relative_to(root)} is {_kind(path)}, and a run has a file there; move it away"
+    for path, wanted in _shaped(root):
+        if (found := kind_of(path)) not in (None, wanted):
+            return f"{path.relative_to(root)} is {found}, and a run has {wanted} there; move it away"
     return None
 
 
-def _kind(path: Path) -> str:
-    if not path.exists():
-        return "a link that leads nowhere"
-    if path.is_dir() or path.is_file():
-        return "a folder" if path.is_dir() else "a file"
+def _shaped(root: Path) -> Iterator[tuple[Path, str]]:
+    """What a run looks for in `root`, and what it should be."""
+    yield from ((root / name, FOLDER) for name in PLACES if name != HERE)
+    for name in FOLDERS:
+        yield from ((path, FOLDER) for path in _named(root / name, STEP))
+    for name, pattern in (*FILES.items(), *MORE_FILES.items()):
+        yield from ((path, FILE) for path in _named(root / name, pattern))
+
+
+def kind_of(path: Path) -> str | None:
+    """None where nothing is, any more: a run that goes on deletes old steps. So one look has to do."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return "a link that leads nowhere" if path.is_symlink() else None
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+        return FOLDER if stat.S_ISDIR(mode) else FILE
     return "neither a file nor a folder"
 
 
@@ -122,8 +130,19 @@ def _written(root: Path, files: Mapping[str, str], folders: Mapping[str, str]) -
         yield from (path for path in _unfinished_too(root / name, pattern) if path.is_dir() or path.is_symlink())
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """What a run has begun to write, or to delete, in this folder of its directory."""
+    patterns = [names[folder.name] for names in (FILES, FOLDERS) if folder.name in names]
+    return _named(folder, _unfinished("|".join(patterns)))
+
+
 def _unfinished_too(folder: Path, pattern: str) -> list[Path]:
-    return _named(folder, rf"{pattern}|\.({pattern})(\.\w+)?\.tmp")
+    return _named(folder, rf"{pattern}|{_unfinished(pattern)}")
+
+
+def _unfinished(pattern: str) -> str:
+    """Named for what it becomes, and for the process that writes it."""
+    return rf"\.({pattern})(\.([0-9]+|removed))?\.tmp"
 
 
 def _named(folder: Path, pattern: str) -> list[Path]:
@@ -133,8 +152,12 @@ def _named(folder: Path, pattern: str) -> list[Path]:
 
 def _wandb_runs(root: Path) -> list[Path]:
     """Those of this run: other programs keep theirs in a folder of the same name."""
-    try:
-        known_as = (root / "config" / WANDB_ID).read_text()
-    except (OSError, UnicodeDecodeError):
-        return []
-    return _named(root / "wandb", rf"(offline-)?run-\d+_\d+-{re.escape(known_as)}")
+    known_as = wandb_id(root)
+    return [] if known_as is None else _named(root / "wandb", f"(offline-)?run-[0-9]+_[0-9]+-{known_as}")
+
+
+def wandb_id(root: Path) -> str | None:
+    """The name by which W&B knows the run; None where it has none, or what is there is none."""
+    path = root / "config" / WANDB_ID
+    content = path.read_bytes().strip() if path.is_file() else b""
+    return content.decode() if re.fullmatch(rb"[0-9A-Za-z_-]{1,64}", content) else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.utils.errors import UserError
-from tandem.utils.run_content import delete_run, is_of_a_run, overwritten, refuse_misshapen
+from tandem.utils.run_content import FOLDER, delete_run, is_of_a_run, kind_of, overwritten, refuse_misshapen
 
 # What makes a directory a run.
 RUN_CONTENT = ("rollouts", "weights", "checkpoints", "metrics.jsonl", "events.jsonl")
@@ -88,8 +88,9 @@ class RunDir:
         return self.samples_folder / f"{name}.jsonl"
 
     def create(self) -> None:
+        """The folders in it. `hold_run` makes the directory: one that was moved away is not made again."""
         for folder in (self.config, self.root / "logs", self.samples_folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
 
     def clean(self) -> None:
         """Remove what a run wrote, and only that: other files in the directory stay, and all where there was no run."""
@@ -122,13 +123,13 @@ class RunDir:
 
     def _refuse_unusable(self) -> None:
         try:
-            is_file = self.root.exists() and not self.root.is_dir()
+            found = kind_of(self.root)
         except OSError as error:  # a name that is too long, or a folder that may not be looked into
             raise UserError(
                 f"output_dir = {str(self.root)!r} cannot be used: {error.strerror}; choose another --output-dir"
             ) from error
-        if is_file:
-            raise UserError(f"output_dir = {str(self.root)!r} is a file; give a directory")
+        if found not in (None, FOLDER):
+            raise UserError(f"output_dir = {str(self.root)!r} is {found}; give a directory")
 
     def _content(self) -> str | None:
         """Some of what makes the directory a run. A folder that is empty is nothing yet, such as a link to a disk."""

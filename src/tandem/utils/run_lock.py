@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tandem.utils.errors import NO_ROOM, NOT_WRITABLE, BrokenRunDirectory, UserError
+from tandem.utils.errors import NO_ROOM, BrokenRunDirectory, UserError, is_unwritable
 from tandem.utils.files import remove
 from tandem.utils.log import say
 from tandem.utils.processes import is_first_rank, process_state
+from tandem.utils.run_content import FOLDER, kind_of, refuse_misshapen
 from tandem.utils.run_holder import Holder, read_holder
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a fil
 
 @contextmanager
 def hold_run(root: Path, command: str, roles: Sequence[str] = ROLES) -> Iterator[None]:
-    """Own these roles of the run in `root`; UserError if another process does. Of several ranks, the first one owns."""
+    """Own these roles of the run in `root`; UserError if another process does, or if something else is where a run has
+    its files. Of several ranks, the first one owns."""
     if not is_first_rank():
         yield
         return
@@ -58,6 +60,7 @@ def hold_run(root: Path, command: str, roles: Sequence[str] = ROLES) -> Iterator
                 lock = take(path, holder)
             stack.callback(lock.release)
             locks.append(lock)
+        refuse_misshapen(root)
         stack.enter_context(_told_to_children(holder.token))
         with _telling_what_broke(locks[-1]):
             yield
@@ -68,15 +71,25 @@ def _telling_what_broke(lock: "RunLock") -> Iterator[None]:
     """In one line, where it is the run directory: it was moved away, or holds something else than a run left there."""
     root = lock.path.parent
     try:
-        yield
+        with naming_damage(root, "the run"):
+            yield
     except Exception as error:
         if not lock.is_in_place():
             raise BrokenRunDirectory(gone(root)) from error
-        if isinstance(error, OSError) and error.errno not in NOT_WRITABLE and _is_below(root, error.filename):
-            raise BrokenRunDirectory(
-                f"the run in output_dir = {str(root)!r} is damaged: {error.filename}: {error.strerror}"
-            ) from error
         raise
+
+
+@contextmanager
+def naming_damage(root: Path, what: str) -> Iterator[None]:
+    """Whatever else the file system says of a file below `root`, in one line; `what` lies there."""
+    try:
+        yield
+    except OSError as error:
+        if is_unwritable(error) or not _is_below(root, error.filename):
+            raise
+        raise BrokenRunDirectory(
+            f"{what} in output_dir = {str(root)!r} is damaged: {error.filename}: {error.strerror}"
+        ) from error
 
 
 def _is_below(root: Path, filename: object) -> bool:
@@ -269,9 +282,9 @@ def _await_removal(claim: Path) -> None:
 def _make_directory(root: Path) -> list[Path]:
     """The directories that were not there before, innermost first."""
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    if root.exists() and not root.is_dir():
-        raise UserError(f"output_dir = {str(root)!r} is a file; give a directory")
     with refuse_unwritable(root):
+        if (found := kind_of(root)) not in (None, FOLDER):
+            raise UserError(f"output_dir = {str(root)!r} is {found}; give a directory")
         root.mkdir(parents=True, exist_ok=True)
     return missing
 
@@ -289,10 +302,12 @@ def refuse_unwritable(root: Path, option: str = "--output-dir") -> Iterator[None
     try:
         yield
     except OSError as error:
-        if error.errno not in NOT_WRITABLE and not isinstance(error, FileNotFoundError | NotADirectoryError):
+        if not is_unwritable(error) and not isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError):
             raise
         fix = "free some space, or choose" if error.errno in NO_ROOM else "choose"
         reason = error.strerror
+        if isinstance(error, FileExistsError):
+            reason = f"{error.filename} is not a folder"
         if error.errno == errno.EPERM:  # permissions would be EACCES
             reason = f"{reason} (it may be immutable: lsattr -d {shlex.quote(str(root))})"
         raise UserError(f"output_dir = {str(root)!r} cannot be written: {reason}; {fix} another {option}") from error

@@ -13,6 +13,7 @@ from tandem.utils.provenance import write_run_config
 
 
 def store(run: Path, name: str, config: dict[str, object]) -> Path:
+    run.mkdir(parents=True)
     write_run_config(run / "config", {name: config})
     return run
 

@@ -5,62 +5,87 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from tests.damages import CONTENTS, SHAPES, damage
 from tests.ports import free_port
 
+from tandem.config.align import AlignConfig
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.rl import RLConfig
-from tandem.entrypoints import rl
+from tandem.config.sft import SFTConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.entrypoints import align, export, orchestrator, rl, sft, trainer
 from tandem.launch import preflight
 from tandem.launch.evaluation import models_of
 from tandem.launch.plan import make_plan, run_config
 from tandem.launch.supervisor import Supervisor
-from tandem.trainer.checkpoints.export import read_run
-from tandem.transport.checkpoints import ORCHESTRATOR, choose_checkpoint
+from tandem.trainer.build import agree_on_start
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.transport.checkpoints import ORCHESTRATOR
 from tandem.transport.weights.manifest import write_manifest
 from tandem.utils import run_lock
 from tandem.utils.files import remove, write_json
 from tandem.utils.metrics import RunLog
 from tandem.utils.processes import run_entrypoint
 from tandem.utils.provenance import write_run_config
-from tandem.utils.run_content import refuse_misshapen
 from tandem.utils.run_dir import RunDir, step_name
 
 HANGS_AFTER_S = 120
 STEPS = 2
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "folder": lambda path: path.mkdir(),
-    "dangling link": lambda path: path.symlink_to("nowhere"),
-    "link to itself": lambda path: path.symlink_to(path.name),
-    "pipe": os.mkfifo,
-    "no text": lambda path: path.write_bytes(b"cd \xff\xfe\n"),
-    "another kind of JSON": lambda path: path.write_bytes(b"[]\n"),
-}
+MORE_STEPS = ("--max-steps", str(STEPS + 1))
+WANDB = ("--metrics.report-to", "wandb")
 # Besides what is there: what others may have left, and what looks like a step.
 MORE = (
     *("trainer.lock", "orchestrator.lock", ".trainer.lock.stale", "stop", "failures.jsonl", "weights/announced.json"),
     *("checkpoints/step_²", "checkpoints/step_7", "rollouts/step_000009", "samples/step_000009.jsonl"),
+    *("config/wandb_id.txt", "config/server_lease.txt", "slurm", "slurm/.lock", "export", "export/step_000002"),
 )
-COMMANDS: dict[str, tuple[Callable[[], None], list[str]]] = {
-    "status": (rl.main, ["rl", "--status", "{run}"]),
-    "stop": (rl.main, ["rl", "--stop", "{run}"]),
-    "resume": (rl.main, ["rl", "--resume", "{run}", "--max-steps", str(STEPS + 1)]),
-    "export": (lambda: run_entrypoint("export-model", find_checkpoint), ["export-model", "{run}"]),
-    "evaluate": (lambda: run_entrypoint("evaluate", find_models), ["evaluate", "{run}"]),
+
+
+@dataclass(frozen=True)
+class Command:
+    """`only`: names that begin so. Where others look at files by the same functions, one command is enough."""
+
+    main: Callable[[], None]
+    words: Sequence[str]
+    only: tuple[str, ...] = ("",)
+    tries_all_shapes: bool = False
+
+
+RESUME = ["rl", "--resume", "{run}", *MORE_STEPS]
+EXPORT = ["export-model", "--run-dir", "{run}"]
+COMMANDS = {
+    "status": Command(rl.main, ["rl", "--status", "{run}"]),
+    "stop": Command(rl.main, ["rl", "--stop", "{run}"]),
+    "resume": Command(rl.main, RESUME, tries_all_shapes=True),
+    "submit": Command(rl.main, [*RESUME, "--slurm.time", "1:00", "--dry-run"], ("slurm",), tries_all_shapes=True),
+    "sft": Command(sft.main, ["sft", "--resume", "{run}", *WANDB]),
+    "align": Command(align.main, ["align", "--resume", "{run}"], ("config/align",)),
+    "trainer": Command(trainer.main, ["trainer", "@", "{run}/config/trainer.json", "--resume", *MORE_STEPS]),
+    "orchestrator": Command(
+        orchestrator.main, ["orchestrator", "@", "{run}/config/orchestrator.json", "--resume", *MORE_STEPS, *WANDB]
+    ),
+    "export": Command(export.main, EXPORT, ("config", "checkpoints", "export"), tries_all_shapes=True),
+    "evaluate": Command(lambda: run_entrypoint("evaluate", find_models), ["evaluate", "{run}"], ("config", "weights")),
 }
 
 
-def find_checkpoint() -> None:
-    """What `export-model` does before it reads tensors."""
-    run_dir = RunDir(Path(sys.argv[1]))
-    refuse_misshapen(run_dir.root)
-    choose_checkpoint(run_dir, None)
-    read_run(run_dir)
+def cases(run: Path, command: Command) -> Iterator[tuple[str, str]]:
+    """A name and its damage. One function looks at the shapes of what a run has: a pipe tells whether it is called."""
+    there = sorted(str(path.relative_to(run)) for path in run.rglob("*") if f"{step_name(1)}/" not in str(path))
+    for name in [*there, *MORE]:
+        shapes = SHAPES if command.tries_all_shapes and name in MORE else ["pipe"]
+        contents = ["no text"] if (run / name).is_dir() else CONTENTS
+        yield from ((name, kind) for kind in (*shapes, *contents) if name.startswith(command.only))
 
 
 def find_models() -> None:
@@ -68,22 +93,91 @@ def find_models() -> None:
     models_of(EvaluateConfig(run=Path(sys.argv[1])))
 
 
+def begin_training(config: TrainerConfig) -> None:
+    """What a trainer does before it loads a model."""
+    run_dir = RunDir(config.output_dir)
+    step = agree_on_start(config, Ranks.single(torch.device("cpu")), "trainer")
+    run_dir.create()
+    RunLog(run_dir, "trainer").event("started", step=step)
+
+
+class Nothing:
+    """In the place of an orchestrator and its servers."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def release(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def nothing(*_: object) -> None:
+    """Environments have their own tests, and take a process each time."""
+
+
+@asynccontextmanager
+async def no_environment(*_: object) -> AsyncIterator[None]:
+    yield
+
+
+def fake_wandb() -> ModuleType:
+    module: Any = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.init = lambda **_: SimpleNamespace(define_metric=lambda *_, **_also: None, finish=lambda: None)
+    return module
+
+
+@pytest.fixture
+def up_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands do all but start processes, load tensors and ask servers."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a thousand runs are written, and no machine loses its power
+    monkeypatch.setattr(run_lock, "STALE_S", 0.05)
+    monkeypatch.setattr(run_lock, "CLAIM_S", 0.05)
+    monkeypatch.setattr("tandem.launch.guard.guarded", nullcontext)
+    monkeypatch.setattr(Supervisor, "run", lambda self, on_tick: on_tick())
+    monkeypatch.setattr(preflight, "_check_environment", nothing)
+    monkeypatch.setattr(preflight, "take_ports", lambda _: {})
+    monkeypatch.setattr("tandem.trainer.rl.train.train_rl", begin_training)
+    for name in ("sft.train_sft", "align.train_align"):
+        monkeypatch.setattr(f"tandem.trainer.offline.{name}", lambda *_: None)
+    monkeypatch.setattr("tandem.envs.mixture.open_environments", no_environment)
+    monkeypatch.setattr("tandem.orchestrator.rehearsal.try_environments", nothing)
+    monkeypatch.setattr("tandem.orchestrator.tasks.encode_prompts", lambda *_: None)
+    for name in ("loop.Orchestrator", "servers.ServerPool"):
+        monkeypatch.setattr(f"tandem.orchestrator.{name}", Nothing)
+    monkeypatch.setattr("tandem.trainer.checkpoints.export.decoder_tensors", lambda *_: {})
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb())
+
+
 def store_run(root: Path, model: Path, port: int) -> None:
-    """What a run of two steps leaves, with less in its files."""
+    """What a run of two steps leaves, with less in its files; whichever command it is of."""
     server = {"port": port}
     config = RLConfig.model_validate(
         {
             "model": {"name": str(model)},
             "output_dir": str(root),
             "max_steps": STEPS,
+            "seq_len": 256,
             "orchestrator": {"env": {"id": "reverse-text"}},
             "inference": {"server": server},
         }
     )
     run_dir = RunDir(root)
+    root.mkdir()
     run_dir.create()
     plans = {plan.name: plan.config for plan in make_plan(config, run_dir.config)}
-    write_run_config(run_dir.config, {"rl": run_config(config)} | plans)
+    rows = root.with_name("rows.jsonl")
+    rows.write_text('{"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}\n' * 8)
+    given = {"model": {"name": str(model)}, "output_dir": str(root), "data": {"path": str(rows)}, "seq_len": 64}
+    offline = {"sft": SFTConfig, "align": AlignConfig}
+    stored = {
+        name: cls.model_validate(given | {"max_steps": STEPS + 1}).model_dump(mode="json")
+        for name, cls in offline.items()
+    }
+    write_run_config(run_dir.config, {"rl": run_config(config)} | plans | stored)
     for folder in (run_dir.rollouts, run_dir.weights, run_dir.checkpoints):
         folder.mkdir()
     for step in range(1, STEPS + 1):
@@ -105,12 +199,10 @@ def store_run(root: Path, model: Path, port: int) -> None:
 
 
 @contextmanager
-def damaged(run: Path, name: str, damage: str) -> Iterator[None]:
+def restored(run: Path) -> Iterator[None]:
     """The same run afterwards."""
     whole = run.with_name("whole")
     shutil.copytree(run, whole, symlinks=True)
-    remove(run / name)
-    DAMAGES[damage](run / name)
     try:
         yield
     finally:
@@ -118,55 +210,42 @@ def damaged(run: Path, name: str, damage: str) -> Iterator[None]:
         whole.rename(run)
 
 
-def problem(run: Path, main: Callable[[], None], words: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
-    """What is wrong with the way a command ends, if anything."""
-    sys.argv = [word.format(run=run) for word in words]
+def problem(
+    run: Path, command: Command, capsys: pytest.CaptureFixture[str], refused: Sequence[int] = (1, 2, 3)
+) -> str | None:
+    """What is wrong with the way a command ends, if anything; nothing is with a refusal."""
+    sys.argv = [word.format(run=run) for word in command.words]
     signal.alarm(HANGS_AFTER_S)
     try:
-        main()
+        command.main()
         code: object = 0
     except SystemExit as end:
         code = end.code or 0
-    except Exception as error:  # run_entrypoint turns all of them into an exit code
+    except Exception as error:  # `run_entrypoint` turns all of them into an exit code
         return f"{type(error).__name__}: {error}"
     finally:
         signal.alarm(0)
     told = capsys.readouterr().err
     if code == 0:
         return None
-    lines = [line for line in told.splitlines() if line.startswith(f"{words[0]}: ")]
-    if code in (1, 2, 3) and len(lines) == 1 and "Traceback" not in told:
+    lines = [line for line in told.splitlines() if line.startswith(f"{command.words[0]}: ")]
+    if code in refused and len(lines) == 1 and "Traceback" not in told:
         return None
     return f"exit code {code}: {told[-300:]}"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("up_to_processes")
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_run_is_worked_with_or_refused_in_one_line(
-    command: str,
-    tmp_path: Path,
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Up to where processes would be started: each of them checks the run directory by the same functions."""
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(run_lock, "STALE_S", 0.05)
-    monkeypatch.setattr(run_lock, "CLAIM_S", 0.05)
-    monkeypatch.setattr(Supervisor, "run", lambda self, on_tick: on_tick())
-
-    async def already_checked(*_: object) -> None:
-        """The environment has its own tests, and takes a process each time."""
-
-    monkeypatch.setattr(preflight, "_check_environment", already_checked)
-    run = tmp_path / "run"
+    run, command = tmp_path / "run", COMMANDS[name]
     store_run(run, tiny_model, free_port())
-    main, words = COMMANDS[command]
-    assert problem(run, main, words, capsys) is None
-    there = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
-    names = [name for name in there if f"{step_name(1)}/" not in name] + list(MORE)
+    with restored(run):
+        assert problem(run, command, capsys, refused=()) is None
     found = {}
-    for name in names:
-        for damage in DAMAGES:
-            with damaged(run, name, damage):
-                found[name, damage] = problem(run, main, words, capsys)
+    for path, kind in list(cases(run, command)):
+        with restored(run):
+            damage(run / path, kind)
+            found[path, kind] = problem(run, command, capsys)
     assert {case: told for case, told in found.items() if told is not None} == {}

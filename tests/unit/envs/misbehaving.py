@@ -73,6 +73,13 @@ async def never_rewards(completion: str, answer: str) -> float:
     return 0.0
 
 
+def prints(completion: str, answer: str) -> float:
+    """More than a buffer holds."""
+    for stream in (sys.stdout, sys.stderr):
+        print("\x1b]0;title\x07\x9b2J\r" + "x" * 10_000, file=stream)
+    return 1.0
+
+
 REWARDS: dict[str, Any] = {
     "good": 1.0,
     "nan": float("nan"),
@@ -84,6 +91,8 @@ REWARDS: dict[str, Any] = {
 
 
 def misbehave(behaviour: str) -> float:
+    if behaviour == "prints":
+        return prints("", "")
     if behaviour == "raises":
         raise KeyError("no such key")
     if behaviour == "raises half a character":

@@ -1,9 +1,11 @@
 """Users' code in a process of its own: whatever it does costs one call, and the next one works."""
 
 import asyncio
+import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -226,6 +228,54 @@ def test_nothing_that_hangs_keeps_the_end_waiting() -> None:
     started = time.monotonic()
     run_with(config("sleeps", "spins", score_timeout_s=1000), body)
     assert time.monotonic() - started < 100
+
+
+@contextmanager
+def written_to(output: int) -> Iterator[None]:
+    """What processes that are started meanwhile print."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    try:
+        for number in kept:
+            os.dup2(output, number)
+        yield
+    finally:
+        for number, before in kept.items():
+            os.dup2(before, number)
+            os.close(before)
+
+
+def broken_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+OUTPUTS = {"closed pipe": broken_pipe, "full disk": lambda: os.open("/dev/full", os.O_WRONLY)}
+PRINTS = {
+    "environment": config("prints", score_timeout_s=60),
+    "reward": config("good", rewards=[{"type": "misbehaving:prints", "timeout_s": 60}], score_timeout_s=60),
+}
+
+
+async def score_first(environment: EnvironmentProcess) -> None:
+    await environment.score(environment.train_tasks[0], "a text")
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("who", PRINTS)
+def test_a_reward_that_prints_does_not_care_who_reads_it(who: str, output: str) -> None:
+    descriptor = OUTPUTS[output]()
+    with written_to(descriptor):
+        run_with(PRINTS[who], score_first)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("who", PRINTS)
+def test_what_a_reward_prints_cannot_change_a_terminal(who: str, capfd: pytest.CaptureFixture[str]) -> None:
+    run_with(PRINTS[who], score_first)
+    for told in capfd.readouterr():
+        assert "\\x1b]0;title\\x07\\x9b2J\rxxx" in told, "it may go back in its line, as progress bars do"
+        assert not {"\x1b", "\x07", "\x9b"} & set(told)
 
 
 def test_a_close_that_fails_is_told(capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from tandem.utils.run_lock import hold_run
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     run_dir = RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
     run_dir.create()
     (run_dir.config / "rl.json").write_text(json.dumps({"max_steps": 9, "checkpoint": {"on_signal_timeout_s": 1}}))
     return run_dir
@@ -122,12 +123,12 @@ def test_a_number_that_no_float_holds_is_no_reward(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_file_that_cannot_be_read_is_told_beside_the_state(run_dir: RunDir, name: str) -> None:
-    (run_dir.root / name).mkdir()
     damage = f"damaged     {name} is a folder, and a run has a file there; move it away"
     logs = f"logs        {run_dir.root / 'logs'}"
-    assert status_lines(run_dir.root) == [f"{run_dir.root}: not running", damage, logs]
     with hold_run(run_dir.root, "rl"):
+        (run_dir.root / name).mkdir()
         first, *others = status_lines(run_dir.root)
+    assert status_lines(run_dir.root) == [f"{run_dir.root}: not running", damage, logs]
     assert first.startswith(f"{run_dir.root}: running, `rl` (pid ") and others == [damage, logs]
 
 

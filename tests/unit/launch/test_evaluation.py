@@ -38,6 +38,7 @@ def test_the_model_of_a_run_is_found_from_any_directory(tmp_path: Path, monkeypa
 
 def test_a_run_is_evaluated_with_its_chat_template(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    run.mkdir()
     model = {"name": "m", "chat_template": "own.jinja"}
     write_run_config(RunDir(run).config, {"trainer": {"model": model}})
     assert template_of(EvaluateConfig(run=run)) == str(Path.cwd() / "own.jinja")

@@ -105,6 +105,7 @@ def test_a_server_that_is_still_loading_is_waited_for_later(
 def training(config: RLConfig, url: str) -> Iterator[str]:
     """A run that has loaded its weights into the server, and lives as long as the block: its name."""
     run_dir = RunDir(config.output_dir)
+    run_dir.root.mkdir(exist_ok=True)
     run_dir.create()
     claim = RunClaim.of(run_dir.root, run_dir.server_lease)
     claim.keep(run_dir.server_lease)

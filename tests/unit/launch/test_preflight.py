@@ -55,8 +55,8 @@ def test_reference_and_teacher_models(name: str, good, tiny_model: Path, tmp_pat
 
 
 def test_another_run(good, tmp_path: Path) -> None:
-    write_run_config(tmp_path / "run" / "config", {})
     (tmp_path / "run" / "weights" / "step_000000").mkdir(parents=True)
+    write_run_config(tmp_path / "run" / "config", {})
     with pytest.raises(UserError, match="holds another run"):
         preflight.check(good())
     assert preflight.check(good(clean=True)) == 0

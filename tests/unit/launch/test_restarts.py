@@ -119,6 +119,7 @@ def test_a_disk_that_is_full_is_not_tried_again(make_process, run_dir: RunDir, t
 def test_a_run_whose_directory_is_gone_ends_with_one_line(make_process, tmp_path: Path) -> None:
     """And nothing of it is made again."""
     run_dir = RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
     run_dir.create()
     rename = f"import os; os.rename('{run_dir.root}', '{tmp_path / 'moved'}'); raise SystemExit(1)"
     plans = [make_process("orchestrator", SERVE), make_process("trainer", rename)]

@@ -102,6 +102,7 @@ def main(folder: Path, model: Path) -> None:
     tokenizer = Tokenizer(model)
     for number in itertools.count(1):
         run = make_run(folder / str(number), tokenizer)
+        run.dir.root.mkdir(parents=True)
         run.dir.create()
         code = in_a_process(lambda run=run, number=number: first_start(run, number))
         if code == 0:

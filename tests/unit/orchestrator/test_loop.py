@@ -2,6 +2,7 @@
 environment are fakes; everything between them is real."""
 
 import asyncio
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.failures import TooManyFailures
-from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.loop import Orchestrator, cause_of
 from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
@@ -351,6 +352,29 @@ def test_a_lost_server_ends_the_run_and_no_task_is_blamed(make_run, lost_after: 
         run.start()
     assert {event["event"] for event in read_json_lines(run.dir.events)} == {"started"}
     assert not run.dir.failures.exists()
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+DAMAGED = IsADirectoryError(errno.EISDIR, "Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("met", "cause"),
+    [
+        ([FULL, FULL], FULL),
+        ([KeyError(), FULL], FULL),
+        ([ServerLost(), OSError(errno.EDQUOT, "Disk quota exceeded")], "Disk quota exceeded"),
+        ([KeyError(), ExceptionGroup("of a task", [FULL, FULL])], FULL),
+        ([DAMAGED, DAMAGED], DAMAGED),
+        ([UserError("one"), UserError("other")], "one"),
+        ([KeyError(), TooManyFailures("9 of 9")], "9 of 9"),
+        ([KeyError(), TooManyFailures("9 of 9"), ServerLost("taken")], "taken"),
+        ([ExceptionGroup("of a task", [KeyError("x")])], "'x'"),
+        ([KeyError(), DAMAGED], "of the loop (2 sub-exceptions)"),
+    ],
+)
+def test_of_several_tasks_that_fail_at_once_the_cause_is_told(met: list[Exception], cause: object) -> None:
+    assert str(cause) in str(cause_of(ExceptionGroup("of the loop", met)))
 
 
 def test_a_server_that_would_refuse_our_weights_is_known_before_anything_is_loaded(make_run) -> None:

@@ -172,6 +172,25 @@ def test_rewind_removes_what_lies_beyond_and_only_that(tmp_path: Path) -> None:
     assert rewind(run_dir, 4) == []
 
 
+def test_rewind_leaves_what_users_keep(tmp_path: Path) -> None:
+    """Whatever its name ends with, in whatever digits."""
+    run_dir = RunDir(tmp_path)
+    ours = {
+        "rollouts": [".step_000006.77.tmp"],
+        "weights": [".step_000006.77.tmp", ".latest.tmp", ".announced.json.77.tmp"],
+        "checkpoints": [".step_000006.removed.tmp"],
+        "samples": [".step_000006.jsonl.77.tmp", ".eval_maths_step_000006.jsonl.77.tmp"],
+    }
+    mine = ["mine.tmp", ".mine.tmp", "step_000006.tmp", ".step_000006.mine.tmp", ".step_٠٠٠٠٠٦.77.tmp", "step_٠٠٠٠٠٦"]
+    for folder, names_there in ours.items():
+        (tmp_path / folder).mkdir()
+        for name in names_there + mine:
+            (tmp_path / folder / name).touch()
+    rewind(run_dir, 4)
+    for folder in ours:
+        assert names(tmp_path / folder) == sorted(mine), folder
+
+
 def test_rewind_takes_back_the_metrics_of_later_steps(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step, process in ((3, "orchestrator"), (5, "orchestrator"), (4, "trainer"), (5, "trainer")):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.damages import damage
 
 from tandem.utils.errors import UserError
 from tandem.utils.files import (
@@ -17,6 +18,7 @@ from tandem.utils.files import (
     checksum,
     for_each,
     keep_lines,
+    locked,
     publish_directory,
     read_json,
     read_json_lines,
@@ -179,7 +181,20 @@ def test_work_on_many_bytes_is_shared_among_threads(size_bytes: int) -> None:
         for_each(work, range(20), size_bytes)
 
 
-@pytest.mark.parametrize("read", [read_json, read_table, checksum])
+def lock(path: Path) -> None:
+    with locked(path):
+        pass
+
+
+@pytest.mark.parametrize("open_it", [read_json, read_table, checksum, lock])
+@pytest.mark.parametrize("kind", ["folder", "link to itself"])
+def test_what_is_no_file_is_refused(tmp_path: Path, open_it: Callable[[Path], object], kind: str) -> None:
+    damage(tmp_path / "file", kind)
+    with pytest.raises(UserError, match="file is not a regular file"):
+        open_it(tmp_path / "file")
+
+
+@pytest.mark.parametrize("read", [read_json, read_table, checksum, lock])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")

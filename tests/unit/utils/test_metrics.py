@@ -24,6 +24,7 @@ from tandem.utils.metrics import (
     refuse_missing_trackers,
     rows_by_step,
 )
+from tandem.utils.run_content import WANDB_ID, wandb_id
 from tandem.utils.run_dir import RunDir
 
 SESSION_START = 1  # SessionLog.START of TensorBoard's event.proto
@@ -171,6 +172,23 @@ def test_without_trackers_nothing_is_opened(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("content", "known_as"),
+    [(b"0a1b2c3d", "0a1b2c3d"), (b"my-run_2\n", "my-run_2"), (None, None), (b"", None), (b"\xff\xfe", None)]
+    + [(content.encode(), None) for content in ("a/b", "a b", "a\nb", "ä", "x" * 65)],
+)
+def test_a_run_that_goes_on_keeps_its_name_for_wandb_or_gets_another(
+    tmp_path: Path, content: bytes | None, known_as: str | None
+) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    if content is not None:
+        (run_dir.config / WANDB_ID).write_bytes(content)
+    told = metrics._wandb_id(run_dir, is_new=False)
+    assert told == (known_as or wandb_id(tmp_path)) and metrics._wandb_id(run_dir, is_new=False) == told
+    assert metrics._wandb_id(run_dir, is_new=True) != told
+
+
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None if name == "wandb" else object())
     refuse_missing_trackers(["tensorboard", "trackio"])
@@ -197,6 +215,7 @@ def local_only(self, address):
 socket.socket.connect = local_only
 
 from tandem.utils.metrics import RunLog, open_forwarder
+from tandem.utils.run_content import WANDB_ID, wandb_id
 from tandem.utils.run_dir import RunDir
 
 run_dir = RunDir(Path(sys.argv[2]))

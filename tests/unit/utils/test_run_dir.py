@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.damages import damage
 
 from tandem.utils import run_content
 from tandem.utils.errors import UserError
 from tandem.utils.files import remove
 from tandem.utils.metrics import RunLog
 from tandem.utils.provenance import write_run_config
+from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import (
     RUN_CONTENT,
     RunDir,
@@ -20,6 +22,7 @@ from tandem.utils.run_dir import (
     step_of_samples,
     steps_with,
 )
+from tandem.utils.run_lock import hold_run
 
 # What a run leaves, by all that it can be told to do; folders end with a slash.
 OF_A_RUN = (
@@ -34,6 +37,7 @@ OF_A_RUN = (
 # What people keep in folders of the same names.
 OF_A_USER = (
     *("config/mine.toml", "config/models.json", "config/rl.toml", "logs/notes.txt", "logs/mine.log", "dry_run/a.txt"),
+    *("samples/mine.tmp", "weights/.step_000001.mine.tmp", "checkpoints/step_٠٠٠٠١٢/"),
     *("samples/golden.jsonl", "samples/step_1.jsonl", "samples/step_000001.txt", "checkpoints/mine.pt"),
     *("checkpoints/step_000001.pt", "checkpoints/step_7/", "weights/model.safetensors", "rollouts/1.json"),
     *("merged/model.bin", "adapter/notes", "tensorboard/mine/", "wandb/run-2025_1-xyz/", "wandb/settings", "notes.txt"),
@@ -93,10 +97,24 @@ def test_a_name_that_is_too_long_is_no_run_directory(tmp_path: Path) -> None:
         RunDir(tmp_path / ("a" * 300)).refuse_another_run(resume=False, clean=False)
 
 
-def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("")
-    with pytest.raises(UserError, match=r"output_dir = '.*out' is a file; give a directory"):
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("no text", "a file"),
+        ("pipe", "neither a file nor a folder"),
+        ("dangling link", "a link that leads nowhere"),
+        ("link to itself", "a link that leads nowhere"),
+    ],
+)
+def test_what_is_no_directory_is_no_run_directory(tmp_path: Path, kind: str, told: str) -> None:
+    damage(tmp_path / "out", kind)
+    with pytest.raises(UserError, match=rf"output_dir = '.*out' is {told}; give a directory"):
         RunDir(tmp_path / "out").refuse_another_run(resume=False, clean=False)
+    with (
+        pytest.raises(UserError, match=rf"output_dir = '.*out' is {told}; give a directory"),
+        hold_run(tmp_path / "out", "trainer"),
+    ):
+        pass
 
 
 def test_clean_removes_the_run_and_leaves_the_rest(tmp_path: Path) -> None:
@@ -212,6 +230,16 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(UserError, match=r"events\.jsonl is neither a file nor a folder"):
         RunDir(tmp_path).refuse_another_run(resume=False, clean=False)
+
+
+def test_what_a_run_deletes_meanwhile_is_not_misshapen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that is started again looks at the directory while the orchestrator deletes old batches."""
+    (tmp_path / "rollouts").mkdir()
+    listed = lambda folder, _: [folder / step_name(1)]  # noqa: E731
+    monkeypatch.setattr(run_content, "_named", listed)
+    assert misshapen(tmp_path) is None
+    (tmp_path / "rollouts" / step_name(1)).symlink_to("nowhere")
+    assert misshapen(tmp_path) is not None
 
 
 def test_step_names() -> None:

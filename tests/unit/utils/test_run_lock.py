@@ -14,16 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.workers import run_rank
 from tandem.orchestrator.samples import write_samples
 from tandem.trainer.checkpoints.snapshot import make_room
 from tandem.transport.weights.manifest import Announcement, announce
 from tandem.utils import run_lock
 from tandem.utils.errors import BrokenRunDirectory, UserError
-from tandem.utils.files import staging_directory, write_json
+from tandem.utils.files import staging_directory
 from tandem.utils.metrics import RunLog
+from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.run_holder import Holder, read_holder
-from tandem.utils.run_lock import TOKEN, hold_run
+from tandem.utils.run_lock import ROLES, TOKEN, hold_run
 
 # Says what became of it, and holds on until it is told to end.
 TAKE = """\
@@ -55,7 +57,9 @@ WRITERS: dict[str, Callable[[RunDir], object]] = {
     "rollouts": lambda run_dir: staging_directory(run_dir.rollouts / step_name(1)),
     "checkpoint": lambda run_dir: make_room(run_dir.checkpoints / step_name(1) / ".trainer.tmp", 0),
     "announcement": lambda run_dir: announce(run_dir.weights, Announcement(1, None)),
-    "configuration": lambda run_dir: write_json(run_dir.config / "rl.json", {}),
+    "folders": RunDir.create,
+    "rank of a cluster": lambda run_dir: run_rank({"output_dir": str(run_dir.root)}, {}, rank=1),
+    "configuration": lambda run_dir: write_run_config(run_dir.config, {"rl": {}}),
 }
 
 
@@ -294,6 +298,16 @@ def test_what_is_no_lock_is_refused_and_not_waited_for(tmp_path: Path, name: str
         pass
     assert read_holder(tmp_path / name) is None, "nor does who only looks"
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_run_in_which_something_else_stands_where_files_belong_is_held_by_nobody(tmp_path: Path) -> None:
+    """Whoever takes it may wait for the writer of a pipe."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    told = r"output_dir = '.*': metrics\.jsonl is neither a file nor a folder, and a run has a file there"
+    for role in ROLES:
+        with pytest.raises(UserError, match=told), hold_run(tmp_path, role, [role]):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,6 +16,7 @@ Files that hold a secret only the user can read.
 
 import csv
 import io
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from tandem.config.changes import Change
 from tandem.config.offline import OfflineConfig
@@ -34,13 +36,14 @@ from tandem.launch.slurm.job import Job, make_log_folders, render
 from tandem.launch.slurm.submission import with_servers
 from tandem.launch.sweep.resolve import SubExperiment
 from tandem.utils.errors import UserError
-from tandem.utils.files import json_text, read_json, write_atomic, write_json
+from tandem.utils.files import json_text, read_json, read_regular, read_table, write_atomic, write_json
 from tandem.utils.progress import count_runs, reported
 from tandem.utils.run_lock import refuse_unwritable
 from tandem.utils.secrets import holds_secret
 
 EXPERIMENT, SWEEP, JOBS, LOCK = "experiment.yaml", "sweep.json", "jobs.json", ".lock"
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C, where libyaml is there
+JOBS_OF_RUNS = TypeAdapter(dict[str, dict[str, str]])
 CONFIG, SCRIPT, EVALUATION, SECRETS = "config.yaml", "job.sh", "evaluate.sh", "secrets.sh"
 
 
@@ -86,7 +89,7 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
                 _refuse_rewriting(output_dir, run, job)
     with refuse_unwritable(output_dir, "execution.output_dir"):
         output_dir.mkdir(parents=True, exist_ok=True)
-    if experiment.resolve() != (output_dir / EXPERIMENT).resolve():
+    if os.path.realpath(experiment) != os.path.realpath(output_dir / EXPERIMENT):
         is_private = any(run.secrets or holds_secret([run.tree, run.evaluation]) for run in runs)
         write_atomic(output_dir / EXPERIMENT, experiment.read_bytes(), private=is_private)
     for run in reported(runs, "sweep", "runs written"):
@@ -141,7 +144,14 @@ def read_sweep(output_dir: Path) -> list[Run]:
 def read_jobs(output_dir: Path) -> dict[str, dict[str, str]]:
     """The SLURM jobs of each run by its name: `run`, and `evaluation` where there is one."""
     path = output_dir / JOBS
-    return read_json(path) if path.exists() else {}
+    if not os.path.lexists(path):
+        return {}
+    try:
+        return JOBS_OF_RUNS.validate_python(read_table(path))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}, which names the SLURM jobs of the runs, is damaged; remove it when none of them waits or runs"
+        ) from error
 
 
 def store_jobs(output_dir: Path, kind: str, jobs: Mapping[str, str]) -> None:
@@ -214,7 +224,12 @@ def _refuse_changed(run: SubExperiment) -> None:
     stored = run.folder / CONFIG
     if not stored.exists():
         return
-    old, new = flatten(yaml.safe_load(stored.read_text())), flatten(run.tree)
+    try:
+        old, new = flatten(yaml.safe_load(read_regular(stored))), flatten(run.tree)
+    except (ValueError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{stored}, with which run {run.name!r} was started, is damaged; put it back, or delete {run.folder}"
+        ) from error
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if changed:
         told = ", ".join(str(Change(key, old.get(key), new.get(key))) for key in changed[:3])

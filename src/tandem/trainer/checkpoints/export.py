@@ -20,6 +20,7 @@ from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import publish_directory, read_json, read_table, staging_directory
 from tandem.utils.run_dir import RunDir, step_name
+from tandem.utils.run_lock import refuse_unwritable
 
 # The processes that train, by the names of their configurations.
 TRAINERS = ("trainer", "sft", "align")
@@ -36,7 +37,8 @@ def export_checkpoint(run_dir: RunDir, step: int, output: Path, dtype: str | Non
         tensors, hf_config = scorer_tensors(model, folder), scorer_config(model.name)
     else:
         tensors, hf_config = decoder_tensors(model, lora, folder), read_json(model.name / "config.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with refuse_unwritable(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_directory(output)
     write_model(staging, tensors, hf_config | {"dtype": dtype or model.dtype})
     copy_side_files(model.name, staging, model.read_chat_template())

@@ -2,9 +2,10 @@
 
 import csv
 import io
+import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jinja2
 import pytest
 import yaml
+from tests.damages import DAMAGES, damage
 from tests.unit.launch.sweep.conftest import Write
 
 from tandem.config.align import AlignConfig
@@ -234,6 +236,68 @@ def test_a_run_whose_files_cannot_be_read_is_shown_as_damaged_beside_the_others(
     told = capsys.readouterr().out
     assert "damaged (metrics.jsonl is a folder, " in told and "damaged (events.jsonl is a folder, " in told
     assert "3 runs: 2 damaged, 1 finished." in told
+
+
+# What a sweep has written, and when it reads or writes it.
+FILES = {
+    "jobs.json": [[], ["--status"]],
+    "sweep.json": [[], ["--status"]],
+    "results.csv": [["--status"]],
+    "runs.csv": [[]],
+    "experiment.yaml": [[]],
+    "NAME": [[], ["--status"]],
+    "NAME/run": [[], ["--status"]],
+    "NAME/config.yaml": [[]],
+    "NAME/job.sh": [[]],
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_sweep_is_worked_with_or_refused_in_one_line(
+    write: Write, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("folder", "states"):
+        monkeypatch.setattr(f"tandem.launch.sweep.{module}.jobs_under_way", dict)
+    file, whole = write("max_steps: 3"), tmp_path / "whole"
+    output_dir, (run,) = entrypoint.write(file)
+    finish(run)
+    write_json(output_dir / "jobs.json", {run.name: {"run": "7"}})
+    shutil.copytree(output_dir, whole)
+    found = {}
+    for arguments in FILES[name]:
+        monkeypatch.setattr("sys.argv", ["sweep", str(file), *arguments])
+        assert exit_code(entrypoint.main) == 0
+        for kind in DAMAGES:
+            damage(output_dir / name.replace("NAME", run.name), kind)
+            code = exit_code(entrypoint.main)
+            told = capsys.readouterr().err
+            if code not in (0, 2, 3) or "Traceback" in told or told.count("sweep: ") > (code > 0):
+                found[kind, *arguments] = told[-300:]
+            shutil.rmtree(output_dir)
+            shutil.copytree(whole, output_dir)
+    assert found == {}
+
+
+def exit_code(main: Callable[[], None]) -> object:
+    try:
+        main()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": "7"}', '{"a": {"run": 7}}', "\\"])
+def test_jobs_that_cannot_be_read_are_told_and_nothing_is_submitted_again(
+    write: Write, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output_dir, runs = entrypoint.write(write(TWO))
+    monkeypatch.setattr("tandem.launch.sweep.submit.require_slurm", lambda: None)
+    monkeypatch.setattr("tandem.launch.sweep.submit.submit", lambda *_: pytest.fail("submitted"))
+    (output_dir / "jobs.json").write_text(content)
+    with pytest.raises(
+        UserError, match=r"jobs\.json, which names the SLURM jobs of the runs, is damaged; remove it when"
+    ):
+        submit_runs(output_dir, runs, resume=False, array=True, max_jobs=None)
 
 
 def test_what_is_submitted_is_not_submitted_twice(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
