@@ -151,6 +151,8 @@ def written(changed: ast.expr, original: ast.expr) -> str:
 def is_left_alone(node: ast.AST, parent: ast.AST) -> bool:
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.arg):
         return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: an assertion
+        return True
     if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (
         node in parent.decorator_list or node is getattr(parent, "returns", None)
     ):

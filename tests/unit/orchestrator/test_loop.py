@@ -377,6 +377,26 @@ def test_of_several_tasks_that_fail_at_once_the_cause_is_told(met: list[Exceptio
     assert str(cause) in str(cause_of(ExceptionGroup("of the loop", met)))
 
 
+def test_metrics_are_forwarded_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarded: list[int] = []
+
+    class Forwarder:
+        def forward(self) -> None:
+            forwarded.append(len(forwarded))
+
+    class Loop:
+        forwarder = Forwarder()
+
+    async def pass_a_second(seconds: float) -> None:
+        if len(forwarded) == 3:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "sleep", pass_a_second)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Orchestrator._forward_metrics(Loop()))  # type: ignore[arg-type]
+    assert forwarded == [0, 1, 2]
+
+
 def test_a_server_that_would_refuse_our_weights_is_known_before_anything_is_loaded(make_run) -> None:
     run = make_run()
     run.server.refuses = True

@@ -135,6 +135,14 @@ def test_a_group_made_anew_goes_on_with_the_attempts_that_it_has_left(tokenizer:
     assert not maker._spent
 
 
+def test_a_group_that_is_there_leaves_no_count_of_its_attempts(tokenizer: Tokenizer) -> None:
+    rewards = LetterRewards({"b": KeyError("b")})
+    maker = RolloutMaker(FakeClient(tokenizer), rewards, tokenizer, tries=3, record=lambda _: None, delays_s=(0.0,))
+    request = SamplingRequest(3, 8, temperature=0.7, seed=11, options=OPTIONS)
+    group = asyncio.run(maker.make_group(TASK, PROMPT, 9, request))
+    assert [rollout.text for rollout in group.rollouts] == ["a", "c", "d"] and not maker._spent
+
+
 def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: Tokenizer) -> None:
     """b hangs, and c is not scored by then: both are lost, and sampled again."""
     hung = UserCodeError(Failure("took too long", hung=True))
