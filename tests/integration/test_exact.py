@@ -145,7 +145,7 @@ def test_engine_and_trainer_agree_to_the_bit(models: dict[str, Path], dtype: str
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_truncation_too(models: dict[str, Path], dtype: str) -> None:
-    """Log-probs among what was left to draw each token from."""
+    """Log-probs among the kept tokens."""
     options = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9}]
     requests = [
         replace(request, sampling=replace(request.sampling, **{"top_k": 0} | options[number % 4]), kept_tokens=True)

@@ -79,7 +79,7 @@ class GenerationRequest:
     adapter: str | None = None  # name of a loaded LoRA adapter
     top_logprobs: int = 0  # so many alternatives to every sampled token
     raw_logprobs: bool = False  # of the model as it is, instead of at the sampling temperature
-    kept_tokens: bool = False  # what truncation left to draw every token from
+    kept_tokens: bool = False  # report the kept tokens at every sampled token
     prompt_logprobs: int | None = None  # of every prompt token, with so many alternatives
     grammar: "Grammar | None" = None  # what every sample must follow
 
@@ -106,10 +106,10 @@ class GeneratedSample:
 
 
 class KeptTokens(NamedTuple):
-    """What top_p, top_k and min_p left to draw a token from."""
+    """What top_p, top_k and min_p left to sample a token from."""
 
     token_ids: list[int]  # in ascending order; empty: all
-    logprob: float  # of the token that was drawn, among these
+    logprob: float  # of the sampled token, among these
 
 
 @dataclass(frozen=True)

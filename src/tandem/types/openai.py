@@ -173,8 +173,8 @@ class GenerationOptions(ApiModel):
     """Adds token_ids, prompt_token_ids and weight_versions (of the weights behind each token)."""
 
     return_kept_token_ids: bool = False
-    """Adds kept_token_ids (the tokens that top_p, top_k and min_p left to draw each token from; empty: all) and
-    kept_logprobs (of each token among those: its log-prob minus their log-mass), where the engine can tell."""
+    """Adds, if the engine reports them, kept_token_ids (those that top_p, top_k and min_p left to sample each token
+    from; empty: all) and kept_logprobs (of each token among these: its log-prob minus their log-mass)."""
 
     return_tokens_as_token_ids: bool = False
     """Log-probs name tokens as "token_id:5" instead of by their text."""

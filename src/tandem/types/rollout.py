@@ -64,12 +64,12 @@ class SamplingRequest:
     session: int | None = (
         None  # requests with the same one begin alike: a server that has met one has its prefix cached
     )
-    is_trained_on: bool = False  # with truncation, the trainer has to know what each token was drawn from
+    is_trained_on: bool = False  # with truncation, the trainer needs the kept tokens
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What truncation left to draw each token of a completion from."""
+    """The kept tokens at every token of a completion: top_p, top_k and min_p left these to sample from."""
 
     token_ids: Sequence[Sequence[int]]  # empty: all
     logprobs: list[float]  # of each token among those
@@ -84,21 +84,21 @@ class Completion:
     versions: list[int]
     finish_reason: str
     stop: str | None = None  # the stop string that ended it; its tokens are among the others
-    kept: Kept | None = None  # None: nothing was cut off, or the engine cannot tell
+    kept: Kept | None = None  # None: sampled without truncation, or the engine does not report them
 
     @property
     def sampled_logprobs(self) -> list[float]:
-        """Of the distribution that the tokens were drawn from, as far as the engine tells."""
+        """Log-probs under the truncated distribution, if the engine reports the kept tokens."""
         return self.logprobs if self.kept is None else self.kept.logprobs
 
 
 def require_drawn(token_ids: Sequence[int], kept: Kept, where: str) -> None:
-    """ValueError unless each token can have been drawn from what is said to have been left."""
+    """ValueError unless every token is one of the kept tokens."""
     if not len(token_ids) == len(kept.token_ids) == len(kept.logprobs):
-        raise ValueError(f"{where}: {len(token_ids)} tokens, but what {len(kept.token_ids)} were drawn from")
+        raise ValueError(f"{where}: {len(token_ids)} tokens, but kept tokens for {len(kept.token_ids)}")
     for place, (token, left) in enumerate(zip(token_ids, kept.token_ids, strict=True)):
         if left and token not in left:
-            raise ValueError(f"{where}: token {place} is {token}, which is not among those it was drawn from")
+            raise ValueError(f"{where}: token {place} is {token}, which is not one of the kept tokens")
 
 
 def require_logprobs(logprobs: Sequence[float | None] | NDArray[np.float32], where: str) -> None:
@@ -215,7 +215,7 @@ class TrainingSequence:
     token_ids: list[int]
     loss_mask: list[int]
     streams: Mapping[str, list[float]] = field(default_factory=dict)
-    kept: Sequence[Sequence[int]] = ()  # what truncation left to draw each token from, empty: all; or nothing at all
+    kept: Sequence[Sequence[int]] = ()  # kept tokens at every token, empty where all were; or no entries
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.loss_mask), *map(len, self.streams.values())}
@@ -231,10 +231,10 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class PackedKept:
-    """What truncation left to draw each token of a batch from."""
+    """The kept tokens at every token of a batch."""
 
-    counts: NDArray[np.int64]  # (tokens,): of so many tokens; 0: all
-    token_ids: NDArray[np.int64]  # (kept tokens,): those of one token after those of another
+    counts: NDArray[np.int64]  # (tokens,): how many were kept; 0: all
+    token_ids: NDArray[np.int64]  # (sum of counts,)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class PackedBatch:
     sequences: NDArray[np.int64]  # (loss tokens,): the sequence it belongs to, in ascending order
     num_sequences: int
     streams: Mapping[str, NDArray[np.float32]]  # (loss tokens,) each
-    kept: PackedKept | None = None  # None: nothing was cut off
+    kept: PackedKept | None = None  # None: sampled without truncation
 
     @property
     def num_tokens(self) -> int:

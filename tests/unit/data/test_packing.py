@@ -31,7 +31,7 @@ def make(prompt: int, num_prompt: int, completion: list[int], mask: list[int], n
 
 
 def kept_at(position: int, kind: int) -> list[int]:
-    """What was left to draw a token from: something for every other token of most sequences."""
+    """The kept tokens at a token: some for every other token of most sequences."""
     return list(range(position, 2 * position + 1 + kind)) if kind and position % 2 else []
 
 

@@ -198,7 +198,7 @@ def test_sampling_options_are_sent_and_the_stop_comes_back(server: FakeServer) -
 
 
 @pytest.mark.parametrize(("is_trained_on", "top_k", "asks"), [(True, 2, True), (False, 2, False), (True, 0, False)])
-def test_what_truncation_left_is_asked_for_where_it_is_trained_on(
+def test_kept_tokens_are_asked_for_where_they_are_trained_on(
     server: FakeServer, is_trained_on: bool, top_k: int, asks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = choice(0, 50) | {"kept_token_ids": [[49, 50]], "kept_logprobs": [-0.125]}
@@ -215,12 +215,12 @@ def test_what_truncation_left_is_asked_for_where_it_is_trained_on(
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ({"kept_token_ids": [[49]], "kept_logprobs": [-0.1]}, "token 0 is 50, which is not among"),
-        ({"kept_token_ids": [], "kept_logprobs": [-0.1]}, "1 tokens, but what 0 were drawn from"),
+        ({"kept_token_ids": [[49]], "kept_logprobs": [-0.1]}, "token 0 is 50, which is not one of"),
+        ({"kept_token_ids": [], "kept_logprobs": [-0.1]}, "1 tokens, but kept tokens for 0"),
         ({"kept_token_ids": [[50]], "kept_logprobs": [None]}, "must be finite"),
     ],
 )
-def test_what_cannot_have_been_left_is_refused(kept: dict[str, Any], message: str) -> None:
+def test_kept_tokens_without_the_sampled_one_are_refused(kept: dict[str, Any], message: str) -> None:
     with pytest.raises(InferenceError, match=message):
         _completion(choice(0, 50) | kept)
 

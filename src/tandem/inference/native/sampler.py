@@ -179,7 +179,7 @@ def truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
 def find_kept(
     logits: Tensor, truncated: Tensor, tokens: Tensor, rows: SamplingRows, *, exactly: bool
 ) -> list[KeptTokens | None]:
-    """For rows that ask: what was left to draw the token from. The log-prob is again that of the model's own logits."""
+    """The kept tokens of rows that ask, and the log-prob of the drawn token among them, by the model's own logits."""
     if not rows.wants_kept.any():
         return []
     asking = np.flatnonzero(rows.wants_kept)

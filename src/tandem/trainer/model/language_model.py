@@ -31,7 +31,7 @@ class Inputs:
     labels: Tensor  # (predictions,): the token that is predicted
     sources: Tensor  # (predictions,): where the token stands that it is predicted from
     spread: Tensor | None  # (loss tokens,): the prediction that each learned token takes; None: one each, in order
-    kept: KeptSets | None = None  # of the predictions: what truncation left; None: all tokens
+    kept: KeptSets | None = None  # kept tokens of the predictions; None: sampled without truncation
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> "Inputs":

@@ -120,9 +120,7 @@ def test_prompts_in_all_forms(client: TestClient, engine: FakeEngine, prompt: An
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     ],
 )
-def test_what_truncation_left_to_draw_each_token_from(
-    client: TestClient, path: str, body: dict[str, Any], stream: bool
-) -> None:
+def test_kept_tokens_come_with_every_token(client: TestClient, path: str, body: dict[str, Any], stream: bool) -> None:
     asked = body | {"max_tokens": 3, "stream": stream, "return_token_ids": True}
     answer = client.post(path, json=asked | {"return_kept_token_ids": True})
     every = [choice for chunk in (chunks(answer) if stream else [answer.json()]) for choice in chunk["choices"]]

@@ -199,7 +199,7 @@ def test_top_logprobs_are_those_of_the_model_whatever_the_logits_were_adjusted_t
         ({"top_k": 2, "temperature": 0.5}, {1: 4 / 20, 2: 16 / 20}),
     ],
 )
-def test_what_truncation_left_is_told_with_the_log_prob_among_it(options, expected: dict[int, float]) -> None:
+def test_the_kept_tokens_are_reported_with_the_log_prob_among_them(options, expected: dict[int, float]) -> None:
     drawn = sample(torch.tensor([LOGITS] * 40), rows(40, **options, kept=True))
     assert set(drawn.tokens.tolist()) == expected.keys()
     for token, kept in zip(drawn.tokens.tolist(), drawn.kept, strict=True):
@@ -207,7 +207,7 @@ def test_what_truncation_left_is_told_with_the_log_prob_among_it(options, expect
         assert math.exp(kept.logprob) == pytest.approx(expected[token])
 
 
-def test_only_rows_that_ask_are_told_what_was_left() -> None:
+def test_kept_tokens_are_reported_to_rows_that_ask() -> None:
     settings = rows(4, top_k=2, kept=True)
     settings.wants_kept[[0, 2]] = False
     drawn = sample(torch.tensor([LOGITS] * 4), settings)
@@ -217,7 +217,7 @@ def test_only_rows_that_ask_are_told_what_was_left() -> None:
     assert not sample(torch.tensor([LOGITS] * 4), rows(4, top_k=2)).kept
 
 
-def test_with_adjusted_logits_the_log_prob_is_that_of_the_model_among_what_was_left() -> None:
+def test_with_adjusted_logits_the_log_prob_among_the_kept_tokens_is_that_of_the_model() -> None:
     adjusted = torch.tensor([[9.0, 9.0, -9.0, -9.0]])
     (kept,) = sample(torch.tensor([LOGITS]), rows(1, top_k=2, kept=True), adjusted).kept
     assert kept is not None and kept.token_ids == [0, 1]

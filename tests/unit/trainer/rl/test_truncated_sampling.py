@@ -1,6 +1,5 @@
-"""With top_p, top_k or min_p, rollouts come from a truncated policy. A small one is enumerated: over all that can be
-drawn, the expected gradient of the loss is that of the expected reward, once the trainer knows what was left to draw
-each token from; otherwise it is not."""
+"""With top_p, top_k or min_p, rollouts come from a truncated policy. All completions of a small one are enumerated: the
+expected gradient of the loss is that of the expected reward if the trainer knows the kept tokens, else it is biased."""
 
 import itertools
 import math
@@ -105,7 +104,7 @@ def expected_gradient_of_the_loss(
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.8}])
 @pytest.mark.parametrize("loss", ["reinforce", "grpo"])
-def test_the_gradient_is_unbiased_where_the_trainer_knows_what_was_left(loss: str, options: dict[str, float]) -> None:
+def test_the_gradient_is_unbiased_if_the_trainer_knows_the_kept_tokens(loss: str, options: dict[str, float]) -> None:
     policy, config = Bigrams(), LossConfig(type=loss)  # type: ignore[arg-type]
     left = {token: engine_says(policy, token, options) for token in range(VOCAB)}
     assert all(len(tokens) < VOCAB for tokens in left.values())
@@ -116,7 +115,7 @@ def test_the_gradient_is_unbiased_where_the_trainer_knows_what_was_left(loss: st
     assert (without - wanted).norm() > 0.1 * wanted.norm()
 
 
-def test_equal_completions_share_their_tokens_only_where_the_same_was_left() -> None:
+def test_equal_completions_are_computed_once_only_if_their_kept_tokens_are_equal() -> None:
     kept = Kept([[1, 2], [3, 4]], [-0.5, -0.5])
     one = Rollout([START], Completion([1, 3], [-1.0, -1.0], [0, 0], "stop", kept=kept), "", 1.0)
     other = replace(one, completion=replace(one.completion, kept=Kept([[1, 2], [3]], [-0.5, 0.0])))
