@@ -71,6 +71,7 @@ def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Pa
         "seed": request_seed(1, "eval", 1),
         "options": SamplingOptions(),
         "session": None,
+        "is_trained_on": False,
     }
 
 
