@@ -12,6 +12,7 @@ compiled, its default, and once more eagerly; the better of the two counts.
 """
 
 import argparse
+import atexit
 import json
 import os
 import random
@@ -47,6 +48,7 @@ def load_tandem(model: Path, dtype: str, threads: int) -> Generate:
     settings = {"model": {"name": model, "dtype": dtype}, "seq_len": MAX_LENGTH, "prefix_caching": False}
     engine = build_engine(InferenceConfig.model_validate(settings), [], lambda: None, print)  # type: ignore[arg-type]
     engine.start()
+    atexit.register(engine.stop)  # if its thread lives when the interpreter ends, the process may abort
 
     def generate(prompts: list[list[int]], samples: int, new_tokens: int) -> int:
         sampling = Sampling(new_tokens, ignore_eos=True)
