@@ -27,6 +27,7 @@ from tandem.config.client import ClientConfig
 from tandem.config.environment import EnvConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.process import open_environment
+from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.conversations import open_episodes
 from tandem.orchestrator.rollouts import RolloutMaker
@@ -41,19 +42,19 @@ from tandem.utils.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 16
-DELAY_S = (4.0, 6.0)
+RUN = "benchmark"
 TICK_S = 0.005
 GROUP_SIZE = 8
 NUM_TURNS = 4
 
 
-def serve(port: int, vocabulary: int) -> None:
+def serve(port: int, vocabulary: int, delays_s: tuple[float, float]) -> None:
     """The engine: random tokens after a while."""
-    identity = ServerIdentity("benchmark", "model", 0, ("benchmark",)).to_headers()
+    identity = ServerIdentity("benchmark", "model", 0, (RUN,)).to_headers()
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
-        await asyncio.sleep(random.uniform(*DELAY_S))
+        await asyncio.sleep(random.uniform(*delays_s))
         choices = [choice(index) for index in range(body["n"])]
         return web.json_response({"choices": choices}, headers=identity)
 
@@ -73,7 +74,7 @@ def serve(port: int, vocabulary: int) -> None:
     app.add_routes(
         [
             web.get("/health", well),
-            web.post("/update_weights", well),
+            *(web.post(path, well) for path in ("/claim", "/release", "/update_weights")),
             web.post("/v1/completions", answer),
         ]
     )
@@ -97,7 +98,7 @@ class Stalls:
 
 async def measure(url: str, model: Path, folder: Path, env: EnvConfig, num_rollouts: int) -> dict[str, float]:
     tokenizer = Tokenizer(model)
-    client = InferenceClient(ClientConfig(base_url=url), "benchmark", url)
+    client = InferenceClient(ClientConfig(base_url=url), RunClaim(RUN, "0" * 16, ""), url)
     async with open_environment(env) as environment:
         await client.wait_until_ready()
         policy = Policy([client], model, folder / "weights", 0, RunLog(RunDir(folder), "orchestrator"))
@@ -142,6 +143,7 @@ async def measure(url: str, model: Path, folder: Path, env: EnvConfig, num_rollo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=10_000)
+    parser.add_argument("--delays", type=float, nargs=2, default=[4.0, 6.0], help="seconds that an answer takes")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     num_tasks = args.rollouts // GROUP_SIZE
@@ -165,7 +167,9 @@ def main() -> None:
         vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
         port = nearest_free_port("127.0.0.1", 8200)
         assert port is not None, "no port is free"
-        engine = multiprocessing.get_context("spawn").Process(target=serve, args=(port, vocabulary), daemon=True)
+        engine = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(port, vocabulary, args.delays), daemon=True
+        )
         engine.start()
         for kind, env in kinds.items():
             results[kind] = event_loop.run(

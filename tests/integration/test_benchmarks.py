@@ -55,6 +55,16 @@ def test_more_servers_are_faster_and_more_readers_are_slower(scaling: ModuleType
     assert scaling.simulate(crowd).load > scaling.simulate(many).load
 
 
+def test_the_benchmark_of_the_orchestrator(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    script = ROOT / "benchmarks" / "orchestrator_cpu.py"
+    command = [sys.executable, script, "--rollouts", "32", "--delays", "0.01", "0.02", "--output", output]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(output.read_text())
+    assert [(row["rollouts"], row["turns"] > 1) for row in figures.values()] == [(32, False), (32, True)]
+
+
 @pytest.mark.parametrize(("section", "num_rows"), [("rollouts", 5), ("training", 2), ("offline", 3), ("rl", 1)])
 def test_a_section_of_the_benchmarks(tmp_path: Path, section: str, num_rows: int) -> None:
     output = tmp_path / "figures.json"
