@@ -17,7 +17,7 @@ from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.core import EngineCore, EngineParts
 from tandem.inference.native.pieces import cut_contexts
 from tandem.inference.native.runner import Runner
-from tandem.inference.native.sampler import SamplingRows, sample, uniforms
+from tandem.inference.native.sampler import SamplingRows, cumulative, sample, uniforms
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.shared_prompts import ROWS_AT_ONCE, find_shared
 from tandem.inference.native.state import Request, SlotState
@@ -383,6 +383,16 @@ def test_the_likeliest_tokens_come_with_the_draw(vocab: int, dtype: torch.dtype)
         assert torch.equal(drawn.top_tokens[:asked, row].cpu().long(), order[row, :asked])
         found = drawn.top_logprobs[:asked, row].cpu().numpy()
         np.testing.assert_allclose(found, expected.top_logprobs[row, :asked], atol=1e-4)
+
+
+def test_cumulative_sums_in_deterministic_mode() -> None:
+    probs = torch.randn(3, 5000, device=DEVICE).mul(3).softmax(dim=-1)
+    torch.use_deterministic_algorithms(ON_GPU)
+    try:
+        found = cumulative(probs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    np.testing.assert_allclose(found.cpu().numpy(), probs.cpu().double().cumsum(dim=-1).numpy(), atol=1e-6)
 
 
 def test_logits_that_are_no_numbers_are_told() -> None:

@@ -88,7 +88,7 @@ class OrchestratorConfig(BatchOptions, LogOptions, SeedOptions, SyncOptions, Run
         defaults = EnvConfig().model_dump(), EnvConfig().model_dump(mode="json")
         if isinstance(env, dict) and env not in defaults:
             changed = {key: value for key, value in env.items() if all(value != one.get(key) for one in defaults)}
-            keys = ", ".join(f"env.{key} = {shown(hidden(value))}" for key, value in (changed or env).items())
+            keys = ", ".join(f"env.{key} = {shown(value)}" for key, value in hidden(changed or env).items())
             raise ValueError(f"{keys or 'env'} and envs are both given; add it to envs, or leave one of them out")
         return given
 

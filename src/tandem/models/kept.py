@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tandem.models.runtime import to_device
 
-CUT_OFF = -1e30  # the logit of a token that could not be drawn; finite, so that p · log p is 0
+# The logit of a token that could not be drawn. Finite, also thousands of them at a low temperature: p · log p is 0.
+CUT_OFF = -1e25
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,12 @@ class KeptSets:
         )
 
     def cut(self, logits: Tensor, first: int) -> Tensor:
-        """The logits (rows, vocab) of the predictions from `first` on, without those that could not be drawn."""
+        """The logits (rows, vocab) of the predictions from `first` on, without those that could not be drawn. Without
+        gradients they are overwritten."""
         end = first + len(logits)
         mine = slice(int(self.starts[first]), int(self.starts[end]))
         kept = self.rows[mine] - first, self.token_ids[mine]
-        return logits.masked_fill(self.is_cut[first:end, None], CUT_OFF).index_put_(kept, logits[kept])
+        values, is_cut = logits[kept], self.is_cut[first:end, None]
+        in_place = not torch.is_grad_enabled()  # logits of a chunk are large
+        cut = logits.masked_fill_(is_cut, CUT_OFF) if in_place else logits.masked_fill(is_cut, CUT_OFF)
+        return cut.index_put_(kept, values)

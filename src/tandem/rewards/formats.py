@@ -8,7 +8,7 @@ from typing import Any
 from tandem.utils.errors import shorten
 
 # A line that begins with a fence, whatever follows, or ends in one and at most the name of a language.
-OPENING = re.compile(r"([ \t]*)(`{3,}+|~{3,}+)[^`]*$|.*(?<=[\s:])(`{3,}+|~{3,}+)[\w+#.-]*\s*$")
+OPENING = re.compile(r"([ \t]*)(`{3,}+|~{3,}+)[^`]*$|.*(?<=[^`~])(`{3,}+|~{3,}+)[\w+#.-]*\s*$")
 CLOSING = re.compile(r" {0,3}(`{3,}|~{3,})")
 MAX_CHARS = 200  # of what is wrong with a schema
 

@@ -8,8 +8,8 @@
     runs it: failed, with what    ──────────►      passed, if that is the text
 
 Every answer begins with the key, which the program finds on no frame while it runs. So it does not pass by leaving
-early, by answering in the place of what runs the tests (utils/sandbox_judge.py), or by disabling what makes tests fail.
-One that lies about the tests alone shares the interpreter with them and cannot be stopped.
+early, by answering over its descriptors, or by disabling what makes tests fail. One that finds what runs the tests
+(utils/sandbox_judge.py) with `gc`, or lies about the tests alone, shares the interpreter with it and cannot be stopped.
 """
 
 import asyncio

@@ -16,14 +16,18 @@ ALWAYS = ("apikey", "secret", "password", "passwd", "passphrase", "credential", 
 HEADERS = ("authorization", "bearer")
 # Keys that are none: of tables and caches, and fields of a dataset.
 OF_TABLES = ("cache", "column", "dict", "foreign", "group", "hash", "index", "partition", "primary", "public", "sort")
-OF_DATA = ("answer", "chosen", "image", "input", "label", "output", "prompt", "rejected", "reward", "target", "text")
+OF_DATA = (
+    *("answer", "chosen", "completion", "content", "id", "image", "input", "label", "lookup", "message", "messages"),
+    *("name", "output", "problem", "prompt", "query", "question", "rejected", "response", "reward", "solution"),
+    *("target", "task", "text"),
+)
 OF_TOKENIZERS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "special", "start", "end", "image")
 # Name and password of an address, the value of a header, and keys of OpenAI, of its like, and of Hugging Face. The last
 # have capitals or digits, where names such as hf_transformers have none.
 IN_TEXT = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
     r"|(?:^|(?<=: ))Bearer\s+\S+"
-    r"|(?<![\w./-])(?:sk-[\w-]{8,}|hf_(?=[a-z]*[A-Z\d])[A-Za-z\d]{8,})"
+    r"|(?<![\w./-])(?:sk-(?=[\w-]*\d)[\w-]{8,}|hf_(?=[a-z]*[A-Z\d])[A-Za-z\d]{8,})"
 )
 
 

@@ -115,6 +115,7 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
     [
         ({"env": EnvConfig(id="arithmetic")}, r"env\.id = 'arithmetic' and envs are both given; add it to envs"),
         ({"env": {"id": "reverse-text"}}, r"env\.id = 'reverse-text' and envs are both given"),  # the default
+        ({"env": {"id": "x", "api_key": "k"}}, r"env\.id = 'x', env\.api_key = '\*\*\*' and envs are both given"),
         ({"env": {"reward": "math"}}, r"env\.reward = 'math' and envs are both given"),
         ({"env": {"args": {"path": "x", "api_key": "k"}}}, r"env\.args = {'path': 'x', 'api_key': '\*\*\*'} and envs"),
         ({"env": EnvConfig(tries=9).model_dump() | {"reward": "lcs"}}, r"env\.reward = 'lcs', env\.tries = 9 and envs"),

@@ -101,6 +101,7 @@ def test_a_block_ends_where_a_line_begins_with_its_fence() -> None:
     assert last_fenced("~~~{.line #n}\na ~~~\n~~~~") == "a ~~~\n"
     assert last_fenced("So: ```json\n1\n``` or so") == "1\n"
     assert last_fenced("use ```x``` and\n```py\na\n```") == "a\n"
+    assert last_fenced("**Code:**```py\na\n```") == "a\n"
     assert last_fenced("- \n    ```\n    a\n      b\n   c\n    ```") == "a\n  b\n   c\n"
 
 

@@ -11,6 +11,7 @@ openai_key judge_key wandb_key hf_key openrouter_key --env.args.judge-key anthro
 Authorization proxy-authorization bearer
 """
 OTHERS = """
+question_key solution_key id_key
 api_key_var key env.args.key keys answer_key sort_key primary-key cache.public_key
 max_tokens MAX_TOKENS token_ids eos_token stop-token-ids tokenizer
 TOKENIZERS_PARALLELISM WANDB_PROJECT keep_last
@@ -48,7 +49,15 @@ def test_secrets_are_known_by_their_form(value: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["Bearer", "a Bearer of bad news", "sk-SK", "hf_transformers", "models/hf_Qwen25small", "risk-free-assets"],
+    [
+        "Bearer",
+        "a Bearer of bad news",
+        "sk-SK",
+        "sk-learn-baseline",
+        "hf_transformers",
+        "models/hf_Qwen25small",
+        "risk-free-assets",
+    ],
 )
 def test_other_texts_are_none(value: str) -> None:
     assert not holds_secret({"a": value}) and hidden(value) == value

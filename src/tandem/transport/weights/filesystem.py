@@ -228,7 +228,7 @@ def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
         else:
             copies[name] = cast.cpu()
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()  # no other stream: an engine may be capturing a CUDA graph
     return copies
 
 

@@ -48,6 +48,7 @@ from tandem.models.lora import AdapterBank
 from tandem.models.memory import MOST_GRAPH_TOKENS
 
 # Of a layer's keys and values. The kernel that reads shared prompts costs as much as reading a quarter of that.
+KEPT_ROWS = 32  # whose kept tokens are found at a time
 WORTH_SHARING_BYTES = 2**25
 FEWEST_SHARING_ROWS = 16  # of a graph: fewer read too little
 # Fewer tokens take as long as the first; those of prompts that take long are rounded up by less.
@@ -177,12 +178,18 @@ class CudaRunner:
         index: NDArray[np.int64] | None,
         drawn: DrawnOnDevice,
     ) -> list[KeptTokens | None]:
-        """By PyTorch, after the kernels have drawn, and waited for: it sorts the logits of all rows."""
-        sampling = sampling_rows(self.state, rows)
-        at = slice(len(rows)) if index is None else to_device(index, self.device)
-        drawn_from = log_softmax((logits if adjusted is None else adjusted)[at].float(), sampling.temperature)
-        truncated = truncate(drawn_from, sampling)
-        return find_kept(logits[at], truncated, drawn.tokens.long(), sampling, exactly=self.decoder.exact)
+        """By PyTorch, after the kernels have drawn, and waited for: it sorts logits, of a few rows at a time."""
+        found: list[KeptTokens | None] = [None] * len(rows)
+        asking = np.flatnonzero(self.state.wants_kept[rows])
+        for part in np.split(asking, range(KEPT_ROWS, len(asking), KEPT_ROWS)):
+            sampling = sampling_rows(self.state, rows[part])
+            at = to_device(part if index is None else index[part], self.device)
+            drawn_from = log_softmax((logits if adjusted is None else adjusted)[at].float(), sampling.temperature)
+            tokens = drawn.tokens[to_device(part, self.device)].long()
+            kept = find_kept(logits[at], truncate(drawn_from, sampling), tokens, sampling, exactly=self.decoder.exact)
+            for row, of_row in zip(part.tolist(), kept, strict=True):
+                found[row] = of_row
+        return found
 
     def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
         """By the kernels that draw plain rows, so that what a row draws does not depend on the rows beside it."""
