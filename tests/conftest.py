@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Under nohup it is ignored, and so it would be by all that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 # Until the tests are collected there is nothing to free: modules stay, a million objects of them.
 gc.disable()
@@ -31,6 +32,14 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_signals() -> None:
+    """Of no test before: environments of verifiers, for one, install their own."""
+    for number, handler in HANDLERS.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
