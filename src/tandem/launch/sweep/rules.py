@@ -19,7 +19,8 @@ COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_pro
 NO_LIMIT = -1  # max_steps of transformers where epochs count: as if it was left out
 NUMBERS = ("num_train_epochs", "eval_steps", "save_steps", "warmup_ratio", "warmup_steps")
 NUMBERS += ("adam_beta1", "adam_beta2", "max_grad_norm")
-SWITCHES = ("bf16", "use_cpu", "use_peft", "use_vllm", "precompute_ref_log_probs", "gradient_checkpointing")
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # transformers' name until 5.22, and since
+SWITCHES = ("bf16", "use_cpu", "use_peft", "use_vllm", "precompute_ref_log_probs", *CHECKPOINTING)
 
 
 class Refused(ValueError):
@@ -101,8 +102,9 @@ def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, 
         if not options.online:
             raise Refused("use_vllm", "use_vllm is for online algorithms, which generate; leave it out")
         options.set("inference.engine", "vllm" if given["use_vllm"] else "native", "use_vllm")
-    if given.get("gradient_checkpointing") is not None:
-        options.set("parallel.gradient_checkpointing", int(given["gradient_checkpointing"]), "gradient_checkpointing")
+    for name in CHECKPOINTING:
+        if given.get(name) is not None:
+            options.set("parallel.gradient_checkpointing", int(given[name]), name)
     if "data_seed" in given and given["data_seed"] != options.values.get("seed", given["data_seed"]):
         raise Refused(
             "data_seed", f"data_seed = {given['data_seed']} differs from seed; there is one seed, leave it out"

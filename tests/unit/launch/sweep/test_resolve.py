@@ -90,6 +90,14 @@ def test_arguments_of_the_trainer_become_ours(write: Write) -> None:
     assert (config.metrics.project, config.metrics.run_name) == ("salamandra", "first")
 
 
+def test_checkpointing_has_its_new_name_too(write: Write) -> None:
+    """transformers renamed it in 5.23."""
+    config = config_of(
+        write("activation_checkpointing: true", "activation_checkpointing_kwargs: {use_reentrant: false}")
+    )
+    assert isinstance(config, AlignConfig) and config.parallel.gradient_checkpointing == 1
+
+
 @pytest.mark.parametrize("name", sorted(DISTRIBUTED))
 def test_ways_to_shard_are_honoured_and_explained(write: Write, name: str) -> None:
     path = write(algorithm=f"dpo\n  distributed_config: {name}")
