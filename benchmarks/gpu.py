@@ -46,7 +46,7 @@ SECTIONS = {
     "rollouts": Section(
         "gpu_rollouts.py",
         ("--shapes", "Qwen3-0.6B"),
-        ("--shapes", "tiny", "--sides", "tandem", "lora", "http", "--uneven"),
+        ("--shapes", "tiny", "--sides", "tandem", "lora", "top-p", "http", "--uneven"),
         260,
     ),
     "rl": Section(
@@ -97,7 +97,7 @@ def rollout_lines(rows: Rows) -> Iterator[Line]:
     for name in dict.fromkeys(row["workload"] for row in rows):
         found = {row["side"]: row for row in rows if row["workload"] == name}
         peer = found.get("vllm", {}).get("tokens_per_s")
-        for side, how in (("tandem", ""), ("lora", ", with LoRA"), ("http", ", over HTTP")):
+        for side, how in (("tandem", ""), ("lora", ", with LoRA"), ("top-p", ", with top-p"), ("http", ", over HTTP")):
             if side in found:
                 yield Line(f"{name}{how}", found[side]["tokens_per_s"], peer, found[side]["floor_tokens_per_s"])
 

@@ -11,6 +11,7 @@ more than rows, and of very different lengths, so that prompts begin all along; 
 
     tandem   the native engine through its Python interface
     lora     the same through a LoRA adapter of rank 16 on all projections, as `rl` with `trainer.lora` asks it
+    top-p    the same with top_p = 0.9 and top_k = 50, and the kept tokens reported, as `rl` asks with these
     http     the native engine behind its server, one request a prompt, token ids and log-probs in the answers
     vllm     vLLM through its Python interface, with its defaults
 
@@ -209,7 +210,7 @@ def make_adapter(model: Path) -> Path:
     return folder
 
 
-def load_tandem(model: Path, adapter: str | None = None) -> Generate:
+def load_tandem(model: Path, adapter: str | None = None, truncation: dict[str, Any] | None = None) -> Generate:
     from tandem.config.inference import InferenceConfig
     from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
     from tandem.inference.native.build import build_engine
@@ -222,7 +223,8 @@ def load_tandem(model: Path, adapter: str | None = None) -> Generate:
     def generate(prompts: list[list[int]], samples: int, new_tokens: list[int]) -> int:
         futures: list[Future[GenerationResult]] = [Future() for _ in prompts]
         for prompt, length, future in zip(prompts, new_tokens, futures, strict=True):
-            request = GenerationRequest(prompt, Sampling(length, ignore_eos=True), samples, adapter=adapter)
+            sampling = Sampling(length, ignore_eos=True, **truncation or {})
+            request = GenerationRequest(prompt, sampling, samples, adapter=adapter, kept_tokens=truncation is not None)
             engine.submit(request, future.set_result)  # type: ignore[arg-type]
         return sum(len(sample.token_ids) for future in futures for sample in future.result().samples)
 
@@ -231,6 +233,10 @@ def load_tandem(model: Path, adapter: str | None = None) -> Generate:
 
 def load_lora(model: Path) -> Generate:
     return load_tandem(model, "policy")
+
+
+def load_truncated(model: Path) -> Generate:
+    return load_tandem(model, truncation={"top_p": 0.9, "top_k": 50})
 
 
 def settings_of(model: Path) -> dict[str, Any]:
@@ -321,7 +327,7 @@ def load_vllm(model: Path) -> Generate:
 
 
 LOADERS: dict[str, Callable[[Path], Generate]] = {
-    "tandem": load_tandem, "lora": load_lora, "http": load_http, "vllm": load_vllm
+    "tandem": load_tandem, "lora": load_lora, "top-p": load_truncated, "http": load_http, "vllm": load_vllm
 }  # fmt: skip
 
 
@@ -402,7 +408,7 @@ def main() -> None:
         "--sides",
         nargs="+",
         choices=list(LOADERS),
-        help="default: all but lora with the first shape, tandem with others",
+        help=f"default: {', '.join(SIDES)} with the first shape, tandem with others",
     )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:3])
     parser.add_argument("--uneven", action="store_true", help="with a workload of uneven lengths, a minute more")

@@ -17,7 +17,7 @@ from tandem.inference.native.blocks import BlockManager
 from tandem.inference.native.core import EngineCore, EngineParts
 from tandem.inference.native.pieces import cut_contexts
 from tandem.inference.native.runner import Runner
-from tandem.inference.native.sampler import SamplingRows, cumulative, sample, uniforms
+from tandem.inference.native.sampler import SamplingRows, sample, uniforms
 from tandem.inference.native.scheduler import Scheduler
 from tandem.inference.native.shared_prompts import ROWS_AT_ONCE, find_shared
 from tandem.inference.native.state import Request, SlotState
@@ -32,6 +32,7 @@ pytest.importorskip("triton", reason="pip install triton")
 from tandem.inference.native.cuda import attention as cuda_attention
 from tandem.inference.native.cuda import draw as drawing
 from tandem.inference.native.cuda import forward, layers, products
+from tandem.inference.native.cuda import kept as keeping
 from tandem.inference.native.cuda import runner as cuda_runner
 from tandem.inference.native.cuda.attention import DecodeRows, SharedRows
 from tandem.inference.native.cuda.inputs import prefill_inputs, upload
@@ -368,6 +369,39 @@ def test_draws_are_those_of_the_sampler(plain: bool, dtype: torch.dtype) -> None
     assert torch.equal(last, drawn.tokens)
 
 
+@pytest.mark.parametrize("room", [1024, 3])
+@pytest.mark.parametrize("is_adjusted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kept_tokens_are_those_of_the_sampler(
+    dtype: torch.dtype, is_adjusted: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where more are kept than the table has room for, and where other logits than the model's were drawn from."""
+    monkeypatch.setattr(keeping, "ROOM", room)
+    num_rows, vocab = (200, 10007) if ON_GPU else (12, 70)
+    rows = sampling_cases(num_rows, plain=False)
+    rows.wants_kept[:] = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+    logits = (torch.randn(num_rows, vocab, device=DEVICE) * 3).to(dtype)
+    adjusted = logits.float() + torch.randn_like(logits.float()) if is_adjusted else None
+    drawn_from = logits if adjusted is None else adjusted
+    asking = np.flatnonzero(rows.wants_kept)
+    drawn = drawing.draw(drawn_from, int32(range(num_rows)), draw_rows(rows), int32([0] * num_rows))
+    temperature, min_p = (torch.from_numpy(x[asking]).to(DEVICE) for x in (rows.temperature, rows.min_p))
+    asked = keeping.KeptRows(int32(asking), int32(asking), temperature, min_p)
+    found = keeping.keep(logits, drawn_from, asked, drawn, lambda x: x.cpu(), exactly=False)()
+    expected = sample(logits.cpu(), rows, None if adjusted is None else adjusted.cpu())
+    counts = {len(kept.token_ids) for kept in found}
+    assert min(counts) == 1 and max(counts) > 3
+    differing = 0
+    for row, mine in zip(asking.tolist(), found, strict=True):
+        theirs = expected.kept[row]
+        assert theirs is not None
+        if mine.token_ids == theirs.token_ids and int(drawn.tokens[row]) == expected.tokens[row]:
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        else:
+            differing += 1  # a border, up to rounding
+    assert differing <= num_rows // 50
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [7, 5000, 151_936] if ON_GPU else [7, 5000])
 def test_the_likeliest_tokens_come_with_the_draw(vocab: int, dtype: torch.dtype) -> None:
@@ -383,16 +417,6 @@ def test_the_likeliest_tokens_come_with_the_draw(vocab: int, dtype: torch.dtype)
         assert torch.equal(drawn.top_tokens[:asked, row].cpu().long(), order[row, :asked])
         found = drawn.top_logprobs[:asked, row].cpu().numpy()
         np.testing.assert_allclose(found, expected.top_logprobs[row, :asked], atol=1e-4)
-
-
-def test_cumulative_sums_in_deterministic_mode() -> None:
-    probs = torch.randn(3, 5000, device=DEVICE).mul(3).softmax(dim=-1)
-    torch.use_deterministic_algorithms(ON_GPU)
-    try:
-        found = cumulative(probs)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    np.testing.assert_allclose(found.cpu().numpy(), probs.cpu().double().cumsum(dim=-1).numpy(), atol=1e-6)
 
 
 def test_logits_that_are_no_numbers_are_told() -> None:

@@ -62,6 +62,7 @@ EQUAL = [384] * 3, [-1] * 3
 def test_attention_is_that_of_rectangles(
     segments: tuple[list[int], list[int]], heads: tuple[int, int], head_dim: int, window: int | None
 ) -> None:
+    torch._dynamo.reset()  # each case compiles twice, and after eight compilations PyTorch makes no more
     lengths, parents = (torch.tensor(x, device="cuda") for x in segments)
     total, padding = int(lengths.sum()), -int(lengths.sum()) % 128
     q, k, v = (torch.randn(total + padding, n, head_dim, device="cuda") for n in (heads[0], heads[1], heads[1]))

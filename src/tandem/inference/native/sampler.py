@@ -24,7 +24,6 @@ from tandem.models.cpu import kernels
 from tandem.models.kept import CUT_OFF
 
 UINT64 = 2**64 - 1
-WHOLE = 2.0**52  # what a probability of 1 is in whole numbers
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -169,20 +168,12 @@ def truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     rank = torch.arange(logprobs.shape[-1], device=device)
     sorted_logprobs.masked_fill_((top_k > 0) & (rank >= top_k), -torch.inf)
     probs = sorted_logprobs.softmax(dim=-1)
-    mass_before = cumulative(probs) - probs
+    mass_before = probs.cumsum(dim=-1) - probs
     # The likeliest token stays whatever top_p says; a top_p of 1 must cut nothing for want of precision.
     cut = (mass_before >= top_p) & (top_p < 1) | (probs < min_p * probs[:, :1])
     sorted_logprobs.masked_fill_(cut & (rank > 0), -torch.inf)
     kept = torch.full_like(sorted_logprobs, -torch.inf).scatter_(1, order, sorted_logprobs)
     return logprobs.index_copy(0, index, kept)
-
-
-def cumulative(probs: Tensor) -> Tensor:
-    """Cumulative sums. On a GPU of whole numbers: of others they depend on the order, and deterministic mode refuses
-    them."""
-    if not probs.is_cuda:
-        return probs.cumsum(dim=-1)
-    return (probs.double() * WHOLE).long().cumsum(dim=-1).double().div(WHOLE).float()
 
 
 def find_kept(

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tandem.models.gpu.available import is_installed
 from tandem.models.gpu.blocks import BLOCK, block_tables, lists_of, sight_of
@@ -88,6 +87,9 @@ def attend_blocks(
 ) -> Tensor:
     """q, k, v (tokens, heads, head_dim), like what comes back. What is compiled; the number of tokens is read off the
     tensors, so that one compilation serves them all."""
+    # Not at the top: it brings SymPy, which takes half a second that nobody without a GPU needs to wait.
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = BlockMask(
         seq_lengths=(q.shape[2], k.shape[2]),

@@ -17,6 +17,7 @@ and k1 in the reward has that of KL(π || ρ) of whole sequences: a token answer
 import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from tandem.trainer.losses.ratios import LARGEST_EXPONENT, bounded_exp
@@ -36,7 +37,8 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimat
 
 def k3(difference: Tensor) -> Tensor:
     """exp(−l) − 1 + l; below l = −20 the tangent there, so that value and gradient stay finite and keep their sign."""
-    held = (-difference).clamp(max=LARGEST_EXPONENT)
+    # Not by clamp, whose gradient at the bound is 1 in PyTorch 2.14 and 0 in 2.15.
+    held = torch.where(-difference > LARGEST_EXPONENT, LARGEST_EXPONENT, -difference)
     beyond = (-difference - LARGEST_EXPONENT).relu()
     return held.expm1() + math.exp(LARGEST_EXPONENT) * beyond + difference
 

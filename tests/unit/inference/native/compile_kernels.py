@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tandem.inference.native.attention import KVCache
-from tandem.inference.native.cuda import attention, draw, layers, prefill, products
+from tandem.inference.native.cuda import attention, draw, kept, layers, prefill, products
 from tandem.models.gpu import autograd, exact, kernels, logprobs
 from tandem.models.gpu.tiles import Tiles
 
@@ -70,7 +70,10 @@ def compile_rows(size: int, dtype: torch.dtype) -> None:
 
 def compile_logits(vocab: int, dtype: torch.dtype) -> None:
     logits, zeros, ones = torch.zeros(4, vocab, dtype=dtype), int32(0, 0, 0, 0), torch.ones(4)
-    draw.draw(logits, zeros, draw.DrawRows(zeros, ones, ones, ones, ones, zeros, zeros, zeros), zeros)
+    drawn = draw.draw(logits, zeros, draw.DrawRows(zeros, ones, ones, ones, ones, zeros, zeros, zeros), zeros)
+    asked = kept.KeptRows(zeros, zeros, ones, ones)
+    for exactly in (False, True):
+        kept.keep(logits, logits, asked, drawn, torch.clone, exactly=exactly)
     exact.token_logprobs(logits, zeros.long(), ones)
     hidden, weight = torch.zeros(4, 16, dtype=dtype, requires_grad=True), torch.zeros(vocab, 16, dtype=dtype)
     logprob, entropy = logprobs.token_logprobs(hidden, weight, zeros.long(), 0.7, True)
@@ -104,7 +107,7 @@ def main(capability: int) -> None:
 
     JITFunction.run = compile_only
     logprobs.memory_of = lambda device: 10**9
-    modules = [attention, prefill, draw, layers, kernels, exact]
+    modules = [attention, prefill, draw, kept, layers, kernels, exact]
     heads, rows = [(USUAL, BFLOAT16), (NARROW, BFLOAT16)], [(BFLOAT16, 576, 64), (FLOAT32, 4096, 151_936)]
     if capability == HOPPER:
         modules.append(products)

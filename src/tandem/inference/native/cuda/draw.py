@@ -31,7 +31,7 @@ NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _load(row, i, vocab):
+def load_logits(row, i, vocab):
     """The logits at `i`, -inf past the end."""
     return tl.load(row + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
 
@@ -56,7 +56,7 @@ def _survey(
     temperature = tl.load(temperatures + program)
     divisor = tl.where(temperature == 0, 1.0, temperature)
     i = part * BLOCK + tl.arange(0, BLOCK)
-    x = _load(row, i, vocab)
+    x = load_logits(row, i, vocab)
     top = tl.maximum(tl.max(x, axis=0), LOWEST)
     at = program * parts + part
     tl.store(tops + at, top)
@@ -76,7 +76,7 @@ def _above(row, vocab, divisor, greatest, key, SHIFT: tl.constexpr, BLOCK: tl.co
     count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         i = start + lane
-        x = _load(row, i, vocab)
+        x = load_logits(row, i, vocab)
         counts = (_key(x, SHIFT) >= key.to(tl.int32)) & (i < vocab)
         count += counts.to(tl.int32)
         mass += tl.where(counts, tl.exp((x - greatest) / divisor), 0.0)
@@ -102,14 +102,15 @@ def _least_kept(
 
 
 @triton.jit
-def _kept(x, i, vocab, divisor, greatest, key, num_ties, ties_before, min_p, SHIFT: tl.constexpr):
-    """exp(logit - greatest) where a token is kept, else 0; of the tokens at the key itself the first `num_ties`."""
+def find_kept(x, i, vocab, divisor, greatest, key, num_ties, ties_before, min_p, SHIFT: tl.constexpr):
+    """Which tokens are kept, of those at the key itself the first `num_ties`; exp(logit - greatest), 0 where a token is
+    not kept; how many there were at the key so far."""
     keys = _key(x, SHIFT)
     is_tie = (keys == key.to(tl.int32)) & (i < vocab)
     rank = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
     e = tl.exp((x - greatest) / divisor)
     kept = ((keys > key.to(tl.int32)) | (is_tie & (rank < num_ties))) & (i < vocab) & (e >= min_p)
-    return tl.where(kept, e, 0.0), ties_before + tl.sum(is_tie.to(tl.int32), axis=0)
+    return kept, tl.where(kept, e, 0.0), ties_before + tl.sum(is_tie.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -126,6 +127,7 @@ def _draw_truncated(
     row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
+    """The token, and what `find_kept` needs to know."""
     lane = tl.arange(0, BLOCK)
     key, num_ties, kept_mass = tl.full([], LEAST_KEY, tl.int64), vocab, total
     if top_k > 0:
@@ -143,21 +145,22 @@ def _draw_truncated(
             key, num_ties = p_key, p_ties
     kept_mass, ties = 0.0, 0
     for start in range(0, vocab, BLOCK):
-        x = _load(row, start + lane, vocab)
-        e, ties = _kept(x, start + lane, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
+        x = load_logits(row, start + lane, vocab)
+        _, e, ties = find_kept(x, start + lane, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
         kept_mass += tl.sum(e, axis=0)
     target = tl.minimum(uniform * kept_mass, kept_mass * (1 - 1.2e-7))
     begin, before, ties, token, found = 0, 0.0, 0, 0, 0
     while (found == 0) & (begin < vocab):
         i = begin + lane
-        e, ties = _kept(_load(row, i, vocab), i, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
+        x = load_logits(row, i, vocab)
+        _, e, ties = find_kept(x, i, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
         mass = tl.sum(e, axis=0)
         if mass > 0:
             token = _find(e, i, before, target, vocab)  # or else the last that could be drawn
             if before + mass > target:
                 found = 1
         begin, before = begin + BLOCK, before + mass
-    return token
+    return token, key, num_ties
 
 
 @triton.jit
@@ -172,7 +175,7 @@ def _store_likeliest(
         tl.store(tokens + rank * stride, token)
         tl.store(logprobs + rank * stride, value / divisor - lse)
         i = token // BLOCK * BLOCK + lane
-        x = _load(row, i, vocab)
+        x = load_logits(row, i, vocab)
         is_left = (x < value) | ((x == value) & (i > token))
         next_value = tl.max(tl.where(is_left, x, -float("inf")), axis=0)
         next_at = tl.min(tl.where(is_left & (x == next_value), i, NO_TOKEN), axis=0)
@@ -183,7 +186,8 @@ def _store_likeliest(
 @triton.jit(do_not_specialize=["parts", "stride"])
 def _draw(
     logits, sources, slots, temperatures, top_ps, min_ps, uniforms, top_ks, raw, num_tops,
-    tops, top_at, sums, raw_sums, last, tokens, logprobs, top_tokens, top_logprobs, row_stride, vocab, parts, stride,
+    tops, top_at, sums, raw_sums, last, tokens, logprobs, keys, ties, greatests, top_tokens, top_logprobs,
+    row_stride, vocab, parts, stride,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(EARLY)
@@ -202,16 +206,19 @@ def _draw(
     total = tl.sum(masses, axis=0)
     if temperature != 0:
         if (top_k > 0) | (top_p < 1) | (min_p > 0):
-            token = _draw_truncated(
+            token, key, num_ties = _draw_truncated(
                 row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p, SHIFT, BLOCK, SEARCH
             )
+            tl.store(keys + program, key.to(tl.int32))
+            tl.store(ties + program, num_ties)
+            tl.store(greatests + program, greatest)
         else:
             # Below the mass even after rounding: what is drawn then has probability above zero.
             target = tl.minimum(uniform * total, total * (1 - 1.2e-7))
             chosen = tl.minimum(_find(masses, part, 0.0, target, PARTS), parts - 1)
             before = tl.sum(tl.where(part < chosen, masses, 0.0), axis=0)
             i = chosen * BLOCK + tl.arange(0, BLOCK)
-            e = tl.exp((_load(row, i, vocab) - greatest) / divisor)
+            e = tl.exp((load_logits(row, i, vocab) - greatest) / divisor)
             token = tl.minimum(_find(e, i, before, target, NO_TOKEN), vocab - 1)
     if tl.load(raw + program) != 0:
         divisor = 1.0
@@ -224,6 +231,10 @@ def _draw(
         row, vocab, top, first_at, divisor, lse, tl.minimum(tl.load(num_tops + program), vocab),
         top_tokens + program, top_logprobs + program, stride, BLOCK, PARTS,
     )  # fmt: skip
+
+
+def key_shift(logits: Tensor) -> int:
+    return 16 if logits.dtype == torch.bfloat16 else 0
 
 
 @dataclass(frozen=True)
@@ -244,7 +255,7 @@ class DrawRows:
 class DrawnOnDevice:
     """What was drawn, in one piece, to be copied as one."""
 
-    words: Tensor  # (2 + 2 * MAX_LOGPROBS, rows or a few more) int32
+    words: Tensor  # (5 + 2 * MAX_LOGPROBS, rows or a few more) int32
     num_rows: int
 
     @property
@@ -258,14 +269,29 @@ class DrawnOnDevice:
         return self.words[1, : self.num_rows].view(torch.float32)
 
     @property
+    def keys(self) -> Tensor:
+        """(rows,) int32: of the least logit that was kept; anything for a row that does not truncate, like the next"""
+        return self.words[2, : self.num_rows]
+
+    @property
+    def ties(self) -> Tensor:
+        """(rows,) int32: how many of the tokens at that key were kept"""
+        return self.words[3, : self.num_rows]
+
+    @property
+    def greatests(self) -> Tensor:
+        """(rows,) float32: the greatest logit"""
+        return self.words[4, : self.num_rows].view(torch.float32)
+
+    @property
     def top_tokens(self) -> Tensor:
         """(MAX_LOGPROBS, rows) int32, the likeliest first; as many as the row asked for, then anything"""
-        return self.words[2 : 2 + MAX_LOGPROBS, : self.num_rows]
+        return self.words[5 : 5 + MAX_LOGPROBS, : self.num_rows]
 
     @property
     def top_logprobs(self) -> Tensor:
         """(MAX_LOGPROBS, rows) float32"""
-        return self.words[2 + MAX_LOGPROBS :, : self.num_rows].view(torch.float32)
+        return self.words[5 + MAX_LOGPROBS :, : self.num_rows].view(torch.float32)
 
 
 def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> DrawnOnDevice:
@@ -273,7 +299,7 @@ def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> Drawn
     count, vocab = len(rows.slots), logits.shape[1]
     # Triton compiles once more for addresses that are no multiples of 16 bytes.
     stride = -(-count // 4) * 4
-    words = torch.empty(2 + 2 * MAX_LOGPROBS, stride, dtype=torch.int32, device=logits.device)
+    words = torch.empty(5 + 2 * MAX_LOGPROBS, stride, dtype=torch.int32, device=logits.device)
     drawn = DrawnOnDevice(words, count)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     parts = triton.cdiv(vocab, block)
@@ -285,9 +311,9 @@ def draw(logits: Tensor, sources: Tensor, rows: DrawRows, last: Tensor) -> Drawn
     )  # fmt: skip
     _draw[(count,)](
         logits, sources, rows.slots, rows.temperature, rows.top_p, rows.min_p, rows.uniform, rows.top_k, rows.raw,
-        rows.num_top, tops, top_at, sums, raw_sums, last, drawn.tokens, drawn.logprobs, drawn.top_tokens,
-        drawn.top_logprobs, logits.stride(0), vocab, parts, stride,
-        SHIFT=16 if logits.dtype == torch.bfloat16 else 0, BLOCK=block,
+        rows.num_top, tops, top_at, sums, raw_sums, last, drawn.tokens, drawn.logprobs, drawn.keys, drawn.ties,
+        drawn.greatests, drawn.top_tokens, drawn.top_logprobs, logits.stride(0), vocab, parts, stride,
+        SHIFT=key_shift(logits), BLOCK=block,
         SEARCH=min(SEARCH_BLOCK, triton.next_power_of_2(vocab)), PARTS=triton.next_power_of_2(parts),
         num_warps=SEARCH_WARPS, **early(logits.device),
     )  # fmt: skip

@@ -10,7 +10,7 @@ place, so graphs stay true when they do. Where rows share prompts, another graph
 Where all go through one adapter, yet another does so; rows of different adapters are computed without a graph.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -36,9 +36,10 @@ from tandem.inference.native.cuda.inputs import (
     prefill_inputs,
     upload,
 )
+from tandem.inference.native.cuda.kept import KeptRows, keep
 from tandem.inference.native.cuda.prefill import QUERY_TILE
 from tandem.inference.native.prompt_logprobs import record_prompt_logprobs
-from tandem.inference.native.sampler import NO_TOP, Drawn, find_kept, log_softmax, sampling_rows, truncate
+from tandem.inference.native.sampler import NO_TOP, Drawn, sampling_rows
 from tandem.inference.native.shared_prompts import SharedPrompts, find_shared
 from tandem.inference.native.state import Rows, SlotState
 from tandem.models.decoder import Decoder
@@ -48,7 +49,6 @@ from tandem.models.lora import AdapterBank
 from tandem.models.memory import MOST_GRAPH_TOKENS
 
 # Of a layer's keys and values. The kernel that reads shared prompts costs as much as reading a quarter of that.
-KEPT_ROWS = 32  # whose kept tokens are found at a time
 WORTH_SHARING_BYTES = 2**25
 FEWEST_SHARING_ROWS = 16  # of a graph: fewer read too little
 # Fewer tokens take as long as the first; those of prompts that take long are rounded up by less.
@@ -153,7 +153,7 @@ class CudaRunner:
         drawn, logits = launched.drawn, launched.logits
         if drawn is None or index is not None:
             drawn = self._draw(rows, logits, index)
-        kept = self._find_kept(rows, logits, adjusted, index, drawn) if self.state.wants_kept[rows].any() else []
+        read_kept = self._keep(rows, logits, adjusted, index, drawn)
         num_top = min(int(self.state.num_top[rows].max()), logits.shape[-1])
         on_host = DrawnOnDevice(self._to_host(drawn.words if num_top else drawn.words[:2]), drawn.num_rows)
         done = torch.cuda.Event() if self.device.type == "cuda" else None  # a CPU is one where Triton is interpreted
@@ -166,30 +166,35 @@ class CudaRunner:
             top = NO_TOP
             if num_top:
                 top = on_host.top_tokens[:num_top].T.long().numpy(), on_host.top_logprobs[:num_top].T.numpy()
-            return Drawn(on_host.tokens.long().numpy(), on_host.logprobs.numpy(), *top, kept)
+            return Drawn(on_host.tokens.long().numpy(), on_host.logprobs.numpy(), *top, read_kept())
 
         return read
 
-    def _find_kept(
+    def _keep(
         self,
         rows: Rows,
         logits: Tensor,
         adjusted: Tensor | None,
         index: NDArray[np.int64] | None,
         drawn: DrawnOnDevice,
-    ) -> list[KeptTokens | None]:
-        """By PyTorch, after the kernels have drawn, and waited for: it sorts logits, of a few rows at a time."""
-        found: list[KeptTokens | None] = [None] * len(rows)
+    ) -> Callable[[], Sequence[KeptTokens | None]]:
         asking = np.flatnonzero(self.state.wants_kept[rows])
-        for part in np.split(asking, range(KEPT_ROWS, len(asking), KEPT_ROWS)):
-            sampling = sampling_rows(self.state, rows[part])
-            at = to_device(part if index is None else index[part], self.device)
-            drawn_from = log_softmax((logits if adjusted is None else adjusted)[at].float(), sampling.temperature)
-            tokens = drawn.tokens[to_device(part, self.device)].long()
-            kept = find_kept(logits[at], truncate(drawn_from, sampling), tokens, sampling, exactly=self.decoder.exact)
-            for row, of_row in zip(part.tolist(), kept, strict=True):
-                found[row] = of_row
-        return found
+        if len(asking) == 0:
+            return list
+        at = asking if index is None else index[asking]
+        state, of_rows = self.state, rows[asking]
+        arrays = [at.astype(np.int32), asking.astype(np.int32), state.temperature[of_rows], state.min_p[of_rows]]
+        asked = KeptRows(*upload(arrays, self.device))
+        drawn_from = logits if adjusted is None else adjusted
+        read_asking = keep(logits, drawn_from, asked, drawn, self._to_host, exactly=self.decoder.exact)
+
+        def read() -> list[KeptTokens | None]:
+            found: list[KeptTokens | None] = [None] * len(rows)
+            for row, kept in zip(asking.tolist(), read_asking(), strict=True):
+                found[row] = kept
+            return found
+
+        return read
 
     def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
         """By the kernels that draw plain rows, so that what a row draws does not depend on the rows beside it."""
