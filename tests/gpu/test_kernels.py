@@ -395,7 +395,7 @@ def test_kept_tokens_are_those_of_the_sampler(
     for row, mine in zip(asking.tolist(), found, strict=True):
         theirs = expected.kept[row]
         assert theirs is not None
-        if mine.token_ids == theirs.token_ids and int(drawn.tokens[row]) == expected.tokens[row]:
+        if mine.token_ids.tolist() == theirs.token_ids.tolist() and int(drawn.tokens[row]) == expected.tokens[row]:
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         else:
             differing += 1  # a border, up to rounding
@@ -561,5 +561,6 @@ def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
             assert [token for token, _ in here] == [token for token, _ in there]
         assert mine.kept_tokens is not None and theirs.kept_tokens is not None
         for left, right in zip(mine.kept_tokens, theirs.kept_tokens, strict=True):
-            assert left.token_ids == right.token_ids and left.logprob == pytest.approx(right.logprob, abs=1e-3)
+            assert left.token_ids.tolist() == right.token_ids.tolist()
+            assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
     assert {len(left.token_ids) for sample in found for left in sample.kept_tokens or []} == {0, 5, 7}

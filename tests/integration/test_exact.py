@@ -17,7 +17,7 @@ from tandem.config.inference import InferenceConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import divide, pack
-from tandem.inference.engine import GenerationRequest, GenerationResult, KeptTokens, Sampling
+from tandem.inference.engine import ALL_TOKENS, GenerationRequest, GenerationResult, KeptTokens, Sampling
 from tandem.inference.native.build import build_engine
 from tandem.inference.native.engine import NativeEngine
 from tandem.models.hf import named_tensors, new_decoder
@@ -103,10 +103,10 @@ def training_sequences(requests: list[GenerationRequest], results: list[Generati
     for request, result in zip(requests, results, strict=True):
         for sample in result.samples:
             num_prompt, num_new = len(request.prompt_ids), len(sample.token_ids)
-            kept = sample.kept_tokens or [KeptTokens([], logprob) for logprob in sample.logprobs]
+            kept = sample.kept_tokens or [KeptTokens(ALL_TOKENS, logprob) for logprob in sample.logprobs]
             streams = {"logprobs": [0.0] * num_prompt + [left.logprob for left in kept]}
             mask = [0] * num_prompt + [1] * num_new
-            left = [[]] * num_prompt + [left.token_ids for left in kept]
+            left = [[]] * num_prompt + [left.token_ids.tolist() for left in kept]
             sequences.append(TrainingSequence(request.prompt_ids + sample.token_ids, mask, streams, left))
     return sequences
 

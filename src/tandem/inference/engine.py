@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from tandem.inference.grammars import Grammar
 
@@ -108,8 +111,12 @@ class GeneratedSample:
 class KeptTokens(NamedTuple):
     """What top_p, top_k and min_p left to sample a token from."""
 
-    token_ids: list[int]  # in ascending order; empty: all
+    token_ids: NDArray[np.integer]  # in ascending order; empty: all. Lists would keep the garbage collector busy
     logprob: float  # of the sampled token, among these
+
+
+ALL_TOKENS = np.zeros(0, np.int32)
+"""What was kept where nothing was cut off."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """An engine that uses a server which others have started."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import httpx
@@ -18,16 +19,21 @@ def test_it_holds_the_server_for_as_long_as_it_is_used(tiny_model: Path, tmp_pat
             return httpx.post(f"{url}/update_weights", json={"path": str(tiny_model), "version": 1}).status_code
 
     with running(tmp_path, weight_roots=(Path("/"),)) as server:
+        given_back = threading.Event()
+
+        def hold() -> None:
+            while not given_back.wait(0.05):
+                httpx.post(f"{server.url}/claim", json=THEIRS)
+
         httpx.post(f"{server.url}/claim", json=THEIRS)
-
-        async def try_to_use() -> None:
-            trying = asyncio.ensure_future(use(server.url))
-            while not trying.done():
-                await asyncio.to_thread(httpx.post, f"{server.url}/claim", json=THEIRS)
-            await trying
-
-        with pytest.raises(UserError, match=r"refuses this run: .*run 'theirs-1' \(/runs/theirs on gpu8\) uses"):
-            asyncio.run(try_to_use())
+        holder = threading.Thread(target=hold)
+        holder.start()
+        try:
+            with pytest.raises(UserError, match=r"refuses this run: .*run 'theirs-1' \(/runs/theirs on gpu8\) uses"):
+                asyncio.run(use(server.url))
+        finally:
+            given_back.set()
+            holder.join()
         assert server.engine.calls == []
         httpx.post(f"{server.url}/release", json={"lease": THEIRS["lease"]})
         assert asyncio.run(use(server.url)) == 409

@@ -249,7 +249,7 @@ def kept_tokens(sample: GeneratedSample) -> Choice:
     if sample.kept_tokens is None:
         return {}
     token_ids, logprobs = zip(*sample.kept_tokens, strict=True) if sample.kept_tokens else ((), ())
-    return {"kept_token_ids": token_ids, "kept_logprobs": logprobs}
+    return {"kept_token_ids": [ids.tolist() for ids in token_ids], "kept_logprobs": logprobs}
 
 
 def whole_text(tokenizer: Tokenizer, sample: GeneratedSample, body: GenerationOptions) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.data.text_stream import TextStream
 from tandem.inference.engine import (
+    ALL_TOKENS,
     AdapterRefused,
     EngineError,
     EngineStats,
@@ -287,7 +288,7 @@ class EngineCore:
                 top = list(pairs)[: asked.top_logprobs]
                 row.top_logprobs.append(top)
             if asked.kept_tokens:
-                kept = (drawn.kept[i] if drawn.kept else None) or KeptTokens([], float(drawn.logprobs[i]))
+                kept = (drawn.kept[i] if drawn.kept else None) or KeptTokens(ALL_TOKENS, float(drawn.logprobs[i]))
                 row.kept_tokens.append(kept)
             token = int(drawn.tokens[i])
             stop = row.stops.push(token) if row.stops is not None and not stopped[i] else None

@@ -196,7 +196,7 @@ def find_kept(
     parts = np.split(ids, is_kept.sum(dim=1).cpu().numpy().cumsum()[:-1])
     found: list[KeptTokens | None] = [None] * len(rows.wants_kept)
     for row, part, logprob in zip(asking.tolist(), parts, chosen.tolist(), strict=True):
-        found[row] = KeptTokens(part.tolist(), logprob)
+        found[row] = KeptTokens(part, logprob)
     return found
 
 

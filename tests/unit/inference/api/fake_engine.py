@@ -6,6 +6,8 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+
 from tandem.data.text_stream import TextStream
 from tandem.data.tokenizer import Tokenizer
 from tandem.inference.engine import (
@@ -100,7 +102,7 @@ class FakeEngine:
             finish_reason=reason,  # pyright: ignore[reportArgumentType]
             stop_reason=stop_reason,
             top_logprobs=top if request.top_logprobs else None,
-            kept_tokens=[KeptTokens([1, token], -0.25) for token in tokens] if request.kept_tokens else None,
+            kept_tokens=[KeptTokens(np.array([1, token]), -0.25) for token in tokens] if request.kept_tokens else None,
         )
 
     def _prompt_logprobs(self, request: GenerationRequest) -> list[PromptLogprob] | None:

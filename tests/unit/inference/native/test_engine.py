@@ -124,7 +124,7 @@ def test_tokens_do_not_depend_on_preemption(make_engine: Callable[..., NativeEng
 
 def left_of(sample: GeneratedSample) -> list[list[int]]:
     assert sample.kept_tokens is not None and len(sample.kept_tokens) == len(sample.token_ids)
-    return [kept.token_ids for kept in sample.kept_tokens]
+    return [kept.token_ids.tolist() for kept in sample.kept_tokens]
 
 
 def test_samples_of_a_prompt_are_prefilled_once_and_share_its_blocks(

@@ -203,7 +203,7 @@ def test_the_kept_tokens_are_reported_with_the_log_prob_among_them(options, expe
     drawn = sample(torch.tensor([LOGITS] * 40), rows(40, **options, kept=True))
     assert set(drawn.tokens.tolist()) == expected.keys()
     for token, kept in zip(drawn.tokens.tolist(), drawn.kept, strict=True):
-        assert kept is not None and kept.token_ids == list(expected)
+        assert kept is not None and kept.token_ids.tolist() == list(expected)
         assert math.exp(kept.logprob) == pytest.approx(expected[token])
 
 
@@ -220,5 +220,5 @@ def test_kept_tokens_are_reported_to_rows_that_ask() -> None:
 def test_with_adjusted_logits_the_log_prob_among_the_kept_tokens_is_that_of_the_model() -> None:
     adjusted = torch.tensor([[9.0, 9.0, -9.0, -9.0]])
     (kept,) = sample(torch.tensor([LOGITS]), rows(1, top_k=2, kept=True), adjusted).kept
-    assert kept is not None and kept.token_ids == [0, 1]
+    assert kept is not None and kept.token_ids.tolist() == [0, 1]
     assert math.exp(kept.logprob) in (pytest.approx(1 / 3), pytest.approx(2 / 3))

@@ -59,7 +59,7 @@ def engine_says(policy: Bigrams, token: int, options: Mapping[str, float]) -> di
     )
     drawn = sample(policy.logits(token).detach().repeat(count, 1), settings)
     found = {token: kept.logprob for token, kept in zip(drawn.tokens.tolist(), drawn.kept, strict=True) if kept}
-    assert all(kept is not None and kept.token_ids == sorted(found) for kept in drawn.kept)
+    assert all(kept is not None and kept.token_ids.tolist() == sorted(found) for kept in drawn.kept)
     return found
 
 

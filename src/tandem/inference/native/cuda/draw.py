@@ -2,8 +2,8 @@
 
     survey   of every part of a row: the greatest logit, the sum of exponentials
     draw     the part, then the token at which the cumulative distribution passes a uniform number; with top_k or top_p
-             first the least logit that is kept, found bit by bit. The likeliest tokens, for rows that ask for them: the
-             greatest of all parts, whose part is then looked through for its next
+             first the least logit that is kept, found two bits at a time. The likeliest tokens, for rows that ask for
+             them: the greatest of all parts, whose part is then looked through for its next
 
 The plain PyTorch twin is `native/sampler.py`: the same numbers in, the same tokens out.
 """
@@ -70,35 +70,58 @@ def _survey(
 
 
 @triton.jit
-def _above(row, vocab, divisor, greatest, key, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many logits have at least this key, and their mass."""
+def _logit(key, SHIFT: tl.constexpr):
+    """The number that has this key."""
+    bits = (key << SHIFT).to(tl.int32)
+    return tl.where(bits < 0, (bits ^ 0x7FFFFFFF) & -(1 << SHIFT), bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _at_least(
+    row, vocab, divisor, greatest, key, step, BY_MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """How many logits have at least the key that is one, two and three steps above this one; or their mass."""
     lane = tl.arange(0, BLOCK)
-    count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
+    one, two, three = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         i = start + lane
         x = load_logits(row, i, vocab)
-        counts = (_key(x, SHIFT) >= key.to(tl.int32)) & (i < vocab)
-        count += counts.to(tl.int32)
-        mass += tl.where(counts, tl.exp((x - greatest) / divisor), 0.0)
-    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+        keys = _key(x, SHIFT)
+        weight = tl.exp((x - greatest) / divisor) if BY_MASS else (i < vocab).to(tl.float32)
+        one += tl.where(keys >= (key + step).to(tl.int32), weight, 0.0)
+        two += tl.where(keys >= (key + 2 * step).to(tl.int32), weight, 0.0)
+        three += tl.where(keys >= (key + 3 * step).to(tl.int32), weight, 0.0)
+    return tl.sum(one, axis=0), tl.sum(two, axis=0), tl.sum(three, axis=0)
 
 
 @triton.jit
 def _least_kept(
-    row, vocab, divisor, greatest, enough_count, enough_mass, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+    row, vocab, divisor, greatest, enough, BY_MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The greatest key that keeps enough; what lies above it, in number and mass; how many tokens have it, and the mass
-    of one of these."""
-    key = tl.full([], LEAST_KEY, tl.int64) >> SHIFT
-    for bit in range(32 - SHIFT):
-        trial = key + (tl.full([], 1, tl.int64) << (31 - SHIFT - bit))
-        count, mass = _above(row, vocab, divisor, greatest, trial, SHIFT, BLOCK)
-        if (count >= enough_count) & (mass >= enough_mass):
-            key = trial
-    count, mass = _above(row, vocab, divisor, greatest, key, SHIFT, BLOCK)
-    count_above, mass_above = _above(row, vocab, divisor, greatest, key + 1, SHIFT, BLOCK)
-    ties = count - count_above
-    return key, count_above, mass_above, ties, (mass - mass_above) / ties
+    """The greatest key for which the logits with at least this key are enough, in number or in mass; and what those
+    above it are. Two bits of the key at a time."""
+    key, above = tl.full([], LEAST_KEY, tl.int64) >> SHIFT, 0.0
+    for pair in range((32 - SHIFT) // 2):
+        step = tl.full([], 1, tl.int64) << (30 - SHIFT - 2 * pair)
+        one, two, three = _at_least(row, vocab, divisor, greatest, key, step, BY_MASS, SHIFT, BLOCK)
+        if three >= enough:
+            key += 3 * step
+        elif two >= enough:
+            key, above = key + 2 * step, three
+        elif one >= enough:
+            key, above = key + step, two
+        else:
+            above = one
+    return key, above
+
+
+@triton.jit
+def _mass_above(row, vocab, divisor, greatest, key, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = load_logits(row, start + tl.arange(0, BLOCK), vocab)
+        mass += tl.where(_key(x, SHIFT) > key.to(tl.int32), tl.exp((x - greatest) / divisor), 0.0)
+    return tl.sum(mass, axis=0)
 
 
 @triton.jit
@@ -132,13 +155,15 @@ def _draw_truncated(
     key, num_ties, kept_mass = tl.full([], LEAST_KEY, tl.int64), vocab, total
     if top_k > 0:
         enough = tl.minimum(top_k, vocab)
-        key, count, mass, _, tie_mass = _least_kept(row, vocab, divisor, greatest, enough, 0.0, SHIFT, SEARCH)
-        num_ties = enough - count
-        kept_mass = mass + num_ties * tie_mass
+        key, count = _least_kept(row, vocab, divisor, greatest, enough, False, SHIFT, SEARCH)
+        num_ties = enough - count.to(tl.int32)
+        mass = _mass_above(row, vocab, divisor, greatest, key, SHIFT, SEARCH)
+        kept_mass = mass + num_ties * tl.exp((_logit(key, SHIFT) - greatest) / divisor)
     if top_p < 1:
         enough_mass = tl.maximum(top_p * kept_mass, 1e-30)
-        p_key, _, mass, ties, tie_mass = _least_kept(row, vocab, divisor, greatest, 1, enough_mass, SHIFT, SEARCH)
-        p_ties = tl.minimum(tl.maximum(tl.ceil((enough_mass - mass) / tie_mass).to(tl.int32), 1), ties)
+        p_key, mass = _least_kept(row, vocab, divisor, greatest, enough_mass, True, SHIFT, SEARCH)
+        wanted = (enough_mass - mass) / tl.exp((_logit(p_key, SHIFT) - greatest) / divisor)
+        p_ties = tl.maximum(tl.ceil(tl.minimum(wanted, vocab)).to(tl.int32), 1)
         if p_key == key:
             num_ties = tl.minimum(num_ties, p_ties)
         if p_key > key:

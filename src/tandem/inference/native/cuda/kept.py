@@ -23,6 +23,7 @@ from tandem.models.gpu import exact
 from tandem.models.kept import CUT_OFF
 
 ROOM = 1024
+WARPS = 8
 BITS = tl.constexpr(32)  # of a word
 
 
@@ -95,7 +96,7 @@ def keep(
     _keep[(count,)](
         drawn_from, logits, rows.at, rows.drawn_at, rows.temperature, rows.min_p, drawn.keys, drawn.ties,
         drawn.greatests, drawn.tokens, found, bits, left, drawn_from.stride(0), logits.stride(0), vocab, num_words,
-        ROOM=ROOM, SHIFT=key_shift(drawn_from), BLOCK=block, WRITES_LEFT=exactly, CUT_OFF=CUT_OFF, num_warps=8,
+        ROOM=ROOM, SHIFT=key_shift(drawn_from), BLOCK=block, WRITES_LEFT=exactly, CUT_OFF=CUT_OFF, num_warps=WARPS,
     )  # fmt: skip
     if exactly:
         found[:, 1] = exact.token_logprobs(left, drawn.tokens[rows.drawn_at], rows.temperature).view(torch.int32)
@@ -104,12 +105,13 @@ def keep(
     def read() -> list[KeptTokens]:
         words = on_host.numpy()
         counts, logprobs = words[:, 0], words[:, 1].copy().view(np.float32)
-        many = np.flatnonzero(counts > ROOM)
-        ids = {row: words[row, 2 : 2 + counts[row]] for row in np.flatnonzero(counts <= ROOM).tolist()}
-        if len(many):
+        table = words[:, 2 : 2 + counts.max()]
+        ends = np.minimum(counts, ROOM).cumsum()
+        ids = np.split(table[np.arange(table.shape[1]) < counts[:, None]], ends[:-1])
+        if len(many := np.flatnonzero(counts > ROOM)):
             of_many = bits[torch.from_numpy(many).to(bits.device)].cpu().numpy().view(np.uint8)
-            unpacked = np.unpackbits(of_many, axis=1, bitorder="little")
-            ids |= {row: np.flatnonzero(mine) for row, mine in zip(many.tolist(), unpacked, strict=True)}
-        return [KeptTokens(ids[row].tolist(), logprob) for row, logprob in enumerate(logprobs.tolist())]
+            for row, mine in zip(many.tolist(), np.unpackbits(of_many, axis=1, bitorder="little"), strict=True):
+                ids[row] = np.flatnonzero(mine)
+        return [KeptTokens(*kept) for kept in zip(ids, logprobs.tolist(), strict=True)]
 
     return read
