@@ -386,10 +386,10 @@ def make_in_process(shape: str, folder: Path) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """One line a workload: ours, with an adapter, over HTTP, the peer, how many times the last, floor, share of it."""
+    """One line a workload: ours, with an adapter, with truncation, over HTTP, the peer, how many times the last, floor, share of it."""
     lines = [
-        "| rollouts, tokens/s | ours | with LoRA | over HTTP | vLLM | ratio | floor | share |",
-        "|---|---|---|---|---|---|---|---|",
+        "| rollouts, tokens/s | ours | with LoRA | with top-p | over HTTP | vLLM | ratio | floor | share |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["workload"] for row in rows):
         found = {row["side"]: row["tokens_per_s"] for row in rows if row["workload"] == name}

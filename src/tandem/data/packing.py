@@ -4,7 +4,9 @@ Sequences that begin alike (the completions of one prompt) share that beginning,
 to the end share everything. `pack` makes one batch of a whole step; `divide` cuts out of it what a rank computes.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,23 +15,37 @@ from numpy.typing import NDArray
 from tandem.data.balance import balance, fill
 from tandem.types.rollout import PackedBatch, PackedKept, TrainingSequence
 
-# Its tokens, and what each of them was drawn from where something was cut off.
-Ending = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+TokenIds = tuple[int, ...]
 # Attention over so many tokens costs about as much as everything else does for one.
 ATTENTION_TOKENS = 4096
 
 
+@dataclass
+class Ending:
+    """What follows a context in one sequence, or in several that are the same to the end."""
+
+    token_ids: TokenIds
+    kept: Sequence[Sequence[int]]  # what each of them was drawn from; no entries where nothing was cut off
+    numbers: list[int] = field(default_factory=list)  # of the sequences
+
+
 def pack(samples: Sequence[TrainingSequence]) -> PackedBatch:
     """Sequence i of the batch is samples[i]."""
-    contexts: dict[tuple[int, ...], dict[Ending, list[int]]] = {}
+    contexts: dict[TokenIds, list[Ending]] = {}
+    known: dict[tuple[TokenIds, int], list[Ending]] = {}
     for number, sample in enumerate(samples):
         num_context, token_ids = sample.num_context_tokens, tuple(sample.token_ids)
         if num_context < len(token_ids):
-            endings = contexts.setdefault(token_ids[:num_context], {})
-            kept = tuple(map(tuple, sample.kept[num_context:]))
-            endings.setdefault((token_ids[num_context:], kept), []).append(number)
-    segments: list[tuple[int, ...]] = []
-    kept_tokens: dict[int, tuple[int, ...]] = {}  # by the place of the token that was drawn from them
+            alike = known.setdefault((token_ids, num_context), [])
+            kept = sample.kept[num_context:]
+            ending = next((ending for ending in alike if ending.kept == kept), None)
+            if ending is None:
+                ending = Ending(token_ids[num_context:], kept)
+                alike.append(ending)
+                contexts.setdefault(token_ids[:num_context], []).append(ending)
+            ending.numbers.append(number)
+    segments: list[TokenIds] = []
+    kept_tokens: dict[int, Sequence[int]] = {}  # by the place of the token that was drawn from them
     offsets: list[int] = []  # of each segment in its sequence
     parents: list[int] = []
     num_tokens = 0
@@ -42,14 +58,15 @@ def pack(samples: Sequence[TrainingSequence]) -> PackedBatch:
             offsets.append(0)
             parents.append(-1)
             num_tokens += len(context)
-        for (ending, kept), numbers in endings.items():
-            segments.append(ending if shared else context + ending)
+        for ending in endings:
+            segments.append(ending.token_ids if shared else context + ending.token_ids)
             offsets.append(len(context) if shared else 0)
             parents.append(parent)
-            for number in numbers:
+            for number in ending.numbers:
                 first_tokens[number] = num_tokens - offsets[-1]
             num_tokens += len(segments[-1])
-            kept_tokens |= {num_tokens - len(kept) + i: ids for i, ids in enumerate(kept) if ids}
+            first = num_tokens - len(ending.kept)
+            kept_tokens |= {first + i: ids for i, ids in enumerate(ending.kept) if ids}
     learned = [np.flatnonzero(sample.loss_mask) for sample in samples]
     lengths = np.array([len(segment) for segment in segments], dtype=np.int64)
     return PackedBatch(
@@ -70,11 +87,12 @@ def pack(samples: Sequence[TrainingSequence]) -> PackedBatch:
     )
 
 
-def _pack_kept(kept_tokens: Mapping[int, tuple[int, ...]], num_tokens: int) -> PackedKept:
+def _pack_kept(kept_tokens: Mapping[int, Sequence[int]], num_tokens: int) -> PackedKept:
     """`kept_tokens` in the order of the places."""
     counts = np.zeros(num_tokens, dtype=np.int64)
     counts[list(kept_tokens)] = [len(ids) for ids in kept_tokens.values()]
-    return PackedKept(counts, _join(list(kept_tokens.values()), np.int64))
+    ids = itertools.chain.from_iterable(kept_tokens.values())
+    return PackedKept(counts, np.fromiter(ids, np.int64, count=counts.sum()))
 
 
 def take_kept(kept: PackedKept, tokens: NDArray[np.int64]) -> PackedKept:
