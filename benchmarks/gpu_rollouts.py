@@ -386,7 +386,7 @@ def make_in_process(shape: str, folder: Path) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """One line a workload: ours, with an adapter, with truncation, over HTTP, the peer, how many times the last, floor, share of it."""
+    """One line a workload: every side, how many times vLLM, floor, share of it."""
     lines = [
         "| rollouts, tokens/s | ours | with LoRA | with top-p | over HTTP | vLLM | ratio | floor | share |",
         "|---|---|---|---|---|---|---|---|---|",
