@@ -103,7 +103,7 @@ def test_a_name_has_room_for_twelve_characters_in_a_table_of_one_line_a_model(
 ) -> None:
     """Two scores, their numbers and the lines between them take 53 more."""
     result = results_of("/a/long/way/to/a/model", [Outcome(0, [1.0]), Outcome(1, [0.0])], 1.0)
-    for columns, is_wide in ((64, False), (65, True)):
+    for columns, is_wide in ((50, False), (64, False), (65, True)):
         monkeypatch.setenv("COLUMNS", str(columns))
         show_results([result])
         shown = capsys.readouterr().out
@@ -194,9 +194,10 @@ def test_what_was_said_is_set_in_two_columns_and_shown_as_it_is(
         r"               \x1b[2J      ",
         "    now 0.000: xxxx         ",
     ]
+    monkeypatch.setenv("COLUMNS", "24")
     show_comparison(before, after, {"0": [sample]}, {})
     shown = capsys.readouterr().out
-    assert "    before 1.000: xxxx" in shown
+    assert "    before 1.000: xxxxxx\n" in shown
     assert "".join(shorten("x" * 401, 400).split()) in "".join(shown.split())
 
 
