@@ -119,8 +119,8 @@ def test_every_sample_of_an_episode_has_a_seed_of_its_own() -> None:
 
 def test_a_task_that_fails_costs_nothing_but_itself() -> None:
     outcomes, _ = ask_all([held(4, "fail"), held(5, "nan"), held(6, "a")])
-    assert str(outcomes[0].error).startswith("RuntimeError: out of order (")
-    assert str(outcomes[1].error).startswith("BadReward: length: ")
+    assert (outcomes[0].error or "").startswith("RuntimeError: out of order (")
+    assert (outcomes[1].error or "").startswith("BadReward: length: ")
     assert [outcome.rewards for outcome in outcomes] == [[], [], [1.5]] and outcomes[2].error is None
     assert [outcome.task for outcome in outcomes] == [4, 5, 6]
 

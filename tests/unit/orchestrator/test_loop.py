@@ -299,7 +299,6 @@ def test_a_trainer_that_publishes_no_last_version_ends_the_run(
     run._train = train
     with pytest.raises(TimeoutError, match=rf"s for the trainer's weights .*step_00000{num_published + 1}; is the"):
         run.start()
-    assert [line["step"] for line in run.metrics("eval/reward")] == list(range(num_published + 1))
 
 
 def test_the_trainer_is_not_blamed_for_an_evaluation_that_takes_long(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
