@@ -9,14 +9,13 @@ from typing import Any
 
 from rich.padding import Padding
 from rich.table import Column, Table
-from rich.text import Text
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.orchestrator.scores import confidence
 from tandem.utils.console import Console
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import read_json, read_json_lines
-from tandem.utils.log import printable, printable_lines
+from tandem.utils.log import printable
 
 Rewards = Mapping[str, Sequence[float]]  # of each task
 Sample = Mapping[str, Any]
@@ -45,7 +44,7 @@ def compare(before: Rewards, after: Rewards) -> Comparison | None:
     return Comparison(
         num_common=len(common),
         difference=statistics.fmean(changes.values()),
-        ci95=confidence(list(changes.values())),
+        ci95=confidence([change for _, change in ordered]),
         better=[(task, change) for task, change in ordered if change > 0],
         worse=[(task, change) for task, change in ordered if change < 0],
     )
@@ -93,9 +92,7 @@ def refuse_other_tasks(path: Path, earlier: Mapping[str, Any], fingerprints: Map
 
 def short_names(targets: Sequence[str]) -> list[str]:
     """The versions of a run, which come last, by their names in its directory; a model from elsewhere by its path."""
-    if len(targets) == 1:
-        return list(targets)
-    versions = Path(targets[-1]).parent
+    versions = Path(targets[-1]).parent if len(targets) > 1 else None
     return [Path(target).name if Path(target).parent == versions else target for target in targets]
 
 
@@ -165,11 +162,11 @@ def _what_was_said(before: Sequence[Sample], now: Sequence[Sample]) -> Padding:
     """The prompt, the best completion that there was and the worst that there is."""
     grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 1))
     for message in [*before, *now][0]["messages"] if before or now else ():
-        grid.add_row(_text(f"{message['role']}:"), _text(_content(message)))
+        grid.add_row(f"{message['role']}:", _content(message))
     best, worst = max(before, key=_reward, default=None), min(now, key=_reward, default=None)
     for name, sample in (("before", best), ("now", worst)):
         if sample is not None:
-            grid.add_row(_text(f"{name} {_reward(sample):.3f}:"), _text(_said(sample)))
+            grid.add_row(f"{name} {_reward(sample):.3f}:", _said(sample))
     return Padding(grid, (0, 0, 0, 4), expand=False)
 
 
@@ -187,7 +184,3 @@ def _said(sample: Sample) -> str:
 def _content(message: Mapping[str, Any]) -> str:
     calls = message.get("tool_calls")
     return shorten(message.get("content") or (json.dumps(calls) if calls else ""), MOST_CHARS)
-
-
-def _text(text: str) -> Text:
-    return Text(printable_lines(text))

@@ -56,7 +56,7 @@ def parse_load(metrics: str) -> EngineLoad | None:
 def next_limit(limit: int, load: EngineLoad, num_inside: int) -> int:
     """A burst of requests looks like a queue for a moment, so no look changes much."""
     if load.cache_use > FULL or load.num_waiting > LEAST + LONG_QUEUE * load.num_running:
-        return min(limit, max(round(SHRINK * limit), round(load.num_running), LEAST))
+        return min(limit, round(max(SHRINK * limit, load.num_running, LEAST)))
     has_room = load.cache_use < ROOM and load.num_waiting <= SHORT_QUEUE * load.num_running
     return round(GROW * limit) if has_room and num_inside >= SHRINK * limit else limit
 

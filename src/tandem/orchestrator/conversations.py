@@ -52,7 +52,7 @@ class ChatFormat:
 
 
 class Conversation:
-    """`sampling` is how a turn is drawn; its seed is that of the rollout."""
+    """`sampling` is how a turn is drawn, whatever its `n`; its seed is that of the rollout."""
 
     def __init__(self, policy: Generator, chat_format: ChatFormat, sampling: SamplingRequest) -> None:
         self.policy = policy

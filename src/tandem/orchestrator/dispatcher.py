@@ -26,6 +26,8 @@ from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0  # between two looks at the deadline
+
 MakeGroup = Callable[[int], Awaitable[Group]]
 FilterGroup = Callable[[Group], Group | None]
 
@@ -87,7 +89,6 @@ class Dispatcher:
             groups = self.buffer.take(step)
             if groups is not None:
                 self.curriculum.update()
-                self._start_groups(step + 1)
                 return groups
             self._check(deadline)
             await self._wait_for_progress()
@@ -97,7 +98,6 @@ class Dispatcher:
         for task in self._in_flight:
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
-        self._in_flight.clear()
 
     def _check(self, deadline: Deadline) -> None:
         try:
@@ -149,9 +149,9 @@ class Dispatcher:
         return self.next_order - 1
 
     async def _wait_for_progress(self) -> None:
-        """Until a group finishes or a new version is served; at most a second, so that deadlines are kept."""
+        """Until a group finishes or a new version is served; not for long, so that deadlines are kept."""
         waited_for = [*self._in_flight, self.policy.next_update]
-        await asyncio.wait(waited_for, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waited_for, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _collect(self) -> None:
         for task in [task for task in self._in_flight if task.done()]:

@@ -33,14 +33,14 @@ class Outcome:
     task: int
     rewards: list[float]
     fingerprint: str = ""
-    samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
 
 
 def choose_tasks(config: EvaluateConfig, environment: EnvironmentProcess) -> list[HeldTask]:
     """The tasks to ask. UserError where there are none."""
     split = environment.eval_tasks if config.split == "held_out" else environment.train_tasks
-    tasks = list(split)[: config.num_prompts]
+    tasks = split[: config.num_prompts]
     if not tasks:
         raise UserError(f"env.id = {config.env.id!r} has no {config.split} tasks")
     return tasks

@@ -58,7 +58,7 @@ class FailureLedger:
         self.run_dir = run_dir
         self.max_share = max_share
         self.num_failed = 0
-        self._recent: deque[tuple[list[Failure], int]] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[Sequence[Failure], int]] = deque(maxlen=WINDOW)
 
     def training_attempt(self, attempt: Attempt) -> None:
         self._write("train", attempt)
@@ -89,7 +89,7 @@ class FailureLedger:
     def count(self, failures: Sequence[Failure], group_size: int) -> None:
         """An attempt at a group has ended, with so many failures."""
         self.num_failed += len(failures)
-        self._recent.append((list(failures), group_size))
+        self._recent.append((failures, group_size))
 
     def check(self) -> None:
         """End the run if the share of failures over the last attempts is too large, even if the rest of a window

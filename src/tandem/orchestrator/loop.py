@@ -53,6 +53,8 @@ from tandem.utils.waiting import Deadline
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0  # between two looks at a deadline, or at the metrics
+
 
 class Orchestrator:
     """Everything the loop holds on to; `run` is the loop."""
@@ -92,7 +94,7 @@ class Orchestrator:
         self.advantages = make_batch_advantages(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
         self.policy = Policy(
-            list(servers),
+            [*servers],
             config.model.name,
             self.run_dir.weights,
             self.start.step,
@@ -301,12 +303,12 @@ class Orchestrator:
             if self._evaluating or policy.version == last:
                 deadline = self._weights_deadline(last)
             deadline.check()
-            await asyncio.wait([following], timeout=1.0)
+            await asyncio.wait([following], timeout=LOOK_S)
 
     async def _forward_metrics(self) -> None:
         while True:
             self.forwarder.forward()
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_S)
 
     def _batch_deadline(self, step: int, version: int) -> Deadline:
         return Deadline(

@@ -66,7 +66,7 @@ class RolloutMaker:
         first = self._spent.get(sampling.seed, 0)
         for attempt in range(first, self.tries):
             if attempt > first:
-                await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
+                await asyncio.sleep(self.delays_s[:attempt][-1])
             seed = request_seed(sampling.seed, "attempt", attempt) if attempt else sampling.seed
             missing = replace(sampling, n=sampling.n - len(rollouts), seed=seed)
             outcomes = await self._attempt(task, prompt_ids, missing, times)
@@ -88,7 +88,7 @@ class RolloutMaker:
         started = time.monotonic()
         if self.episodes is not None and self.episodes.plays(task):
             seeds = [request_seed(sampling.seed, "rollout", number) for number in range(sampling.n)]
-            requests = [replace(sampling, n=1, seed=seed, session=sampling.seed) for seed in seeds]
+            requests = [replace(sampling, seed=seed, session=sampling.seed) for seed in seeds]
             played = await asyncio.gather(*(self.episodes.play(task, self.policy, request) for request in requests))
             times.generate_s += time.monotonic() - started
             return played

@@ -17,6 +17,8 @@ from tandem.orchestrator.filters import refuse_hopeless_filters
 from tandem.types.rollout import SamplingOptions, Task
 from tandem.utils.errors import UserError
 
+AT_ONCE = 64  # places of a mixture that are worked out together
+
 
 class TaskOrder:
     """The task behind each order number: a new permutation every epoch. Tasks that are set aside stay in their places,
@@ -59,8 +61,8 @@ class MixedPlaces:
         self._known: list[int] = []
 
     def __getitem__(self, order: int) -> int:
-        if order >= len(self._known):
-            self._known += self._mixed.batch(len(self._known), order + 1 - len(self._known))
+        while order >= len(self._known):
+            self._known += self._mixed.batch(len(self._known), AT_ONCE)
         return self._known[order]
 
 
@@ -72,7 +74,7 @@ def _mixed_places(tasks: Sequence[Task], seed: int, weights: Mapping[str, float]
         size = sum(task.environment == name for task in tasks)
         sources.append(Indices(size, seed, shuffle=True, offset=offset))
         offset += size
-    return MixedPlaces(Mixed(sources, list(weights.values())))
+    return MixedPlaces(Mixed(sources, [*weights.values()]))
 
 
 def request_seed(seed: int, purpose: str, order: int) -> int:

@@ -16,8 +16,9 @@ from tandem.orchestrator.compare import (
     show_results,
 )
 from tandem.orchestrator.evaluate import Outcome, append_samples, fingerprint, results_of
+from tandem.orchestrator.scores import confidence
 from tandem.types.rollout import Task
-from tandem.utils.errors import UserError
+from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import write_json
 
 
@@ -32,6 +33,7 @@ def test_tasks_that_both_have_are_compared_by_their_means() -> None:
     assert found is not None
     assert (found.num_common, found.better, found.worse) == (3, [("0", 0.5)], [("1", -1.0)])
     assert found.difference == pytest.approx(-0.5 / 3)
+    assert found.ci95 == pytest.approx(confidence([0.5, -1.0, 0.0]))
     assert compare(before, {"9": [1.0]}) is None
 
 
@@ -75,6 +77,7 @@ def test_versions_of_a_run_are_named_without_its_directory() -> None:
     versions = ["/a/models/step_000001", "/a/run/weights/step_000001", "/a/run/weights/step_000002"]
     assert short_names(versions) == ["/a/models/step_000001", "step_000001", "step_000002"]
     assert short_names(["/a/base/latest"]) == ["/a/base/latest"]
+    assert short_names(["/a/base", "/b/base", "/run/step_000001"]) == ["/a/base", "/b/base", "step_000001"]
 
 
 def test_versions_can_be_told_apart_in_a_narrow_terminal(
@@ -93,6 +96,36 @@ def test_versions_can_be_told_apart_in_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "160")
     show_results([results_of(version, eight, 1.0) for version in versions])
     assert capsys.readouterr().out.count("pass@8") == 1  # one line a model
+
+
+def test_a_name_has_room_for_twelve_characters_in_a_table_of_one_line_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two scores, their numbers and the lines between them take 53 more."""
+    result = results_of("/a/long/way/to/a/model", [Outcome(0, [1.0]), Outcome(1, [0.0])], 1.0)
+    for columns, is_wide in ((50, False), (64, False), (65, True)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show_results([result])
+        shown = capsys.readouterr().out
+        assert ("score" not in shown) is is_wide and shown.count("0.500 ± 0.980") == 2
+
+
+def test_models_are_told_apart_by_a_line_where_each_has_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    show_results([results_of(f"/run/step_{step}", [Outcome(0, [1.0])], 1.0) for step in (1, 2)])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[3:-1]]
+    assert rows[:2] == ["│ step_1 │ reward │ 1.000 ± nan │ 1 │ 0 │", "│ │ pass@1 │ 1.000 ± nan │ │ │"]
+    assert set(rows[2]) == set("├─┼┤") and rows[3].startswith("│ step_2 │ reward │")
+    assert len(rows) == 5
+
+
+def test_a_few_errors_of_each_model_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [Outcome(task, [], error=f"KeyError: {task}") for task in range(1, 13)]
+    show_results([results_of("m", [Outcome(0, [1.0]), *outcomes], 1.0)])
+    shown = [line for line in capsys.readouterr().out.splitlines() if "KeyError" in line]
+    assert shown == [f"m, task {task}: KeyError: {task}" for task in range(1, 11)]
 
 
 def test_what_users_code_says_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +180,33 @@ def test_what_got_worse_is_shown_with_prompt_and_completions(
     assert "same" not in shown and "not this" not in shown
 
 
+def test_what_was_said_is_set_in_two_columns_and_shown_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    asked = [{"role": "user", "content": "[b]1[/b] + 1?\n\x1b[2J"}]
+    sample = {"messages": asked, "completion": "x" * 401, "reward": 1.0}
+    before, after = (results_of("m", [Outcome(0, [reward])], 1.0) for reward in (1.0, 0.0))
+    show_comparison(before, after, {}, {"0": [sample | {"completion": "x" * 4, "reward": 0.0}]})
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "  worse: task 0, -1.000",
+        "    user:      [b]1[/b] + 1?",
+        r"               \x1b[2J      ",
+        "    now 0.000: xxxx         ",
+    ]
+    monkeypatch.setenv("COLUMNS", "24")
+    show_comparison(before, after, {"0": [sample]}, {})
+    shown = capsys.readouterr().out
+    assert "    before 1.000: xxxxxx\n" in shown
+    assert "".join(shorten("x" * 401, 400).split()) in "".join(shown.split())
+
+
 def test_an_evaluation_whose_samples_are_gone_is_compared_by_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = (results_of("m", [Outcome(task, [reward]) for task in range(12)], 1.0) for reward in (1.0, 0.0))
-    show_comparison(before, after, read_samples(Path("nowhere/results.json"), "m"), {})
-    assert "  worse: task 0, -1.000\n" in (shown := capsys.readouterr().out)
-    assert "  and 2 more that are worse\n" in shown
+    """Of several that changed as much, in the order of their names."""
+    for num_tasks, more in ((12, ["  and 2 more that are worse"]), (10, [])):
+        outcomes = ([Outcome(task, [reward]) for task in range(num_tasks)] for reward in (1.0, 0.0))
+        before, after = (results_of("m", one[::-1], 1.0) for one in outcomes)
+        show_comparison(before, after, read_samples(Path("nowhere/results.json"), "m"), {})
+        shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()[1:]]
+        tasks = sorted(str(task) for task in range(num_tasks))[:10]
+        assert [line for line in shown if line] == [*(f"  worse: task {task}, -1.000" for task in tasks), *more]

@@ -10,13 +10,14 @@ from tests.unit.data.templates import THINKING_WITH_TOOLS
 
 from tandem.config.advantages import AdvantageConfig
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull
-from tandem.envs.process import HeldTask
+from tandem.envs.process import HeldTask, is_played
 from tandem.envs.protocol import Player
 from tandem.envs.results import Result
 from tandem.orchestrator.advantages import make_batch_advantages
 from tandem.orchestrator.batches import batch_metrics, make_batch, make_samples
-from tandem.orchestrator.conversations import ChatFormat, Conversation, Episodes, earned_before
+from tandem.orchestrator.conversations import ChatFormat, Conversation, Episodes, earned_before, open_episodes
 from tandem.orchestrator.failures import Attempt, TaskFailed
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.tasks import request_seed
@@ -43,7 +44,8 @@ class Says:
         self.requests.append(sampling)
         tokens = self.tokenizer.encode(self.texts[len(self.prompts) - 1] + "<|im_end|>")
         version = len(self.prompts)
-        return [Completion(tokens, [-version / 10] * len(tokens), [version] * len(tokens), "stop")]
+        stop = "." if "." in self.texts[version - 1] else None
+        return [Completion(tokens, [-version / 10] * len(tokens), [version] * len(tokens), "stop", stop)] * sampling.n
 
 
 @pytest.fixture
@@ -74,6 +76,7 @@ def test_turns_with_a_tool_are_one_sequence_with_loss_on_what_was_sampled(tokeni
     asyncio.run(run())
     rollout = conversation.rollout(Result({"right": 1.0, "short": 0.25}, {"calls": 1.0}, "answer"), 1)
     assert (rollout.reward, rollout.text, rollout.ended) == (1.25, "it is 2", "answer")
+    assert (rollout.rewards, rollout.metrics) == ({"right": 1.0, "short": 0.25}, {"calls": 1.0})
     assert [message["role"] for message in rollout.messages] == ["assistant", "tool", "assistant"]
     assert policy.prompts[1][: len(policy.prompts[0])] == policy.prompts[0]
 
@@ -128,7 +131,59 @@ def test_two_conversations_side_by_side_are_two_sequences(tokenizer: Tokenizer) 
 
     asyncio.run(run())
     rollout = conversation.rollout(Result(0.0), 1)
-    assert [len(turns) for turns in rollout.sequences] == [2, 1]
+    assert [len(turns) for turns in rollout.sequences] == [2, 1] and rollout.rewards == {}
+    assert [message["content"] for message in rollout.messages] == ["b"], "of the sequence that began last"
+
+
+def test_of_two_conversations_that_are_the_same_the_later_one_goes_on(tokenizer: Tokenizer) -> None:
+    conversation, _ = open_conversation(tokenizer, "a", "a", "c")
+
+    async def run() -> None:
+        await conversation.chat([QUESTION], None, None)
+        said = (await conversation.chat([QUESTION], None, None))["message"]
+        await conversation.chat([QUESTION, said, QUESTION], None, None)
+
+    asyncio.run(run())
+    assert [len(turns) for turns in conversation.rollout(Result(0.0), 1).sequences] == [1, 2]
+
+
+def test_an_episode_that_begins_anew_forgets_what_was_said(tokenizer: Tokenizer) -> None:
+    conversation, policy = open_conversation(tokenizer, "a", "b")
+    assert conversation.text == ""
+    asyncio.run(conversation.chat([QUESTION], None, None))
+    conversation.restart()
+    assert conversation.text == ""
+    asyncio.run(conversation.chat([QUESTION], None, None))
+    assert [request.seed for request in policy.requests] == [request_seed(5, "turn", 0)] * 2
+    assert [turn.completion.versions[0] for turn in conversation.rollout(Result(0.0), 1).turns] == [2]
+
+
+def test_a_turn_ends_before_the_text_that_stopped_it(tokenizer: Tokenizer) -> None:
+    conversation, _ = open_conversation(tokenizer, "yes. no")
+    reply = asyncio.run(conversation.chat([QUESTION], None, None))
+    assert reply == {"message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+
+
+def test_what_is_said_beside_calls_and_without_any(tokenizer: Tokenizer) -> None:
+    conversation, _ = open_conversation(tokenizer, f" let me see\n{CALL}{CALL}", "no call")
+    first = asyncio.run(conversation.chat([QUESTION], TOOLS, None))["message"]
+    assert first["content"] == "let me see"
+    assert [call["id"] for call in first["tool_calls"]] == ["0000call0", "0000call1"]
+    second = asyncio.run(conversation.chat([QUESTION], TOOLS, None))["message"]
+    assert second == {"role": "assistant", "content": "no call"}
+
+
+@pytest.mark.parametrize(("more", "longest"), [(1, 1), (2, 2), (100, 40)])
+def test_a_turn_may_have_as_many_tokens_as_there_is_room_for(tokenizer: Tokenizer, more: int, longest: int) -> None:
+    conversation, policy = open_conversation(tokenizer, "a")
+    asyncio.run(conversation.chat([QUESTION], None, None))
+    num_prompt = len(policy.prompts[0])
+    conversation, policy = open_conversation(tokenizer, "a", seq_len=num_prompt + more)
+    asyncio.run(conversation.chat([QUESTION], None, None))
+    assert policy.requests[0].max_tokens == longest
+    conversation, _ = open_conversation(tokenizer, "a", seq_len=num_prompt)
+    with pytest.raises(ContextFull):
+        asyncio.run(conversation.chat([QUESTION], None, None))
 
 
 def test_calls_that_cannot_be_read_are_text(tokenizer: Tokenizer) -> None:
@@ -162,7 +217,8 @@ class Stage:
     train_tasks = eval_tasks = (TASK,)
 
     async def score(self, task: Task, completion: str) -> float:
-        raise AssertionError("it is played, not scored")
+        assert not is_played(task)
+        return 0.5
 
     async def play(self, task: Task, player: Player) -> Result:
         player.restart()
@@ -172,11 +228,13 @@ class Stage:
         return Result(float(len(reply["message"]["content"])))
 
 
-def make_group(tokenizer: Tokenizer, *texts: str, tries: int = 2) -> tuple[Group | None, list[Attempt]]:
+def make_group(
+    policy: Says, tokenizer: Tokenizer, tries: int = 2, task: Task = TASK
+) -> tuple[Group | None, list[Attempt]]:
     attempts: list[Attempt] = []
     stage = Stage()
     maker = RolloutMaker(
-        Says(tokenizer, *texts),
+        policy,
         stage,
         tokenizer,
         tries=tries,
@@ -186,25 +244,44 @@ def make_group(tokenizer: Tokenizer, *texts: str, tries: int = 2) -> tuple[Group
     )
     sampling = SamplingRequest(n=3, max_tokens=40, temperature=1.0, seed=5)
     try:
-        return asyncio.run(maker.make_group(stage.train_tasks[0], [1], 0, sampling)), attempts
+        return asyncio.run(maker.make_group(task, [1], 0, sampling)), attempts
     except TaskFailed:
         return None, attempts
 
 
 def test_a_group_of_episodes(tokenizer: Tokenizer) -> None:
-    group, attempts = make_group(tokenizer, "a", "bb", "ccc")
+    policy = Says(tokenizer, "a", "bb", "ccc")
+    group, attempts = make_group(policy, tokenizer)
     assert group is not None and group.rewards == [1.0, 2.0, 3.0]
+    assert 0 < group.generate_s < 60 and group.score_s == 0
+    seeds = [request_seed(request_seed(5, "rollout", number), "turn", 0) for number in range(3)]
+    assert [(request.seed, request.n, request.session) for request in policy.requests] == [
+        (seed, 1, 5) for seed in seeds
+    ]
     assert all(isinstance(rollout, Rollout) and rollout.ended == "done" for rollout in group.rollouts)
     assert attempts[0].failed == []
 
 
 def test_an_episode_that_fails_is_played_again_and_counted(tokenizer: Tokenizer) -> None:
-    group, attempts = make_group(tokenizer, "a", "fail", "ccc", "dddd")
+    group, attempts = make_group(Says(tokenizer, "a", "fail", "ccc", "dddd"), tokenizer)
     assert group is not None and group.rewards == [1.0, 3.0, 4.0]
     (failed,) = attempts[0].failed
     assert (failed.completion, failed.failure.reason) == ("fail", "LookupError: as told")
-    group, _ = make_group(tokenizer, "fail", "fail", "fail", tries=1)
+    group, _ = make_group(Says(tokenizer, "fail", "fail", "fail"), tokenizer, tries=1)
     assert group is None
+
+
+def test_a_task_that_is_not_played_is_scored_where_others_are_played(tokenizer: Tokenizer) -> None:
+    group, _ = make_group(Says(tokenizer, "a"), tokenizer, task=HeldTask(3, [QUESTION], ""))
+    assert group is not None and group.rewards == [0.5] * 3
+
+
+def test_environments_in_processes_can_have_conversations(tokenizer: Tokenizer) -> None:
+    assert open_episodes(Stage(), tokenizer, 64) is None
+    mixture = Mixture({})
+    episodes = open_episodes(mixture, tokenizer, 64)
+    assert episodes is not None and episodes.stage is mixture
+    assert (episodes.format.tokenizer, episodes.format.seq_len) == (tokenizer, 64)
 
 
 class TwoTurns:
@@ -255,4 +332,5 @@ def test_rewards_of_turns_that_were_not_taken_are_an_error(tokenizer: Tokenizer)
 def test_credit_goes_by_time_where_two_conversations_take_turns() -> None:
     """Turns 0 and 2 belong to one training sequence, 1 and 3 to another."""
     assert earned_before([1.0, 2.0, 4.0, 8.0], [0, 2, 1, 3]) == [0.0, 3.0, 1.0, 7.0]
+    assert earned_before([1.0, 2.0], [0, 5]) == [0.0, 1.0], "turns between them failed"
     assert earned_before([], [0, 1]) == []

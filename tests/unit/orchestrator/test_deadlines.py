@@ -9,9 +9,15 @@ import pytest
 from tests.unit.orchestrator.fakes import FakeEnvironment, FakePolicy
 
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.orchestrator import loop
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.tasks import Prompts
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LOOK_S", 0.02)
 
 
 def make_orchestrator(root: Path, timeout_s: float) -> Orchestrator:
@@ -27,7 +33,7 @@ def wait(root: Path, version: int, evaluating: bool) -> None:
     """The last version is followed for three times as long as weights may take."""
 
     async def run() -> None:
-        orchestrator = make_orchestrator(root, 0.7)
+        orchestrator = make_orchestrator(root, 0.1)
         orchestrator._evaluating = evaluating
         following = asyncio.ensure_future(asyncio.sleep(3 * orchestrator.config.weights_timeout_s))
         await orchestrator._wait_for_last_version(FakePolicy(version), following)
@@ -42,5 +48,5 @@ def test_an_evaluation_does_not_count_against_the_trainer(tmp_path: Path) -> Non
 
 
 def test_waiting_for_the_trainer_does(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"waited 0\.7 s for the trainer's weights .*step_000005"):
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for the trainer's weights .*step_000005"):
         wait(tmp_path, version=4, evaluating=False)

@@ -29,6 +29,7 @@ class Maker:
         self.make_group = make_group
         self.policy: FakePolicy
         self.orders: list[int] = []
+        self.under_way: list[int] = []
         self.failures: dict[int, int] = {}
         self.hang: set[int] = set()
         self.bad: set[int] = set()
@@ -37,9 +38,11 @@ class Maker:
     async def __call__(self, order: int) -> Group:
         self.orders.append(order)
         version = self.policy.version
-        await asyncio.sleep(0)
-        if order in self.hang:
-            await self.release.wait()
+        self.under_way.append(order)
+        try:
+            await (self.release.wait() if order in self.hang else asyncio.sleep(0))
+        finally:
+            self.under_way.remove(order)
         if self.failures.get(order, 0) > 0:
             self.failures[order] -= 1
             raise ConnectionError(f"no answer for {order}")
@@ -54,7 +57,7 @@ def maker(make_group) -> Maker:
 
 
 def deadline() -> Deadline:
-    return Deadline("a batch", timeout_s=60, hint="look")
+    return Deadline("a batch", timeout_s=10, hint="look")
 
 
 class InOrder(TaskOrder):
@@ -80,7 +83,7 @@ def run_with(
     num_spare: int = 0,
     start_step: int = 0,
     next_order: int = 0,
-    retry: Iterable[int] = (),
+    retry: list[int] | None = None,
     max_orders: int = 100,
     tries: int = 4,
     max_failed_share: float = 1.0,
@@ -98,7 +101,7 @@ def run_with(
             FailureLedger(RunDir(root), max_failed_share),
             run_log,
             next_order=next_order,
-            retry=list(retry),
+            retry=retry or [],
             max_orders=max_orders,
             tries=tries,
         )
@@ -130,11 +133,19 @@ def test_one_batch_a_version_when_on_policy(maker: Maker, tmp_path: Path) -> Non
 
 
 def test_the_next_batch_is_under_way_when_overlapped(maker: Maker, tmp_path: Path) -> None:
+    """Of the groups of step 2, one has finished when the other still takes its time."""
+    maker.hang = {3}
+
     async def body(dispatcher: Dispatcher) -> None:
         await dispatcher.next_batch(1, deadline())
         await asyncio.sleep(0.01)
         assert maker.orders == [0, 1, 2, 3]
         assert dispatcher.unfinished_orders == [2, 3]
+        waiting = asyncio.ensure_future(dispatcher.next_batch(2, deadline()))
+        await asyncio.sleep(0.01)
+        assert dispatcher.unfinished_orders == [2, 3] and len(dispatcher.buffer) == 1
+        maker.release.set()
+        assert [group.order for group in await waiting] == [2, 3]
 
     run_with(maker, tmp_path, body, max_staleness=1)
 
@@ -168,8 +179,8 @@ def test_too_many_failures_end_the_run_with_their_reasons(maker: Maker, tmp_path
 
 
 def test_a_task_that_fails_is_set_aside_and_another_takes_its_place(maker: Maker, tmp_path: Path) -> None:
-    """Three tasks, of which the second is bad: it is not tried again in the next epoch."""
-    maker.bad = {1, 4, 7}
+    """Three tasks in their second epoch, of which the second is bad: it is not tried again in the next one."""
+    maker.bad = {4, 7, 10}
     tasks = task_order(3)
 
     async def body(dispatcher: Dispatcher) -> None:
@@ -177,14 +188,14 @@ def test_a_task_that_fails_is_set_aside_and_another_takes_its_place(maker: Maker
         for step in (1, 2, 3):
             batches.append([group.order for group in await dispatcher.next_batch(step, deadline())])
             maker.policy.update()
-        assert batches == [[0, 2], [3, 5], [6, 8]]
-        assert maker.orders == [0, 1, 2, 3, 5, 6, 8]
+        assert batches == [[3, 5], [6, 8], [9, 11]]
+        assert maker.orders == [3, 4, 5, 6, 8, 9, 11]
         assert tasks.set_aside == {1}
 
-    run_with(maker, tmp_path, body, tasks=tasks, max_orders=6)
+    run_with(maker, tmp_path, body, tasks=tasks, next_order=3, max_orders=6)
     (event,) = events(tmp_path, "task_set_aside")
-    assert (event["task"], event["order"]) == (1001, 1)
-    assert event["reason"] == "1 × KeyError: 1 (my_env.py:3 in score)"
+    assert (event["task"], event["order"]) == (1001, 4)
+    assert event["reason"] == "1 × KeyError: 4 (my_env.py:3 in score)"
 
 
 def test_a_task_that_is_set_aside_stays_so_in_a_resumed_run(maker: Maker, tmp_path: Path) -> None:
@@ -204,6 +215,8 @@ def test_a_group_that_fails_for_other_reasons_is_set_aside_after_its_tries(maker
         assert maker.orders == [0, 1, 1, 1, 2]
 
     run_with(maker, tmp_path, body, tries=3)
+    (event,) = events(tmp_path, "task_set_aside")
+    assert event["reason"].startswith("ConnectionError: no answer for 1 (")
 
 
 def test_no_task_left_ends_the_run_with_the_reasons(maker: Maker, tmp_path: Path) -> None:
@@ -276,7 +289,9 @@ def test_a_resumed_run_makes_unfinished_orders_first(maker: Maker, tmp_path: Pat
         assert maker.orders == [3, 4, 7, 8]
         assert dispatcher.unfinished_orders == [7, 8] and dispatcher.next_order == 9
 
-    run_with(maker, tmp_path, body, max_staleness=1, start_step=2, next_order=7, retry=[3, 4])
+    retry = [3, 4]
+    run_with(maker, tmp_path, body, max_staleness=1, start_step=2, next_order=7, retry=retry)
+    assert retry == [3, 4], "it belongs to the state that the run was resumed from"
 
 
 def test_nothing_is_started_beyond_the_last_step(maker: Maker, tmp_path: Path) -> None:
@@ -357,14 +372,17 @@ def test_tasks_in_a_pool_are_visited_less_often_but_those_under_way_are_finished
 
 
 def test_groups_reach_the_curriculum_when_their_batch_is_cut(maker: Maker, tmp_path: Path) -> None:
-    """Those that are filtered too."""
+    """Those that are filtered too. Orders 3, 4 and 5 are of tasks 0, 1 and 2."""
     curriculum = Curriculum(CurriculumConfig(), solved_reward=0.0, seed=0)
 
     async def body(dispatcher: Dispatcher) -> None:
         await dispatcher.next_batch(1, deadline())
         assert curriculum.easy == {0, 1, 2}
 
-    run_with(maker, tmp_path, body, keep=lambda group: group if group.order else None, curriculum=curriculum)
+    def keep(group: Group) -> Group | None:
+        return group if group.order > 3 else None
+
+    run_with(maker, tmp_path, body, keep=keep, curriculum=curriculum, tasks=task_order(3), next_order=3)
 
 
 def test_stragglers_are_not_waited_for_and_sampled_again(maker: Maker, tmp_path: Path) -> None:
@@ -377,12 +395,73 @@ def test_stragglers_are_not_waited_for_and_sampled_again(maker: Maker, tmp_path:
         waiting = asyncio.ensure_future(dispatcher.next_batch(2, deadline()))
         await asyncio.sleep(0.01)
         assert (dispatcher.num_cut, dispatcher.unfinished_orders, maker.orders) == (1, [0], [0, 1, 2])
+        assert maker.under_way == [], "nobody waits for it any more"
         maker.hang = set()
         maker.policy.update()
         assert [group.order for group in await waiting] == [0, 3]
         assert maker.orders == [0, 1, 2, 0, 3, 4]
 
     run_with(maker, tmp_path, body, num_spare=1)
+
+
+@pytest.mark.parametrize(("hang", "again"), [({0, 1}, [0, 1]), ({0}, [0, 3])])
+def test_what_is_sampled_again_is_in_the_order_of_tasks(
+    maker: Maker, tmp_path: Path, hang: set[int], again: list[int]
+) -> None:
+    """Whether groups were cut off or, as order 3, waited until they were too old."""
+    maker.hang = hang
+
+    async def body(dispatcher: Dispatcher) -> None:
+        await dispatcher.next_batch(1, deadline())
+        maker.hang = set()
+        maker.policy.update()
+        assert [group.order for group in await dispatcher.next_batch(2, deadline())] == again
+        assert maker.orders[:6] == [0, 1, 2, 3, *again]
+
+    run_with(maker, tmp_path, body, num_spare=2)
+
+
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_groups_that_are_too_old_are_news_where_none_are_to_spare(
+    maker: Maker, tmp_path: Path, caplog: pytest.LogCaptureFixture, num_spare: int
+) -> None:
+    """Group 2 comes with tokens of version 0, once."""
+    old = [2]
+
+    def keep(group: Group) -> Group:
+        return maker.make_group(old.pop(), 0) if group.order in old else group
+
+    async def body(dispatcher: Dispatcher) -> None:
+        for step in (1, 2):
+            await dispatcher.next_batch(step, deadline())
+            maker.policy.update()
+
+    with caplog.at_level("INFO"):
+        run_with(maker, tmp_path, body, keep=keep, num_spare=num_spare)
+    (record,) = [record for record in caplog.records if "too stale" in record.getMessage()]
+    assert record.getMessage() == "step 2: groups [2] are too stale; they are sampled again"
+    assert record.levelname == ("INFO" if num_spare else "WARNING")
+
+
+def test_groups_to_spare_are_for_the_last_step_too(maker: Maker, tmp_path: Path) -> None:
+    async def body(dispatcher: Dispatcher) -> None:
+        await dispatcher.next_batch(1, deadline())
+        assert maker.orders == [0, 1, 2]
+
+    run_with(maker, tmp_path, body, num_spare=1, max_orders=2)
+
+
+def test_groups_under_way_have_ended_when_it_is_closed(maker: Maker, tmp_path: Path) -> None:
+    maker.hang = {2, 3}
+
+    async def body(dispatcher: Dispatcher) -> None:
+        await dispatcher.next_batch(1, deadline())
+        await asyncio.sleep(0)
+        assert maker.under_way == [2, 3]
+        await dispatcher.close()
+        assert maker.under_way == []
+
+    run_with(maker, tmp_path, body, max_staleness=1)
 
 
 def test_groups_to_spare_that_finish_after_their_step_are_sampled_again(maker: Maker, tmp_path: Path) -> None:

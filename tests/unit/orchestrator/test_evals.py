@@ -9,8 +9,9 @@ import pytest
 
 from tandem.config.sampling import EvalConfig
 from tandem.envs.failures import Failure
-from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.evals import Evaluator, MixedEvaluator, describe
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
+from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Group, SamplingOptions, SamplingRequest, Task
 from tandem.utils.files import read_json_lines
@@ -30,12 +31,12 @@ class FakeMaker:
         return self.group(order, version=4, rewards=(task.index / 10,))
 
 
-def make_evaluator(maker: FakeMaker, root: Path, **options: float) -> Evaluator:
+def make_evaluator(maker: FakeMaker, root: Path, name: str = "", **options: float) -> Evaluator:
     tasks = [Task(index, [{"role": "user", "content": "x"}], "y") for index in (3, 5, 9)]
     config = EvalConfig.model_validate(options)
     prompts = [[10, task.index] for task in tasks]
     run_log = RunLog(RunDir(root), "orchestrator")
-    return Evaluator(maker, config, tasks, prompts, max_tokens=12, seed=1, run_log=run_log)
+    return Evaluator(maker, config, tasks, prompts, max_tokens=12, seed=1, run_log=run_log, name=name)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,30 @@ def test_without_every_only_the_last_is_due(make_group, tmp_path: Path) -> None:
     assert [evaluator.is_due(v - 1, v, last_version=5) for v in range(1, 6)] == [False] * 4 + [True]
 
 
+def test_a_mixture_of_one_environment_is_due_as_that_is(make_group, tmp_path: Path) -> None:
+    mixed = MixedEvaluator([make_evaluator(FakeMaker(make_group), tmp_path, every=10)], RunLog(RunDir(tmp_path), "x"))
+    assert [mixed.is_due(*versions, last_version=99) for versions in ((8, 9), (9, 10), (10, 9))] == [False, True, False]
+
+
+@pytest.mark.parametrize(("name", "of", "on"), [("", "", ""), ("sums", " of sums", " on sums")])
+def test_where_there_are_several_an_environment_is_named(
+    make_group, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, of: str, on: str
+) -> None:
+    with caplog.at_level("INFO"):
+        asyncio.run(make_evaluator(FailingMaker(make_group, {5}), tmp_path, name).run(4, RunDir(tmp_path)))
+    failed, measured = [record.getMessage() for record in caplog.records]
+    assert failed.startswith(f"1 held-out tasks{of} failed: 1 × RuntimeError")
+    assert measured == f"held-out reward of version 4{on}: 0.600 ± 0.588 over 2 prompts"
+    with pytest.raises(TooManyFailures, match=f"^all 3 held-out tasks{of} failed: "):
+        asyncio.run(make_evaluator(FailingMaker(make_group, {3, 5, 9}), tmp_path, name).run(4, RunDir(tmp_path)))
+
+
+def test_rates_of_passing_are_told_where_there_are_several() -> None:
+    scores = summarize([[1.0, 0.0], [0.0, 0.0]], solved_reward=1.0)
+    assert describe(scores, 2) == "0.250 ± 0.490 over 2 prompts, pass@1 0.250, pass@2 0.500"
+    assert describe(summarize([[1.0], [0.0]], 1.0), 2) == "0.500 ± 0.980 over 2 prompts"
+
+
 def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Path) -> None:
     """Two of the three tasks, with rewards 0.3 and 0.5."""
     maker = FakeMaker(make_group)
@@ -61,6 +86,7 @@ def test_the_mean_reward_of_the_first_prompts_is_logged(make_group, tmp_path: Pa
     assert asyncio.run(evaluator.run(4, RunDir(tmp_path))) == pytest.approx(0.4)
     (line,) = read_json_lines(tmp_path / "metrics.jsonl")
     assert (line["step"], line["eval/reward"], line["eval/num_prompts"]) == (4, pytest.approx(0.4), 2)
+    assert 0 < line["eval/seconds"] < 60
     assert len(read_json_lines(tmp_path / "samples" / "eval_step_000004.jsonl")) == 2
     assert [index for index, _ in maker.requests] == [3, 5]
     assert maker.requests[1][1] == {
@@ -97,6 +123,15 @@ def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -
     (event,) = read_json_lines(tmp_path / "events.jsonl")
     assert (event["event"], event["version"], event["count"]) == ("eval_failures", 4, 1)
     assert event["reasons"] == "1 × RuntimeError: the service is asleep (my_env.py:8 in score)"
+
+
+def test_a_task_that_fails_for_no_reason_of_its_own_is_counted_too(make_group, tmp_path: Path) -> None:
+    class BrokenMaker(FakeMaker):
+        async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+            raise ConnectionError("no answer")
+
+    with pytest.raises(TooManyFailures, match=r"all 3 held-out tasks failed: 3 × ConnectionError: no answer"):
+        asyncio.run(make_evaluator(BrokenMaker(make_group), tmp_path).run(4, RunDir(tmp_path)))
 
 
 def test_an_evaluation_without_any_result_ends_the_run(make_group, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import errno
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
 from tandem.transport.weights.manifest import write_manifest
-from tandem.types.rollout import Group, SamplingOptions, Task, TrainBatch
+from tandem.types.rollout import Completion, Group, SamplingOptions, SamplingRequest, Task, TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
-from tandem.utils.metrics import MetricsForwarder
+from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline, wait_for
 
@@ -50,6 +51,8 @@ class Run:
         self.config = OrchestratorConfig.model_validate(defaults | options)
         self.dir = RunDir(root)
         self.server = FakeServer(tokenizer)
+        self.servers = {self.server.base_url: self.server}  # that can be found
+        self.urls = [self.server.base_url]  # of those that are there from the start
         self.environment = FakeEnvironment(rewards)
         self.tasks = TaskOrder(self.environment.train_tasks, self.config.seed)
         self.tokenizer = tokenizer
@@ -60,12 +63,14 @@ class Run:
             trainer = asyncio.ensure_future(self._train(first))
             forwarder = MetricsForwarder(self.dir)
             prompts = encode_prompts(self.environment, self.tokenizer, self.config)
-            servers = ServerPool([self.server.base_url], lambda url: self.server)
+            servers = ServerPool(self.urls, self.servers.__getitem__)
             loop = Orchestrator(
                 self.config, self.environment, prompts, self.tokenizer, servers, RUN, forwarder, resumed_from
             )
             try:
-                await asyncio.wait_for(loop.run(), 60)
+                await asyncio.wait_for(loop.run(), 30)
+                await asyncio.sleep(0)  # what was called off ends
+                assert asyncio.all_tasks() <= {asyncio.current_task(), trainer}, "nothing goes on after the run"
             finally:
                 trainer.cancel()
 
@@ -164,6 +169,8 @@ def test_sampling_options_reach_the_server_and_the_batch(make_run) -> None:
     assert {request["temperature"] for request in run.training_requests} == {0.75}
     assert {request["temperature"] for request in run.eval_requests} == {0.25}
     assert {request["max_tokens"] for request in run.server.requests} == {12}
+    assert {request["is_trained_on"] for request in run.training_requests} == {True}
+    assert {request["is_trained_on"] for request in run.eval_requests} == {False}
     assert [run.batch(step).temperature for step in (1, 2)] == [0.75, 0.75]
     assert [run.batch(step).step for step in (1, 2)] == [1, 2]
 
@@ -247,6 +254,142 @@ def test_a_resumed_run_goes_on_where_the_state_says(make_run) -> None:
     assert seeds == [request_seed(7, "train", number) for number in (3, 6)]
     assert [line["step"] for line in run.metrics("eval/reward")] == [3]
     assert [line["step"] for line in run.metrics("reward/mean")] == [3]
+
+
+@pytest.mark.parametrize(
+    ("step", "lines", "evaluated"),
+    [
+        (2, [], [2, 4]),
+        (2, [(0, "eval/reward"), (2, "reward/mean")], [2, 4]),
+        (2, [(0, "eval/reward"), (2, "eval/reward")], [4]),
+        (3, [(0, "eval/reward")], [4]),
+    ],
+)
+def test_a_resumed_run_makes_the_evaluation_that_it_was_ended_before(
+    make_run, step: int, lines: list[tuple[int, str]], evaluated: list[int]
+) -> None:
+    run = make_run(eval={"every": 2})
+    publish(run.dir, step)
+    for logged, name in lines:
+        RunLog(run.dir, "orchestrator").metrics(logged, {name: 1.0})
+    run.start(OrchestratorState(step, next_order=2 * step, unfinished=[]))
+    assert [line["step"] for line in run.metrics("eval/num_prompts")] == evaluated
+
+
+def test_a_resumed_run_waits_for_the_weights_it_starts_from(make_run) -> None:
+    run = make_run(weights_timeout_s=0.1)
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for the trainer's weights .*step_000001; is the trainer"):
+        run.start(OrchestratorState(1, next_order=2, unfinished=[]))
+    assert run.server.loaded == []
+
+
+@pytest.mark.parametrize("num_published", [0, 1])
+def test_a_trainer_that_publishes_no_last_version_ends_the_run(
+    make_run, monkeypatch: pytest.MonkeyPatch, num_published: int
+) -> None:
+    """Also where the version before was evaluated meanwhile."""
+    run, deadline = make_run(max_steps=num_published + 1, eval={"every": 1}), Orchestrator._weights_deadline
+    monkeypatch.setattr("tandem.orchestrator.loop.LOOK_S", 0.02)
+    monkeypatch.setattr(Orchestrator, "_weights_deadline", lambda *args: replace(deadline(*args), timeout_s=0.05))
+
+    async def train(first: int) -> None:
+        for version in range(1, num_published + 1):
+            publish(run.dir, version)
+
+    run._train = train
+    with pytest.raises(TimeoutError, match=rf"s for the trainer's weights .*step_00000{num_published + 1}; is the"):
+        run.start()
+
+
+def test_the_trainer_is_not_blamed_for_an_evaluation_that_takes_long(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of version 1 goes on until the deadline for version 2 was put off twice."""
+    run, deadline = make_run(max_steps=2, eval={"every": 1}, weights_timeout_s=5), Orchestrator._weights_deadline
+    score, given = run.environment.score, []
+
+    def deadline_counted(loop: Orchestrator, version: int) -> Deadline:
+        given.append(version)
+        return deadline(loop, version)
+
+    async def slow(task: Task, completion: str) -> float:
+        while task.index == 4 and ("step_000001", 1) in run.server.loaded and len(given) < 3:
+            await asyncio.sleep(0.001)
+        return await score(task, completion)
+
+    monkeypatch.setattr("tandem.orchestrator.loop.LOOK_S", 0.02)
+    monkeypatch.setattr(Orchestrator, "_weights_deadline", deadline_counted)
+    run.environment.score = slow
+    run.start()
+    assert [line["step"] for line in run.metrics("eval/reward")] == [0, 1, 2]
+
+
+def test_groups_that_do_not_come_end_the_run_with_those_who_are_waited_for(
+    make_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(weights_timeout_s=0.1)
+
+    async def hangs(task: Task, completion: str) -> float:
+        if task.index < 4:
+            await asyncio.Event().wait()
+        return 1.0
+
+    run.environment.score = hangs
+    monkeypatch.setattr("tandem.orchestrator.dispatcher.LOOK_S", 0.02)
+    waited = r"groups of step 1: rollouts from http://127\.0\.0\.1:1, .* weights after version 0 from the trainer; see"
+    with pytest.raises(TimeoutError, match=waited):
+        run.start()
+
+
+def test_groups_to_spare_are_as_many_as_configured_and_end_with_the_run(make_run) -> None:
+    """Of two groups, 1.6 times as many are three; the last one never comes."""
+    run = make_run(max_steps=1, oversampling=1.6)
+    generate = run.server.generate
+
+    async def hangs(prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+        completions = await generate(prompt_ids, sampling)
+        if sampling.seed == request_seed(7, "train", 2):
+            await asyncio.Event().wait()
+        return completions
+
+    run.server.generate = hangs
+    run.start()
+    assert len(run.training_requests) == 3
+    assert run.state(1).unfinished == [2]
+
+
+@pytest.mark.parametrize(("deterministic", "limits"), [(False, [32]), (True, [])])
+def test_completions_under_way_are_limited_unless_a_run_is_to_be_repeated(
+    make_run, deterministic: bool, limits: list[int]
+) -> None:
+    run = make_run(max_steps=1, deterministic=deterministic, client={"concurrency": 32}).start()
+    assert [line["servers/concurrency"] for line in run.metrics("servers/concurrency")] == limits
+
+
+class AwayServer(FakeServer):
+    base_url = "http://127.0.0.1:2"
+
+    async def wait_until_ready(self) -> None:
+        await asyncio.Event().wait()
+
+    async def is_well(self) -> bool:
+        return False
+
+
+def test_a_server_that_is_late_is_not_waited_for(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.orchestrator.servers.GRACE_S", 0.0)
+    run = make_run(max_steps=1)
+    run.servers[AwayServer.base_url] = away = AwayServer(run.tokenizer)
+    run.urls.append(away.base_url)
+    run.start()
+    assert away.loaded == [] and away.requests == []
+    assert [line["servers/present"] for line in run.metrics("servers/present")] == [1]
+
+
+def test_servers_that_are_listed_in_a_file_are_added(make_run, tmp_path: Path) -> None:
+    (tmp_path / "servers.txt").write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n")
+    run = make_run(max_steps=1, client={"servers_file": tmp_path / "servers.txt"})
+    run.servers["http://127.0.0.1:2"] = FakeServer(run.tokenizer)
+    run.start()
+    assert [event["server"] for event in run.events("server_added")] == ["http://127.0.0.1:2"]
 
 
 def test_batches_are_removed_once_they_were_trained_on(make_run) -> None:
@@ -375,6 +518,15 @@ DAMAGED = IsADirectoryError(errno.EISDIR, "Is a directory")
 )
 def test_of_several_tasks_that_fail_at_once_the_cause_is_told(met: list[Exception], cause: object) -> None:
     assert str(cause) in str(cause_of(ExceptionGroup("of the loop", met)))
+
+
+def test_metrics_are_forwarded_before_the_first_step_and_with_every_step(
+    make_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = make_run(), list[int]()
+    monkeypatch.setattr(MetricsForwarder, "forward", lambda _: seen.append(len(run.metrics("reward/mean"))))
+    run.start()
+    assert set(seen) == {0, 1, 2, 3, 4}
 
 
 def test_metrics_are_forwarded_all_along(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts
 from tandem.transport.rollouts.filesystem import MARKER
 from tandem.transport.weights.manifest import write_manifest
-from tandem.types.rollout import Task
+from tandem.types.rollout import Completion, SamplingRequest, Task
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir, step_name
@@ -67,15 +67,17 @@ def test_tasks_come_by_weight_and_each_as_often_as_the_others_of_its_environment
         assert Counter(task.environment for task in drawn[first : first + 8]) == {"long": 6, "short": 2}
     assert set(Counter((task.environment, task.index) for task in drawn if task.environment == "long").values()) == {12}
     assert [order[number] for number in reversed(range(64))] == drawn[::-1], "whatever was asked for before"
+    later = TaskOrder(TwoEnvironments.train_tasks, seed=0, weights={"long": 3.0, "short": 1.0})
+    assert later[130] == order[130] and [later[number] for number in range(64)] == drawn
+    epochs = [[task.index for task in drawn if task.environment == "long"][4 * n : 4 * n + 4] for n in range(12)]
+    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len(set(map(tuple, epochs))) > 1
 
 
-def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
-    tokenizer, run_dir = Tokenizer(tiny_model), RunDir(tmp_path)
-    server, environment = FakeServer(tokenizer), TwoEnvironments()
-    options = config(tmp_path)
+def run_on_two_environments(options: OrchestratorConfig, server: FakeServer) -> RunDir:
+    tokenizer, run_dir, environment = server.tokenizer, RunDir(options.output_dir), TwoEnvironments()
 
     async def train() -> None:
-        for step in (1, 2):
+        for step in range(1, options.max_steps + 1):
             while not (run_dir.rollouts / step_name(step) / MARKER).exists():
                 await asyncio.sleep(0.001)
             folder = run_dir.weights / step_name(step)
@@ -88,10 +90,16 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
         servers = ServerPool([server.base_url], lambda url: server)
         loop = Orchestrator(options, environment, prompts, tokenizer, servers, "mixed-1", forwarder, None)
         trainer = asyncio.ensure_future(train())
-        await asyncio.wait_for(loop.run(), 60)
+        await asyncio.wait_for(loop.run(), 30)
         await trainer
 
     asyncio.run(run())
+    return run_dir
+
+
+def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
+    server = FakeServer(Tokenizer(tiny_model))
+    run_dir = run_on_two_environments(config(tmp_path), server)
     lines = read_json_lines(run_dir.metrics)
     step = next(line for line in lines if line["step"] == 1 and "reward/mean" in line)
     # Completions of 1, 2 and 3 tokens for three groups, of 1 and 2 for the fourth.
@@ -108,6 +116,26 @@ def test_a_run_on_two_environments(tmp_path: Path, tiny_model: Path) -> None:
         (3, 20, ()),
         (2, 10, ("x",)),
     }
+
+
+def test_a_server_may_fail_as_often_as_the_environment_with_most_tries_allows(tmp_path: Path, tiny_model: Path) -> None:
+    class ShakyServer(FakeServer):
+        num_failures = 2
+
+        async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+            if sampling.is_trained_on and self.num_failures:
+                self.num_failures -= 1
+                raise RuntimeError("no answer")
+            return await super().generate(prompt_ids, sampling)
+
+    envs = [ENVS[0] | {"tries": 1}, ENVS[1] | {"tries": 3}]
+    options = config(tmp_path, envs=envs, max_steps=1, prompts_per_step=1)
+    run_dir = run_on_two_environments(options, ShakyServer(Tokenizer(tiny_model)))
+    failed = [event["order"] for event in read_json_lines(run_dir.events) if event["event"] == "group_failed"]
+    assert failed == [0, 0]
+    assert [line["task"] for line in read_json_lines(run_dir.samples(1))] == [
+        TaskOrder(TwoEnvironments.train_tasks, options.seed, (), {"long": 3.0, "short": 1.0})[0].index
+    ] * 3
 
 
 @pytest.mark.parametrize(

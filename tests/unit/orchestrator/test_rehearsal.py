@@ -4,13 +4,19 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.failures import UserCodeError
 from tandem.envs.mixture import open_environments
-from tandem.orchestrator.rehearsal import try_environments
+from tandem.envs.process import HeldTask
+from tandem.envs.results import Result
+from tandem.orchestrator.conversations import ChatFormat, Conversation
+from tandem.orchestrator.rehearsal import Rehearsal, ScriptedPolicy, try_environments
+from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.errors import UserError
 
 OWN = """\
@@ -96,6 +102,50 @@ def rehearse(name: str, tiny_model: Path) -> None:
             await try_environments(environment, config, Tokenizer(tiny_model))
 
     asyncio.run(run())
+
+
+def test_the_model_always_says_the_same_as_far_as_there_is_room(tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    tokenizer.eos_token_ids = [*tokenizer.eos_token_ids, 0]  # any of them ends a turn
+    policy, expected = ScriptedPolicy(tokenizer, "abc"), [*tokenizer.encode("abc"), tokenizer.eos_token_ids[0]]
+
+    async def say(max_tokens: int) -> Completion:
+        [completion] = await policy.generate([1], SamplingRequest(1, max_tokens, 1.0, seed=0))
+        return completion
+
+    for max_tokens in (4, 5):
+        assert asyncio.run(say(max_tokens)) == Completion(expected, [-1.0] * 4, [0] * 4, "stop")
+    assert asyncio.run(say(3)) == Completion(expected[:3], [-1.0] * 3, [0] * 3, "length")
+
+
+def test_an_episode_that_does_not_end_is_cut_short(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.envs.trial.MAX_TURNS", 3)
+    policy = ScriptedPolicy(Tokenizer(tiny_model), "abc")
+
+    async def ask() -> None:
+        for _ in range(4):
+            await policy.generate([1], SamplingRequest(1, 8, 1.0, seed=0))
+
+    with pytest.raises(UserCodeError, match="asked the model for more than 3 turns, which always said 'abc'"):
+        asyncio.run(ask())
+
+
+def test_turns_are_as_long_and_as_warm_as_those_of_the_run(tiny_model: Path) -> None:
+    config = OrchestratorConfig.model_validate(
+        {"model": {"name": tiny_model}, "sampling": {"max_tokens": 8, "temperature": 0.5}}
+    )
+    asked: list[SamplingRequest] = []
+
+    class Environment:
+        async def play(self, task: HeldTask, player: Conversation) -> Result:
+            asked.append(player.sampling)
+            await player.chat([{"role": "user", "content": "q"}], None, None)
+            return Result(1.0)
+
+    environment: Any = Environment()
+    play = Rehearsal(environment, ChatFormat(Tokenizer(tiny_model), 64), config.plans[""])
+    asyncio.run(play(HeldTask(3, [], "", is_interactive=True), "a"))
+    assert asked == [SamplingRequest(n=1, max_tokens=8, temperature=0.5, seed=0)]
 
 
 @pytest.mark.parametrize("name", ["Good", "Ends", "NumpyTokens"])

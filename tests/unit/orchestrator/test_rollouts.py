@@ -1,7 +1,9 @@
 """A group is put together from what can be scored; what cannot costs its rollout."""
 
 import asyncio
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,14 @@ class FakeClient:
         letters = [chr(ord("a") + self.num_given + index) for index in range(sampling.n)]
         self.num_given += len(letters)
         return [Completion(self.tokenizer.encode(letter), [-0.1], [3], "stop") for letter in letters]
+
+
+class FakeClock:
+    """Time that passes as it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("tandem.orchestrator.rollouts.time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 class LetterRewards:
@@ -76,7 +86,9 @@ def make(
     )
     try:
         group = asyncio.run(
-            maker.make_group(TASK, PROMPT, 9, SamplingRequest(3, 8, temperature=0.7, seed=11, options=OPTIONS))
+            maker.make_group(
+                TASK, array("I", PROMPT), 9, SamplingRequest(3, 8, temperature=0.7, seed=11, options=OPTIONS)
+            )
         )
     except TaskFailed:
         group = None
@@ -150,6 +162,69 @@ def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: T
     assert group is not None and [rollout.text for rollout in group.rollouts] == ["a", "d", "e"]
     assert [request["n"] for request in client.requests] == [3, 2]
     assert [[one.completion for one in attempt.failed] for attempt in attempts] == [["b", "b"], []]
+
+
+def test_a_rollout_that_hangs_takes_along_those_before_it_too(tokenizer: Tokenizer) -> None:
+    hung = UserCodeError(Failure("took too long", hung=True))
+    group, _, attempts = make(tokenizer, {"a": WAITS, "c": hung})
+    assert group is not None and [rollout.text for rollout in group.rollouts] == ["b", "d", "e"]
+    assert [len(attempt.failed) for attempt in attempts] == [2, 0]
+
+
+def test_times_count_all_attempts(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of eight seconds each, and four scores of one second each."""
+    clock = FakeClock(monkeypatch)
+
+    class SlowClient(FakeClient):
+        async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+            clock.now += 8
+            return await super().generate(prompt_ids, sampling)
+
+    class SlowRewards(LetterRewards):
+        async def score(self, task: Task, completion: str) -> float:
+            clock.now += 1
+            return await super().score(task, completion)
+
+    rewards = SlowRewards({"b": KeyError("b")})
+    maker = RolloutMaker(SlowClient(tokenizer), rewards, tokenizer, tries=2, record=lambda _: None, delays_s=(0.0,))
+    group = asyncio.run(maker.make_group(TASK, PROMPT, 9, SamplingRequest(3, 8, temperature=1.0, seed=1)))
+    assert (group.generate_s, group.score_s) == (16, 4)
+
+
+def test_the_delays_before_attempts_grow_and_the_last_is_repeated(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every attempt also lets others have a turn of the event loop, which is a sleep of nothing."""
+    sleep, slept = asyncio.sleep, list[float]()
+
+    async def pass_at_once(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", pass_at_once)
+    rewards = LetterRewards({chr(letter): KeyError() for letter in range(ord("a"), ord("z"))})
+    maker = RolloutMaker(FakeClient(tokenizer), rewards, tokenizer, tries=5, record=lambda _: None)
+    with pytest.raises(TaskFailed):
+        asyncio.run(maker.make_group(TASK, PROMPT, 9, SamplingRequest(3, 8, temperature=1.0, seed=1)))
+    assert slept == [0, 1.0, 0, 4.0, 0, 15.0, 0, 15.0, 0]
+
+
+def test_rewards_by_name_are_kept_and_their_sum_counts(tokenizer: Tokenizer) -> None:
+    group, _, _ = make(tokenizer, {"a": {"right": 0.5, "short": 0.25}})
+    assert group is not None and group.rewards == [0.75, 1.0, 1.0]
+    assert [rollout.rewards for rollout in group.rollouts] == [{"right": 0.5, "short": 0.25}, {}, {}]
+
+
+def test_a_completion_ends_before_the_text_that_stopped_it(tokenizer: Tokenizer) -> None:
+    class StoppedClient(FakeClient):
+        async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+            token_ids = self.tokenizer.encode("ab.c")
+            return [Completion(token_ids, [-0.1] * len(token_ids), [3] * len(token_ids), "stop", stop="b.")]
+
+    rewards = LetterRewards({"a": 0.25})
+    maker = RolloutMaker(StoppedClient(tokenizer), rewards, tokenizer, tries=1, record=lambda _: None)
+    group = asyncio.run(maker.make_group(TASK, PROMPT, 9, SamplingRequest(1, 8, temperature=1.0, seed=1)))
+    assert [(rollout.text, rollout.reward) for rollout in group.rollouts] == [("a", 0.25)]
 
 
 def test_nothing_is_scored_any_more_once_a_group_is_called_off(tokenizer: Tokenizer) -> None:

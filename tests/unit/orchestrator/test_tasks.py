@@ -149,5 +149,5 @@ def test_filters_that_a_task_might_pass_are_taken(tokenizer: Tokenizer, options:
 
 def test_a_conversation_may_have_more_tokens_than_one_turn(tokenizer: Tokenizer) -> None:
     environment = ReverseText(num_train=4, num_eval=2)
-    environment.train_tasks[:] = [HeldTask(3, [], "", is_interactive=True)]
-    assert len(encode_prompts(environment, tokenizer, config(seq_len=64, filters={"min_tokens": 11})).train) == 1
+    environment.train_tasks[:] = [HeldTask(3, [], "", is_interactive=True), reverse_task(4, "abc")]
+    assert len(encode_prompts(environment, tokenizer, config(seq_len=64, filters={"min_tokens": 11})).train) == 2
