@@ -44,12 +44,12 @@ def _policy_streams(config: LossConfig, size: int) -> PolicyStreams:
         logprobs=logprobs,
         entropy=entropy,
         sampled_logprobs=before,
-        old_logprobs=before.clone(),
+        old_logprobs=before,
         advantages=torch.tensor(ADVANTAGES)[sequences],
         sequences=sequences,
         num_sequences=len(ADVANTAGES) if size else 0,
-        reference_logprobs=before.clone() if needs_reference(config) else None,
-        teacher_logprobs=before.clone() if needs_teacher(config) else None,
+        reference_logprobs=before if needs_reference(config) else None,
+        teacher_logprobs=before if needs_teacher(config) else None,
     )
 
 
@@ -124,4 +124,4 @@ def _try_size(
 def _wants_another_device(error: BaseException) -> bool:
     """By its words, or because Triton raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(OF_A_DEVICE.search(str(error))) or any("/triton/" in frame.filename for frame in frames)
+    return OF_A_DEVICE.search(str(error)) is not None or any("/triton/" in frame.filename for frame in frames)
