@@ -264,7 +264,7 @@ def test_advantages_may_be_as_large_as_rewards() -> None:
 
 
 def test_advantages_may_be_of_any_type_that_has_a_number() -> None:
-    [given] = checked_advantages(lambda groups: torch.tensor(groups), "own", [[0.5, 0.0]])
+    [given] = checked_advantages(lambda groups: torch.tensor(groups), "own", [[0.5, 0.0]])  # type: ignore[arg-type]
     assert given == [0.5, 0.0] and {type(value) for value in given} == {float}
 
 

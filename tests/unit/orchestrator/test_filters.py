@@ -200,7 +200,7 @@ def test_filters_that_no_group_can_pass_are_refused(options: dict[str, Any], mes
         {"filters": {"min_reward": 1.0, "max_reward": 1.0}, "env": {"reward": "numeric"}},
         {"filters": {"max_reward": 0.0}, "env": {"reward": "numeric"}},
         {"filters": {"min_reward": 1.5}, "env": {"reward": "./mine.py:reward"}},
-        {"filters": {"min_reward": 1.5}, "env": {"rewards": [*WEIGHTED, {"type": "./mine.py:reward"}]}},
+        {"filters": {"min_reward": 2.0}, "env": {"rewards": [*WEIGHTED, {"type": "./mine.py:reward"}]}},
         {"filters": {"min_reward": 0.5, "max_reward": 0.5}, "env": {"rewards": WEIGHTED}},
         {"filters": {"min_reward": -2.25, "max_reward": -2.25}, "env": {"rewards": WEIGHTED}},
         {"env": {"reward": "numeric"}},
