@@ -25,7 +25,7 @@ OF_A_DEVICE = re.compile(r"\b(cuda|gpus?|devices?|triton)\b", re.IGNORECASE)
 # Four sequences, which are two pairs as well, of different lengths.
 SEQUENCES = (0, 0, 0, 1, 2, 2, 3, 3, 3)
 ADVANTAGES = (1.0, -0.5, 0.25, -1.0)
-LABELS = (1.0, 0.0, 0.0, 1.0)
+IS_GOOD = (True, False, False, True)
 
 
 def try_policy_loss(
@@ -65,8 +65,8 @@ def _align_streams(config: AlignLossConfig, size: int) -> AlignStreams:
         logprobs=logprobs,
         reference_logprobs=None if config.reference_source == "none" else logprobs.detach() - 0.1,
         sequences=sequences,
-        num_sequences=len(LABELS) if size else 0,
-        labels=None if config.is_paired else torch.tensor(LABELS)[sequences],
+        num_sequences=len(IS_GOOD) if size else 0,
+        labels=None if config.is_paired else torch.tensor(IS_GOOD, dtype=torch.float32)[sequences],
     )
 
 

@@ -157,7 +157,7 @@ def test_a_loss_without_a_gradient_is_refused_unless_another_term_has_one(own: M
 
 
 def test_a_loss_of_pairs_has_to_measure_the_same_without_any(own: ModuleType) -> None:
-    try_align("counts_pairs")
+    try_align_loss(AlignLossConfig(type="own_trial_of_a_test:counts_pairs"))
     with pytest.raises(
         UserError, match=r"^loss\.type = '.*:counts_pairs' returned the metrics \['kl', 'own/mean'\], but"
     ):
@@ -175,6 +175,8 @@ def test_what_needs_a_device_is_let_through_after_one_warning(
 ) -> None:
     try_policy("needs_a_device_without_tokens", num_ranks=2)
     assert caplog.text.count("could not be tried") == 1
+    try_policy_loss(LossConfig(type="own_trial_of_a_test:needs_a_device_without_tokens"))
+    assert caplog.text.count("could not be tried") == 1, "of one rank, nothing is tried without tokens"
     with pytest.raises(UserError, match="0 active drivers"):
         try_policy("launches", num_ranks=2)
 
