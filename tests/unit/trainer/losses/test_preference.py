@@ -152,18 +152,18 @@ def test_log_odds_of_certainty_are_finite() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    """β = 0.5: twice rewards 0.5 and -0.5, margin 1, right; once -1 and 1, margin -2, wrong; once a tie, wrong. Sums
-    over pairs."""
-    pairs = streams(PAIR, PAIR, (-7.0, -3.0, 2.0, 2.0, -5.0, -5.0), (0.0, 0.0, 1.0, 1.0, 0.0, 0.0))
+    """β = 0.5: twice rewards 0.5 and -0.5, margin 1, right; once -1 and 1, margin -2, wrong; once 0.5 and 0.5,
+    a tie, wrong. Sums over pairs."""
+    pairs = streams(PAIR, PAIR, (-7.0, -3.0, 2.0, 2.0, -5.0, -5.0), (-4.0, -4.0, 1.0, 1.0, -5.0, -5.0))
     output = dpo_loss(pairs, beta=0.5, label_smoothing=0.0)
     assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {
-            "rewards_chosen": 0.0,
-            "rewards_rejected": 0.0,
+            "rewards_chosen": 0.5,
+            "rewards_rejected": 0.5,
             "margin": 0.0,
             "accuracy": 2.0,
-            "logprobs_chosen": -15.0,
-            "logprobs_rejected": -15.0,
+            "logprobs_chosen": -19.0,
+            "logprobs_rejected": -19.0,
         }
     )
 
