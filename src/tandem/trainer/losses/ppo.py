@@ -47,7 +47,7 @@ def moment_sums(values: Tensor) -> Tensor:
 
 def whiten(values: Tensor, sums: Tensor) -> Tensor:
     """(v − mean) / (std + ε), with the mean and the population standard deviation of all that `sums` counts."""
-    count, total, squares = sums.unbind()
+    count, total, squares = sums
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
     return ((values - mean) / (std + EPSILON)).to(values.dtype)
