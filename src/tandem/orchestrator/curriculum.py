@@ -63,4 +63,4 @@ class Curriculum:
     def metrics(self) -> dict[str, float]:
         if self.config is None:
             return {}
-        return {"curriculum/easy": float(len(self.easy)), "curriculum/hard": float(len(self.hard))}
+        return {"curriculum/easy": len(self.easy), "curriculum/hard": len(self.hard)}

@@ -48,8 +48,8 @@ def _range_of_rewards(env: EnvConfig) -> tuple[float, float] | None:
         return 0.0, 1.0
     if not env.rewards or any(reward.kind not in FROM_0_TO_1 for reward in env.rewards):
         return None
-    weights = [reward.weight for reward in env.rewards]
-    return sum(min(weight, 0.0) for weight in weights), sum(max(weight, 0.0) for weight in weights)
+    ranges = [sorted([0.0, reward.weight]) for reward in env.rewards]
+    return sum(lowest for lowest, _ in ranges), sum(highest for _, highest in ranges)
 
 
 class GroupFilter:
@@ -80,8 +80,8 @@ class GroupFilter:
 
     def take_metrics(self) -> dict[str, float]:
         """What was left out since the last call."""
-        metrics = {f"filters/groups/{reason}": float(count) for reason, count in self.groups.items()}
-        metrics |= {f"filters/rollouts/{reason}": float(count) for reason, count in self.rollouts.items()}
+        metrics: dict[str, float] = {f"filters/groups/{reason}": count for reason, count in self.groups.items()}
+        metrics |= {f"filters/rollouts/{reason}": count for reason, count in self.rollouts.items()}
         self.groups.clear()
         self.rollouts.clear()
         return metrics
@@ -128,11 +128,8 @@ def rollout_reason(rollout: Rollout, config: FilterConfig) -> str | None:
 
 def repetition(token_ids: Sequence[int]) -> float:
     """The share of the 4-grams that have come before; 0 without any."""
-    num_ngrams = len(token_ids) - NGRAM + 1
-    if num_ngrams < 1:
-        return 0.0
-    distinct = {tuple(token_ids[start : start + NGRAM]) for start in range(num_ngrams)}
-    return 1 - len(distinct) / num_ngrams
+    ngrams = [tuple(token_ids[start : start + NGRAM]) for start in range(len(token_ids) - NGRAM + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def _counts(reasons: Counter[str]) -> str:

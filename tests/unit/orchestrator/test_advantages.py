@@ -3,13 +3,16 @@
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.unit.orchestrator.conftest import MakeGroup
+from tests.unit.orchestrator.fakes import say_more
 
 from tandem.config.advantages import PER_TURN, AdvantageConfig
 from tandem.orchestrator.advantages import (
@@ -90,7 +93,7 @@ def test_maxrl_learns_nothing_from_a_mean_that_is_not_positive() -> None:
 
 
 def test_rewards_as_they_are_and_none_at_all() -> None:
-    assert reward_advantages([[0.25], [1.0, 2.0]]) == [[0.25], [1.0, 2.0]]
+    assert reward_advantages([(0.25,), (1.0, 2.0)]) == [[0.25], [1.0, 2.0]]
     assert zero_advantages([[0.25], [1.0, 2.0]]) == [[0.0], [0.0, 0.0]]
 
 
@@ -165,6 +168,7 @@ def test_the_config_chooses_the_function() -> None:
 
 
 MINE = """\
+import math
 import threading
 
 def winners(groups):
@@ -180,10 +184,13 @@ def infinite(groups):
     return [[float("inf")] + [0.0] * (len(group) - 1) for group in groups]
 
 def fails(groups):
-    return [[reward / min(group) for reward in group] for group in groups]
+    return [[reward / sum(group) for reward in group] for group in groups]
+
+def logarithmic(groups):
+    return [[math.log(1 - reward) for reward in group] for group in groups]
 
 def huge(groups):
-    return [[-1e39] * len(group) for group in groups]
+    return [[-1e39] + [0.0] * (len(group) - 1) for group in groups]
 
 def ends(groups):
     raise SystemExit(3)
@@ -211,15 +218,19 @@ def test_a_function_that_a_user_brings(own_file: None, where: str) -> None:
     try_advantages(config, group_size=4)
 
 
+def test_rewards_of_the_example_are_below_one(own_file: None) -> None:
+    try_advantages(AdvantageConfig(type="./advantages_of_a_test.py:logarithmic"), group_size=4)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("one_group", r"gives groups of \[2\] advantages for groups of \[2, 2\] rewards"),
         ("one_reward", r"gives groups of \[1, 1\] advantages for groups of \[2, 2\] rewards"),
         ("infinite", "gives advantages that are not finite numbers"),
-        ("fails", r"failed: ZeroDivisionError: .*\(advantages_of_a_test\.py:16 in "),
+        ("fails", r"failed: ZeroDivisionError: .*\(advantages_of_a_test\.py:17 in "),
         ("huge", r"gives advantages up to 1e\+39; keep them below 1e\+09"),
-        ("ends", r"failed: SystemExit: 3 \(advantages_of_a_test\.py:22 in ends\)"),
+        ("ends", r"failed: SystemExit: 3 \(advantages_of_a_test\.py:26 in ends\)"),
         ("winner", r"cannot be imported: .* has no 'winner'; did you mean 'winners'\?"),
     ],
 )
@@ -236,7 +247,7 @@ def test_a_function_that_hangs_is_refused_before_the_start(own_file: None) -> No
     first, *frames = str(caught.value).splitlines()
     assert first == (
         "advantage.type = './advantages_of_a_test.py:hangs' cannot be used: it took longer than 0.2 s on a tiny "
-        "example (advantages_of_a_test.py:27 in hangs); it has to end"
+        "example (advantages_of_a_test.py:31 in hangs); it has to end"
     )
     assert any("LET_GO.wait()" in frame for frame in frames)
     sys.modules["advantages_of_a_test"].LET_GO.set()
@@ -252,6 +263,11 @@ def test_advantages_may_be_as_large_as_rewards() -> None:
     assert checked_advantages(lambda groups: largest, "own", [[1.0, 0.0]]) == largest
 
 
+def test_advantages_may_be_of_any_type_that_has_a_number() -> None:
+    [given] = checked_advantages(lambda groups: torch.tensor(groups), "own", [[0.5, 0.0]])  # type: ignore[arg-type]
+    assert given == [0.5, 0.0] and {type(value) for value in given} == {float}
+
+
 def test_the_advantages_of_a_batch_are_those_of_its_rewards() -> None:
     assert make_batch_advantages(AdvantageConfig(type="rloo"))([], [[1.0, 0.0]]) == [[1.0, -1.0]]
 
@@ -260,3 +276,15 @@ def test_the_advantages_of_a_batch_are_those_of_its_rewards() -> None:
 def test_every_turn_has_its_reward(make_group: MakeGroup, rewards: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="shorter"):
         make_batch_advantages(AdvantageConfig(type=PER_TURN))([make_group(0)], rewards)
+
+
+def test_turns_are_credited_with_the_reward_that_was_not_earned_before_them(make_group: MakeGroup) -> None:
+    """Returns 3 and 1 at the first turn, 3 - 2 and 1 - 4 at the second."""
+    group = make_group(0)
+    one, other = (
+        replace(say_more(rollout, [5]), earned_before=[0.0, earned])
+        for rollout, earned in zip(group.rollouts, (2.0, 4.0), strict=True)
+    )
+    batch_advantages = make_batch_advantages(AdvantageConfig(type=PER_TURN))
+    [[first, second]] = batch_advantages([replace(group, rollouts=[one, other])], [[3.0, 1.0]])
+    assert first == pytest.approx([1, 1], abs=1e-5) and second == pytest.approx([-1, -1], abs=1e-5)

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from tests.unit.orchestrator.fakes import say_more
 
 from tandem.orchestrator.batches import batch_metrics, make_batch, make_samples
+from tandem.types.rollout import Kept
 
 
 def test_only_sampled_tokens_carry_loss(make_group) -> None:
@@ -17,6 +19,26 @@ def test_only_sampled_tokens_carry_loss(make_group) -> None:
         "advantages": [0.0, 0.0, 0.5, 0.5],
         "logprobs": [0.0, 0.0, -0.5, -0.5],
     }
+
+
+def test_kept_tokens_lie_beside_the_tokens_that_were_drawn_from_them(make_group) -> None:
+    """A context of two tokens, a token drawn from two; then a context of one, and two drawn from all."""
+    first = make_group(0).rollouts[0]
+    kept = Kept(((20, 7),), [-0.25])
+    rollout = replace(first, completion=replace(first.completion, kept=kept))
+    [sample] = make_samples(say_more(rollout, [5, 6]), reward=1.0, advantage=0.5)
+    assert sample.kept == [(), (), (20, 7), (), (), ()]
+    assert sample.token_ids == [10, 11, 20, 12, 5, 6]
+    assert sample.loss_mask == [0, 0, 1, 0, 1, 1]
+    assert sample.streams["logprobs"] == [0.0, 0.0, -0.25, 0.0, -0.5, -0.5]
+
+
+def test_without_a_token_that_was_drawn_from_some_there_are_no_kept_tokens(make_group) -> None:
+    first = make_group(0).rollouts[0]
+    drawn_from_all = replace(first, completion=replace(first.completion, kept=Kept([()], [-0.5])))
+    for rollout in (first, drawn_from_all):
+        [sample] = make_samples(rollout, reward=1.0, advantage=0.5)
+        assert sample.kept == ()
 
 
 def test_a_batch_holds_every_rollout_with_its_reward_and_its_advantage(make_group) -> None:
@@ -46,6 +68,7 @@ def test_metrics_by_hand(make_group) -> None:
         "reward/std": 0.125**0.5,
         "reward/min": 0.0,
         "reward/max": 1.0,
+        "groups/total": 2,
         "groups/without_signal": 0.5,
         "staleness/mean": 0.5,
         "staleness/max": 1,
@@ -54,6 +77,31 @@ def test_metrics_by_hand(make_group) -> None:
         "completion_tokens/total": 6,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_named_rewards_and_turns_are_means_over_the_rollouts_that_have_them(make_group) -> None:
+    """Single turns have no end and no number of turns; of the conversations, one has two sequences."""
+    first, second, single = make_group(0, rewards=(1.0, 0.0, 0.0)).rollouts
+    talks = [say_more(first, [5]), say_more(second, [5], [6])]
+    talks[1] = replace(talks[1], later=[replace(talks[1].later[0], begins_sequence=True), talks[1].later[1]])
+    group = replace(
+        make_group(0),
+        rollouts=[
+            replace(talks[0], ended="done", rewards={"style": 0.5}, metrics={"moves": 4.0}),
+            replace(talks[1], ended="max_turns", rewards={"style": 1.0}),
+            single,
+        ],
+    )
+    metrics = batch_metrics([group], step=1)
+    assert {name: metrics[name] for name in metrics if name.startswith(("reward/s", "env", "turns", "seq", "end"))} == {
+        "reward/std": pytest.approx(2**0.5 / 3),
+        "reward/style": 0.75,
+        "env/moves": 4.0,
+        "turns/mean": 2.5,
+        "sequences/mean": 1.5,
+        "ended/done": 0.5,
+        "ended/max_turns": 0.5,
+    }
 
 
 def test_shares_of_groups_and_completions(make_group) -> None:

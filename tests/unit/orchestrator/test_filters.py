@@ -159,6 +159,13 @@ def test_ranges_with_nothing_in_them_are_refused(options: dict[str, float]) -> N
         FilterConfig.model_validate(options)
 
 
+WEIGHTED = [
+    {"type": "numeric", "weight": 0.25},
+    {"type": "lcs", "weight": -2.25},
+    {"type": "exact_match", "weight": 0.25},
+]
+
+
 def refuse_hopeless(**options: Any) -> None:
     tree = {"model": {"name": "m"}, "sampling": {"max_tokens": 10}} | options
     (plan,) = OrchestratorConfig.model_validate(tree).plans.values()
@@ -174,6 +181,11 @@ def refuse_hopeless(**options: Any) -> None:
             r"^filters\.min_reward = 1\.5 with env\.reward = 'numeric', which is from 0 to 1, so nothing would be left",
         ),
         ({"filters": {"max_reward": -0.5}, "env": {"reward": "lcs"}}, r"^filters\.max_reward = -0\.5 with env\.reward"),
+        (
+            {"filters": {"min_reward": 0.75}, "env": {"rewards": WEIGHTED}},
+            r"^filters\.min_reward = 0\.75 with the sum of env\.rewards, which is from -2\.25 to 0\.5, ",
+        ),
+        ({"filters": {"max_reward": -2.5}, "env": {"rewards": WEIGHTED}}, r"^filters\.max_reward = -2\.5 with the sum"),
     ],
 )
 def test_filters_that_no_group_can_pass_are_refused(options: dict[str, Any], message: str) -> None:
@@ -188,6 +200,9 @@ def test_filters_that_no_group_can_pass_are_refused(options: dict[str, Any], mes
         {"filters": {"min_reward": 1.0, "max_reward": 1.0}, "env": {"reward": "numeric"}},
         {"filters": {"max_reward": 0.0}, "env": {"reward": "numeric"}},
         {"filters": {"min_reward": 1.5}, "env": {"reward": "./mine.py:reward"}},
+        {"filters": {"min_reward": 2.0}, "env": {"rewards": [*WEIGHTED, {"type": "./mine.py:reward"}]}},
+        {"filters": {"min_reward": 0.5, "max_reward": 0.5}, "env": {"rewards": WEIGHTED}},
+        {"filters": {"min_reward": -2.25, "max_reward": -2.25}, "env": {"rewards": WEIGHTED}},
         {"env": {"reward": "numeric"}},
     ],
 )

@@ -83,10 +83,13 @@ def checked_advantages(
     given, wanted = [len(group) for group in advantages], [len(group) for group in groups]
     if given != wanted:
         raise UserError(f"advantage.type = {name!r} gives groups of {given} advantages for groups of {wanted} rewards")
-    if not all(math.isfinite(value) for group in advantages for value in group):
+    sizes = [abs(value) for group in advantages for value in group]
+    if not all(map(math.isfinite, sizes)):
         raise UserError(f"advantage.type = {name!r} gives advantages that are not finite numbers: {advantages}")
-    if (largest := max((abs(value) for group in advantages for value in group), default=0.0)) > MAX_REWARD:
-        raise UserError(f"advantage.type = {name!r} gives advantages up to {largest:g}; keep them below {MAX_REWARD:g}")
+    if any(size > MAX_REWARD for size in sizes):
+        raise UserError(
+            f"advantage.type = {name!r} gives advantages up to {max(sizes):g}; keep them below {MAX_REWARD:g}"
+        )
     return advantages
 
 

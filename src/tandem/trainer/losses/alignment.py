@@ -96,7 +96,7 @@ def _with_kl(streams: AlignStreams, output: LossOutput) -> LossOutput:
     if streams.reference_logprobs is None:
         return output
     # Rejected tokens become ever less likely, and k3 would grow with the inverse of their probability.
-    kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, "k2")
+    kl = kl_estimate(streams.logprobs, streams.reference_logprobs, "k2")
     return LossOutput(output.loss, output.metrics | {"kl": mean_of(kl)})
 
 

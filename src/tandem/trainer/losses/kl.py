@@ -55,7 +55,7 @@ def kl_losses(
         return ratios * estimates
     # The gradient is r (k3 + 1 − exp(−l)), which is r l. Taken term by term, rounding of the exponentials would be more
     # than is left of them.
-    slopes = (logprobs - reference_logprobs).detach()
+    slopes = logprobs - reference_logprobs
     return ratios.detach() * (estimates.detach() + slopes * (logprobs - logprobs.detach()))
 
 

@@ -23,7 +23,8 @@ class Metric:
 
 
 def mean_of(values: Tensor, where: Tensor | None = None) -> Metric:
-    """The mean over all tokens of a step, or all its pairs, with one of the `values` each; or over those `where`."""
+    """The mean over all tokens of a step, or all its pairs, with one of the `values` each; or over those `where`. Of
+    booleans it is the share that is true."""
     values = values.detach()
     if where is None:
         return Metric(values.sum(), Reduction.MEAN, len(values))

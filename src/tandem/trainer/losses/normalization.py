@@ -17,8 +17,8 @@ def token_weights(config: LossConfig, sequences: Tensor, num_sequences: int, dty
 def loss_denominator(config: LossConfig, num_loss_tokens: int, num_sequences: int) -> float:
     """What the weighted sum over all tokens of an update is divided by; both counts are of all ranks together."""
     if config.normalize == "tokens":
-        return float(num_loss_tokens)
+        return num_loss_tokens
     if config.normalize == "sequences":
-        return float(num_sequences)
+        return num_sequences
     assert config.constant_length is not None
-    return float(num_sequences * config.constant_length)
+    return num_sequences * config.constant_length

@@ -63,14 +63,14 @@ def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLos
     term = token_loss(replace(streams, advantages=token_advantages(streams, config)))
     parts = {"policy": term.losses}
     metrics = mismatch_metrics(_trainer_log_ratios(streams, config))
-    metrics |= {"ratio": mean_of(bounded_exp(log_ratios(streams).detach()))} | term.metrics
+    metrics |= {"ratio": mean_of(bounded_exp(log_ratios(streams)))} | term.metrics
     if config.correction.type != "none":
         correction = _correction(streams, config)
         parts["policy"] = correction * term.losses
-        metrics |= {"correction": mean_of(correction), "masked_fraction": mean_of((correction == 0).float())}
+        metrics |= {"correction": mean_of(correction), "masked_fraction": mean_of(correction == 0)}
     if config.kl.coef > 0:
         assert streams.reference_logprobs is not None
-        kl = kl_estimate(streams.logprobs.detach(), streams.reference_logprobs, config.kl.estimator)
+        kl = kl_estimate(streams.logprobs, streams.reference_logprobs, config.kl.estimator)
         metrics["reference_kl"] = mean_of(kl)
         if config.kl.place == "loss":
             parts["kl"] = config.kl.coef * kl_losses(
@@ -163,7 +163,7 @@ def _correction(streams: PolicyStreams, config: LossConfig) -> Tensor:
 
 def _trainer_log_ratios(streams: PolicyStreams, config: LossConfig) -> Tensor:
     """Trainer to engine: before the batch where that was computed, else as the policy is now, staleness included."""
-    trainer_logprobs = streams.old_logprobs if config.old_logprobs == "recomputed" else streams.logprobs.detach()
+    trainer_logprobs = streams.old_logprobs if config.old_logprobs == "recomputed" else streams.logprobs
     return trainer_logprobs - streams.sampled_logprobs
 
 

@@ -47,7 +47,7 @@ def reinforce_term(logprobs: Tensor, advantages: Tensor) -> Losses:
 def clip_metrics(is_low: Tensor, is_high: Tensor) -> dict[str, Metric]:
     """The tokens, (tokens,) bool each, whose loss the lower and the upper bound hold back."""
     return {
-        "clip_fraction": mean_of((is_low | is_high).float()),
-        "clip_fraction_low": mean_of(is_low.float()),
-        "clip_fraction_high": mean_of(is_high.float()),
+        "clip_fraction": mean_of(is_low | is_high),
+        "clip_fraction_low": mean_of(is_low),
+        "clip_fraction_high": mean_of(is_high),
     }

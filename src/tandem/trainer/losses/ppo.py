@@ -21,7 +21,7 @@ def gae(rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lam: f
 
     All of it (tokens,), without gradient; a sequence that was cut short counts as ended.
     """
-    rewards, values = rewards.detach(), values.detach()
+    values = values.detach()
     next_values = torch.where(is_last_token(sequences), 0, values.roll(-1))
     errors = rewards + gamma * next_values - values
     advantages = discounted_sums(errors, sequences, gamma * lam)
@@ -47,7 +47,7 @@ def moment_sums(values: Tensor) -> Tensor:
 
 def whiten(values: Tensor, sums: Tensor) -> Tensor:
     """(v − mean) / (std + ε), with the mean and the population standard deviation of all that `sums` counts."""
-    count, total, squares = sums.double().unbind()
+    count, total, squares = sums
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
     return ((values - mean) / (std + EPSILON)).to(values.dtype)
@@ -60,7 +60,7 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
         return errors / 2, torch.zeros_like(errors, dtype=torch.bool)
     held = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     held_errors = (held - returns).square()
-    return torch.maximum(errors, held_errors) / 2, held_errors.detach() > errors.detach()
+    return torch.maximum(errors, held_errors) / 2, held_errors > errors
 
 
 def critic_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, config: PpoConfig) -> LossOutput:
@@ -70,8 +70,8 @@ def critic_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Te
     metrics = {
         "loss/value": loss_part(loss),
         "value": mean_of(values),
-        "value_error": mean_of((values.detach() - returns).square()),
-        "value_clip_fraction": mean_of(is_clipped.float()),
+        "value_error": mean_of((values - returns).square()),
+        "value_clip_fraction": mean_of(is_clipped),
         "return": mean_of(returns),
     }
     return LossOutput(loss, metrics)

@@ -118,7 +118,7 @@ def pair_metrics(streams: PairStreams, chosen_rewards: Tensor, rejected_rewards:
         "rewards_chosen": mean_of(chosen_rewards),
         "rewards_rejected": mean_of(rejected_rewards),
         "margin": mean_of(chosen_rewards - rejected_rewards),
-        "accuracy": mean_of((chosen_rewards > rejected_rewards).float()),
+        "accuracy": mean_of(chosen_rewards > rejected_rewards),
         "logprobs_chosen": mean_of(streams.chosen_logprobs),
         "logprobs_rejected": mean_of(streams.rejected_logprobs),
     }

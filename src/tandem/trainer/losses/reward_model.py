@@ -40,7 +40,7 @@ def reward_model_loss(streams: ScoreStreams, centering: float) -> LossOutput:
             "rewards_chosen": mean_of(streams.chosen_scores),
             "rewards_rejected": mean_of(streams.rejected_scores),
             "margin": mean_of(gap),
-            "accuracy": mean_of((gap > 0).float()),
+            "accuracy": mean_of(gap > 0),
             "loss/preference": loss_part(preference.sum()),
             "loss/centering": loss_part(centering * center.sum()),
         }

@@ -16,7 +16,7 @@ def sum_by_sequence(values: Tensor, sequences: Tensor, num_sequences: int) -> Te
 
 def is_last_token(sequences: Tensor) -> Tensor:
     """(tokens,), bool: where a sequence ends."""
-    following = torch.cat([sequences[1:], sequences.new_tensor([-1])])
+    following = torch.cat([sequences[1:], ~sequences[-1:]])  # after the last token, anything but its own
     return sequences != following
 
 
@@ -26,11 +26,8 @@ def discounted_sums(values: Tensor, sequences: Tensor, discount: float) -> Tenso
     By doubling: once s_t holds the first n terms of its sum, s_t + discount^n · s_(t+n) holds the first 2n. So many
     tokens take few operations, however the sequences lie.
     """
-    num_tokens = len(values)
-    longest = int(torch.bincount(sequences).max()) if num_tokens else 0
     sums, num_terms = values, 1
-    while num_terms < longest:
-        same = sequences[num_terms:] == sequences[:-num_terms]
+    while (same := sequences[num_terms:] == sequences[:-num_terms]).any():
         later = torch.where(same, sums[num_terms:], 0) * discount**num_terms
         sums = torch.cat([sums[:-num_terms] + later, sums[-num_terms:]])
         num_terms *= 2

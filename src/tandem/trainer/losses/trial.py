@@ -25,7 +25,7 @@ OF_A_DEVICE = re.compile(r"\b(cuda|gpus?|devices?|triton)\b", re.IGNORECASE)
 # Four sequences, which are two pairs as well, of different lengths.
 SEQUENCES = (0, 0, 0, 1, 2, 2, 3, 3, 3)
 ADVANTAGES = (1.0, -0.5, 0.25, -1.0)
-LABELS = (1.0, 0.0, 0.0, 1.0)
+IS_GOOD = (True, False, False, True)
 
 
 def try_policy_loss(
@@ -44,12 +44,12 @@ def _policy_streams(config: LossConfig, size: int) -> PolicyStreams:
         logprobs=logprobs,
         entropy=entropy,
         sampled_logprobs=before,
-        old_logprobs=before.clone(),
+        old_logprobs=before,
         advantages=torch.tensor(ADVANTAGES)[sequences],
         sequences=sequences,
         num_sequences=len(ADVANTAGES) if size else 0,
-        reference_logprobs=before.clone() if needs_reference(config) else None,
-        teacher_logprobs=before.clone() if needs_teacher(config) else None,
+        reference_logprobs=before if needs_reference(config) else None,
+        teacher_logprobs=before if needs_teacher(config) else None,
     )
 
 
@@ -65,8 +65,8 @@ def _align_streams(config: AlignLossConfig, size: int) -> AlignStreams:
         logprobs=logprobs,
         reference_logprobs=None if config.reference_source == "none" else logprobs.detach() - 0.1,
         sequences=sequences,
-        num_sequences=len(LABELS) if size else 0,
-        labels=None if config.is_paired else torch.tensor(LABELS)[sequences],
+        num_sequences=len(IS_GOOD) if size else 0,
+        labels=None if config.is_paired else torch.tensor(IS_GOOD, dtype=torch.float32)[sequences],
     )
 
 
@@ -124,4 +124,4 @@ def _try_size(
 def _wants_another_device(error: BaseException) -> bool:
     """By its words, or because Triton raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(OF_A_DEVICE.search(str(error))) or any("/triton/" in frame.filename for frame in frames)
+    return OF_A_DEVICE.search(str(error)) is not None or any("/triton/" in frame.filename for frame in frames)

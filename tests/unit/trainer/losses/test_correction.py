@@ -28,6 +28,9 @@ def test_two_sided_masks() -> None:
     """The bounds belong to what is kept, up to rounding."""
     assert weights(type="mask", low=0.4, high=2.5) == pytest.approx([0.0, 0.5, 0.0, 1.0, 2.0])
     assert weights(False, type="mask", low=0.4, high=2.5) == [0.0, 1.0, 0.0, 1.0, 1.0]
+    assert (
+        weights(type="mask", low=1.0, high=1.5) == weights(type="mask", low=0.9, high=1.0) == [0.0, 0.0, 0.0, 1.0, 0.0]
+    )
 
 
 def test_sequences_by_product() -> None:

@@ -178,6 +178,11 @@ def test_kl_in_the_reward_by_hand(make_streams) -> None:
     assert "loss/kl" not in output.metrics
 
 
+def test_without_a_weight_the_kl_needs_no_reference(make_streams) -> None:
+    config = LossConfig(kl=KlConfig(coef=0.0, place="reward"))
+    assert make_policy_loss(config)(make_streams([1.0], [1.0])).loss.item() == -1.0
+
+
 def test_the_kl_that_is_told_and_that_is_paid_for_is_of_the_policy_as_it_is_now(make_streams) -> None:
     """The reference is the policy before the batch, from which this one has moved by ln 1.1."""
     streams = make_streams([1.1], [1.0], reference=[-1.5])

@@ -16,6 +16,10 @@ def test_a_mean_keeps_the_sum_and_the_count() -> None:
     assert told(join(mean_of(ONE), mean_of(OTHER))) == (1.5, 4)
 
 
+def test_of_booleans_it_is_a_share() -> None:
+    assert told(mean_of(ONE > 0)) == (2.0, 3)
+
+
 def test_a_mean_over_some() -> None:
     assert told(mean_of(ONE, where=ONE > 0)) == (5.0, 2)
     assert told(join(mean_of(ONE, where=ONE > 0), mean_of(OTHER, where=OTHER < 0))) == (5.0, 2)

@@ -144,11 +144,11 @@ def test_a_correction_weighs_the_policy_term(make_streams) -> None:
 
 
 def test_metrics_say_what_the_correction_does(make_streams) -> None:
-    """Trainer to engine 2, 0.5 and 1: the first is masked, of the others the policy term stays as it is."""
-    streams = make_streams([1.0] * 3, [1.0] * 3, sampled_ratios=[2.0, 0.5, 1.0])
+    """Trainer to engine 2, 0.5, 1, 3 and 4: three are masked, of the others the policy term stays as it is."""
+    streams = make_streams([1.0] * 5, [1.0] * 5, sampled_ratios=[2.0, 0.5, 1.0, 3.0, 4.0])
     masked = LossConfig(old_logprobs="recomputed", correction=CorrectionConfig(type="mask", low=0.4, high=1.5))
     metrics = make_policy_loss(masked)(streams).metrics
-    assert (metrics["masked_fraction"].value.item(), metrics["masked_fraction"].count) == (1.0, 3)
+    assert (metrics["masked_fraction"].value.item(), metrics["masked_fraction"].count) == (3.0, 5)
     assert metrics["correction"].value.item() == pytest.approx(0.5 + 1.0)
     assert not {"correction", "masked_fraction"} & make_policy_loss(LossConfig())(streams).metrics.keys()
 
@@ -201,6 +201,7 @@ def test_nothing_to_learn_from_is_no_error(make_streams) -> None:
         (LossConfig(), False, False, False, True),
         (LossConfig(type="reinforce"), False, False, False, True),
         (LossConfig(type="ppo"), False, False, False, False),
+        (LossConfig(type="./mine.py:loss"), False, False, False, False),  # only its author knows
         (LossConfig(kl=KlConfig(coef=0.1)), True, False, False, False),
         (LossConfig(kl=KlConfig(coef=0.1, place="reward")), True, False, False, False),
         (LossConfig(teacher=TEACHER), False, True, False, False),

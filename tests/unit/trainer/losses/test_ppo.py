@@ -27,8 +27,9 @@ def test_gae_by_hand() -> None:
     """γ = 1, λ = 1/2, reward 1 at the end. δ = 0.5 - 0.25, 0.75 - 0.5, 1 - 0.75 = 1/4 each:
     A = 1/4, 1/4 + 1/8, 1/4 + 3/16 from the end. The other sequence: 0 - 0.5."""
     rewards = torch.tensor([0.0, 0.0, 1.0, 0.0])
-    values = torch.tensor([0.25, 0.5, 0.75, 0.5])
+    values = torch.tensor([0.25, 0.5, 0.75, 0.5], requires_grad=True)
     advantages, returns = gae(rewards, values, SEQUENCES, gamma=1.0, lam=0.5)
+    assert not advantages.requires_grad and not returns.requires_grad
     assert advantages.tolist() == [0.4375, 0.375, 0.25, -0.5]
     assert returns.tolist() == [0.6875, 0.875, 1.0, 0.0]
 
@@ -66,8 +67,9 @@ def test_the_reward_is_at_the_last_token_and_the_kl_at_each() -> None:
     sequences = torch.tensor([0, 0, 1])
     config = LossConfig(type="ppo", kl=KlConfig(coef=0.1, estimator="k1", place="reward"))
     assert token_rewards(rewards, old, reference, sequences, config).tolist() == pytest.approx([-0.1, 4.8, 7.0])
-    plain = LossConfig(type="ppo", kl=KlConfig(coef=0.1))
-    assert token_rewards(rewards, old, None, sequences, plain).tolist() == [0.0, 5.0, 7.0]
+    for kl in (KlConfig(coef=0.1), KlConfig(coef=0.0, place="reward")):
+        plain = LossConfig(type="ppo", kl=kl)
+        assert token_rewards(rewards, old, None, sequences, plain).tolist() == [0.0, 5.0, 7.0]
 
 
 def test_whitening_over_ranks_is_whitening_of_all() -> None:
@@ -76,7 +78,15 @@ def test_whitening_over_ranks_is_whitening_of_all() -> None:
     sums = moment_sums(values[:1]) + moment_sums(values[1:])
     expected = [(value - 3) / math.sqrt(3.5) for value in (1, 2, 3, 6)]
     assert torch.cat([whiten(values[:1], sums), whiten(values[1:], sums)]).tolist() == pytest.approx(expected)
+    assert sums.dtype == torch.float64, "squares of many float32 would lose the small ones"
     assert whiten(torch.full((3,), 0.1), moment_sums(torch.full((3,), 0.1))).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize(("values", "whitened"), [([0.0, 1.0], [-1.0, 1.0]), ([0.0, 2e-8], [-0.5, 0.5])])
+def test_small_deviations_are_scaled_up_and_rounding_is_not(values: list[float], whitened: list[float]) -> None:
+    """Deviations of 1/2, and of 1e-8, to which as much is added."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    assert whiten(tensor, moment_sums(tensor)).tolist() == pytest.approx(whitened)
 
 
 @pytest.mark.parametrize(

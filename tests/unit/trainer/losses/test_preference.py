@@ -152,19 +152,46 @@ def test_log_odds_of_certainty_are_finite() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    """β = 0.5: twice rewards 0.5 and -0.5, margin 1, right; once -1 and 1, margin -2, wrong. Sums over pairs."""
-    pairs = streams(PAIR, PAIR, (-7.0, -3.0, 2.0, 2.0, -5.0, -5.0))
+    """β = 0.5: twice rewards 0.5 and -0.5, margin 1, right; once -1 and 1, margin -2, wrong; once 0.5 and 0.5,
+    a tie, wrong. Sums over pairs."""
+    pairs = streams(PAIR, PAIR, (-7.0, -3.0, 2.0, 2.0, -5.0, -5.0), (-4.0, -4.0, 1.0, 1.0, -5.0, -5.0))
     output = dpo_loss(pairs, beta=0.5, label_smoothing=0.0)
     assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {
-            "rewards_chosen": 0.0,
-            "rewards_rejected": 0.0,
+            "rewards_chosen": 0.5,
+            "rewards_rejected": 0.5,
             "margin": 0.0,
             "accuracy": 2.0,
-            "logprobs_chosen": -15.0,
-            "logprobs_rejected": -15.0,
+            "logprobs_chosen": -19.0,
+            "logprobs_rejected": -19.0,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (partial(hinge_loss, beta=0.25), {"rewards_chosen": 0.25, "rewards_rejected": -0.25}),
+        (partial(ipo_loss, beta=0.5), {"rewards_chosen": 0.25, "rewards_rejected": -0.125}),
+        (
+            partial(simpo_loss, beta=2.0, gamma=0.5, label_smoothing=0.0),
+            {"rewards_chosen": -4.0, "rewards_rejected": -3.0},
+        ),
+        (
+            partial(cpo_loss, beta=0.5, label_smoothing=0.0, sft_weight=2.0, mean_chosen_length=4.0),
+            {"rewards_chosen": -2.0, "rewards_rejected": -3.0, "loss/preference": 0.313262, "loss/sft": 1.0},
+        ),
+        (partial(orpo_loss, beta=0.1, mean_chosen_length=2.0), {"rewards_chosen": -0.2, "rewards_rejected": -0.15}),
+    ],
+)
+def test_rewards_are_what_the_objective_compares(loss: PairLoss, expected: dict[str, float]) -> None:
+    metrics = loss(streams(PAIR)).metrics
+    assert {name: metrics[name].value.item() for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_completion_of_one_token_has_its_mean() -> None:
+    one = ipo_loss(streams((-4.0, -6.0, 1.0, 1.0, -5.0, -5.0)), beta=0.5)
+    assert one.loss.item() == 1.0  # (1 + 1 - 1)²
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -23,16 +23,16 @@ def test_by_hand() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    """Gaps 1.5 and -1: one of two right. Without margin and centering the parts are log(1 + e^-1.5) + log(1 + e)."""
-    output = reward_model_loss(streams([2.0, 0.0], [0.5, 1.0], [0.0, 0.0]), centering=0.0)
+    """Gaps 1.5, 0.5, 0 and -1: two of four right. Sums 2.5, 1.5, 0 and 1, of which the squares add up to 9.5."""
+    output = reward_model_loss(streams([2.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.0, 1.0], [0.0] * 4), centering=0.1)
     assert {name: metric.value.item() for name, metric in output.metrics.items()} == pytest.approx(
         {
-            "rewards_chosen": 2.0,
-            "rewards_rejected": 1.5,
-            "margin": 0.5,
-            "accuracy": 1.0,
-            "loss/preference": 0.201413 + 1.313262,
-            "loss/centering": 0.0,
+            "rewards_chosen": 3.0,
+            "rewards_rejected": 2.0,
+            "margin": 1.0,
+            "accuracy": 2.0,
+            "loss/preference": 0.201413 + 0.474077 + 0.693147 + 1.313262,
+            "loss/centering": 0.95,
         },
         abs=1e-5,
     )
@@ -41,7 +41,7 @@ def test_metrics_by_hand() -> None:
 def test_a_sequence_has_the_score_of_its_last_token_and_the_chosen_one_comes_first() -> None:
     scores = torch.tensor([9.0, 1.0, 9.0, 9.0, 2.0, 3.0, 4.0])
     sequences = torch.tensor([0, 0, 1, 1, 1, 2, 3])
-    margins = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, 0.7, 0.7])
+    margins = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 0.7, 0.0])
     found = score_streams(scores, margins, sequences)
     assert found.chosen_scores.tolist() == [1.0, 3.0]
     assert found.rejected_scores.tolist() == [2.0, 4.0]

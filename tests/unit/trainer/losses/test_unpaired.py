@@ -66,6 +66,7 @@ def test_metrics_by_hand() -> None:
 def test_the_shift_lies_halfway_between_the_two_means() -> None:
     """Good rewards 1, 2, 3: mean 2. Bad ones -1, -3, of another step 2: mean -2/3. Halfway: 2/3."""
     assert RewardShift().delta == 0.0
+    assert RewardShift(good_sum=3.0, num_good=1, bad_sum=-1.0, num_bad=1).delta == 1.0
     shift = RewardShift().updated(good_sum=6.0, num_good=3, bad_sum=-4.0, num_bad=2)
     assert shift.delta == pytest.approx((2 - 2) / 2)
     assert shift.updated(good_sum=0.0, num_good=0, bad_sum=2.0, num_bad=1).delta == pytest.approx(2 / 3)
