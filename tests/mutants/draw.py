@@ -193,8 +193,9 @@ def changed_expressions(node: ast.expr) -> Iterator[ast.expr]:
             yield ast.Constant(value + 1)
         case ast.Call(func=function, args=[first, second, *others]):
             is_starred = any(isinstance(argument, ast.Starred) for argument in (first, second))
-            is_unlike = ast.unparse(function).rpartition(".")[2] in OF_UNLIKE_ARGUMENTS
-            if not is_starred and not is_unlike and ast.dump(first) != ast.dump(second):
+            name = ast.unparse(function).rpartition(".")[2]
+            has_one_order = name in OF_UNLIKE_ARGUMENTS or name in OPPOSITE_NAMES  # or any: max(a, b) is max(b, a)
+            if not is_starred and not has_one_order and ast.dump(first) != ast.dump(second):
                 yield with_(node, args=[second, first, *others])
             yield from renamed(node, function)
         case ast.Call(func=function):
