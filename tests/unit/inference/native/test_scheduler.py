@@ -210,6 +210,7 @@ def test_a_group_may_be_requeued_or_removed_while_its_prompt_is_computed() -> No
     add(scheduler, request)
     assert step(scheduler) == [[(0, 3)]]
     scheduler.requeue_all()
+    scheduler.check_invariants()
     assert [sample.index for sample in scheduler.queue[0].samples] == [0, 1, 2]
     add(scheduler, other)
     assert step(scheduler) == [[(0, 3)]]
@@ -217,6 +218,7 @@ def test_a_group_may_be_requeued_or_removed_while_its_prompt_is_computed() -> No
     scheduler.check_invariants()
     assert [group.request for group in scheduler.queue] == [other]
     assert step(scheduler) == [[(1, 2)]]
+    assert scheduler.has_begun
 
 
 def test_a_removed_request_is_forgotten_wherever_it_stands() -> None:
@@ -312,10 +314,11 @@ def test_the_next_turn_shares_all_that_was_computed(prompt_length: int) -> None:
     assert step(scheduler) == [[(1, 2)]], "16 tokens were computed: the last one drawn never was"
 
 
-def test_what_is_forgotten_is_not_remembered_by_those_that_go_on() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_forgotten_is_not_remembered_by_those_that_go_on(n: int) -> None:
     """They have computed their prompt before."""
     scheduler = make_scheduler()
-    add(scheduler, make_request(0, prompt_length=9, max_tokens=3, n=2))
+    add(scheduler, make_request(0, prompt_length=9, max_tokens=3, n=n))
     step(scheduler)
     scheduler.blocks.forget()
     while scheduler.has_work:
