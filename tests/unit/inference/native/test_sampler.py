@@ -127,7 +127,7 @@ def test_each_row_has_options_of_its_own() -> None:
         assert drawn.logprobs[at::4] == pytest.approx(usual[drawn.tokens[at::4]], abs=1e-6)
     assert drawn.top_tokens[3::4].tolist() == [[2, 1]] * 50
     assert (drawn.top_tokens.dtype, drawn.top_logprobs.dtype) == (np.int64, np.float32)
-    all_greedy = rows(2, temperature=0)
+    all_greedy = rows(2, temperature=0, num_top=1)
     assert sample(logits[:2], all_greedy).tokens.tolist() == [2, 1]
 
 
@@ -304,6 +304,11 @@ def test_the_kept_tokens_are_reported_with_the_log_prob_among_them(options, expe
     for token, kept in zip(drawn.tokens.tolist(), drawn.kept, strict=True):
         assert kept is not None and kept.token_ids.tolist() == list(expected)
         assert isinstance(kept.logprob, float) and math.exp(kept.logprob) == pytest.approx(expected[token])
+
+
+def test_of_many_that_are_equally_likely_the_first_are_kept() -> None:
+    (kept,) = sample(torch.zeros(1, 100), rows(1, top_k=3, kept=True)).kept
+    assert kept is not None and kept.token_ids.tolist() == [0, 1, 2]
 
 
 def test_a_top_p_of_one_cuts_nothing_though_the_likeliest_rounds_to_all() -> None:

@@ -25,6 +25,7 @@ from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 CPU = torch.device("cpu")
@@ -35,7 +36,9 @@ def save_run(root: Path, model_dir: Path, model: LanguageModel | ScoringModel, s
     run_dir = RunDir(root)
     write_json(run_dir.config / "sft.json", {"model": {"name": str(model_dir), "dtype": "float32"}} | config)
     optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
-    saver = Checkpointer(run_dir, CheckpointConfig(keep_last=9), Ranks.single(CPU), model, optimizer, max_steps=9)
+    run_log = RunLog(run_dir, "sft", enabled=False)
+    checkpoint = CheckpointConfig(keep_last=9)
+    saver = Checkpointer(run_dir, checkpoint, Ranks.single(CPU), model, optimizer, run_log, max_steps=9)
     saver.save(step)
     saver.close()
 
