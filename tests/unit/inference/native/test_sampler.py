@@ -303,6 +303,7 @@ def test_the_kept_tokens_are_reported_with_the_log_prob_among_them(options, expe
     assert set(drawn.tokens.tolist()) == expected.keys()
     for token, kept in zip(drawn.tokens.tolist(), drawn.kept, strict=True):
         assert kept is not None and kept.token_ids.tolist() == list(expected)
+        assert isinstance(kept.token_ids, np.ndarray)
         assert isinstance(kept.logprob, float) and math.exp(kept.logprob) == pytest.approx(expected[token])
 
 

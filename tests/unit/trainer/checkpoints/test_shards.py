@@ -1,0 +1,16 @@
+"""What a rank alone writes, and what is read of it."""
+
+from pathlib import Path
+
+import torch
+
+from tandem.trainer.checkpoints.shards import read_whole, write_shards
+
+
+def test_tensors_are_found_by_the_beginning_of_their_names_however_they_lie_in_memory(tmp_path: Path) -> None:
+    across, scalar = torch.arange(6.0).reshape(2, 3).T, torch.tensor(3, dtype=torch.int32)
+    write_shards({"model/across": across, "model/scalar": scalar, "optimizer/across": across + 1}, tmp_path, None)
+    found = read_whole(tmp_path, "model/")
+    assert found.keys() == {"across", "scalar"}
+    assert torch.equal(found["across"], across) and torch.equal(found["scalar"], scalar)
+    assert found["scalar"].dtype == torch.int32
