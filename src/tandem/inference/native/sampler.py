@@ -131,7 +131,7 @@ def uniforms(
     return (state >> 40).astype(np.float32) * 2**-24
 
 
-def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def splitmix64(state: Any) -> NDArray[np.uint64]:  # an array, too; NumPy's stubs do not know its shift by an int
     state = state + _GOLDEN
     state = (state ^ (state >> 30)) * _MIX_1
     state = (state ^ (state >> 27)) * _MIX_2

@@ -152,7 +152,7 @@ class Checkpointer:
         folder = self.run_dir.checkpoints / step_name(step) / TRAINER
         layout = read_shard_index(folder)
         refuse_other_parameters(folder, layout, self.parameters)
-        weights = {MODEL + name: parameter.detach() for name, parameter in self.parameters.items()}
+        weights = {MODEL + name: parameter for name, parameter in self.parameters.items()}
         moments = {key: _place_for(key, layout, self.parameters) for key in layout if key.startswith(OPTIMIZER)}
         read_shards(weights | moments, folder, self._group)
         load_optimizer(self.optimizer, moments, self.parameters)

@@ -134,7 +134,7 @@ def test_what_cannot_be_exported_is_refused(tiny_model: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match="does not fit the model in the run's configuration: 'embed_tokens"):
         export(ExportConfig(run_dir=tmp_path))
     save_run(tmp_path, tmp_path / "nowhere", model, 5)
-    with pytest.raises(UserError, match="nowhere"):
+    with pytest.raises(UserError, match=r"model\.name = '.*nowhere' is not a directory"):
         export(ExportConfig(run_dir=tmp_path))
     (tmp_path / "config" / "sft.json").unlink()
     with pytest.raises(UserError, match=r"there is no trainer\.json, sft\.json or align\.json in"):
