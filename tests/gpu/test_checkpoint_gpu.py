@@ -15,6 +15,7 @@ from tandem.trainer.checkpoints.shards import read_shards, write_shards
 from tandem.trainer.model.optimizer import make_optimizer
 from tandem.trainer.parallel.ranks import Ranks, joined
 from tandem.trainer.parallel.sharding import shard
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 OPTIMIZER = OptimizerConfig(lr=1e-2)
@@ -32,7 +33,9 @@ def update(trained: Trained, step: int) -> None:
 
 
 def make_checkpointer(trained: Trained, root: Path, ranks: Ranks) -> Checkpointer:
-    return Checkpointer(RunDir(root), CheckpointConfig(), ranks, trained.model, trained.optimizer, max_steps=9)
+    run_dir = RunDir(root)
+    run_log = RunLog(run_dir, "trainer", enabled=False)
+    return Checkpointer(run_dir, CheckpointConfig(), ranks, trained.model, trained.optimizer, run_log, max_steps=9)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,8 @@
 """Which checkpoint a run goes on from, and what has to go."""
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,16 @@ from hypothesis import given, strategies
 from tandem.config.shared import CheckpointConfig
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import (
+    choose_checkpoint,
     how_to_go_on,
+    is_end,
     is_finished,
+    last_events,
     newest_checkpoint,
+    prepare_run,
     refuse_fewer_steps,
     remove_superseded,
+    require_checkpoint,
     rewind,
     start_step,
     superseded,
@@ -69,6 +76,23 @@ def test_a_checkpoint_under_another_number_is_passed_over(tmp_path: Path) -> Non
     assert newest_checkpoint(run_dir) is None
 
 
+def test_a_checkpoint_is_chosen_by_its_step_or_the_newest_is(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for choose in (lambda: choose_checkpoint(run_dir, None), lambda: choose_checkpoint(run_dir, 4)):
+        with pytest.raises(UserError, match=f"run_dir = '{tmp_path}' holds no complete checkpoint"):
+            choose()
+    for step in (2, 10, 20):
+        save(run_dir.checkpoints, step)
+    (run_dir.checkpoints / step_name(20) / "trainer" / "model.safetensors").unlink()
+    assert choose_checkpoint(run_dir, 2) == 2
+    assert choose_checkpoint(run_dir, None) == require_checkpoint(run_dir) == 10
+    for step, nearest in ((3, 2), (9, 10), (20, 20)):
+        with pytest.raises(
+            UserError, match=f"step = {step}: .*; the nearest complete checkpoint is of step {nearest}$"
+        ):
+            choose_checkpoint(run_dir, step)
+
+
 def config(**options: int | None) -> CheckpointConfig:
     return CheckpointConfig.model_validate({"every": 1} | options)
 
@@ -122,6 +146,8 @@ def test_older_checkpoints_go_and_what_is_to_come_stays(tmp_path: Path) -> None:
         (run_dir.checkpoints / step_name(step)).mkdir()
     remove_superseded(run_dir, 8, config(keep_last=2))
     assert names(run_dir.checkpoints) == ["step_000006", "step_000008", "step_000010"]
+    remove_superseded(run_dir, 10, config(keep_last=2))  # nothing has to go, so it need not be whole
+    assert names(run_dir.checkpoints) == ["step_000006", "step_000008", "step_000010"]
 
 
 def test_nothing_is_deleted_for_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
@@ -132,6 +158,24 @@ def test_nothing_is_deleted_for_a_checkpoint_that_is_not_whole(tmp_path: Path) -
     with pytest.raises(ValueError, match="does not match its checksum"):
         remove_superseded(run_dir, 4, config(keep_last=1))
     assert newest_checkpoint(run_dir) == 2
+
+
+def test_a_deletion_that_was_cut_short_or_fails_does_not_end_the_run(tmp_path: Path, monkeypatch) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (2, 4, 6):
+        save(run_dir.checkpoints, step)
+    left = run_dir.checkpoints / ".step_000002.removed.tmp"
+    (left / "trainer").mkdir(parents=True)
+    remove_superseded(run_dir, 4, config(keep_last=1))
+    assert names(run_dir.checkpoints) == ["step_000004", "step_000006"]
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")  # as a network disk may
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        remove_superseded(run_dir, 6, config(keep_last=1))
+    assert steps_with(run_dir.checkpoints, MANIFEST) == [6]
 
 
 def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path, monkeypatch) -> None:
@@ -157,16 +201,24 @@ def test_rewind_removes_what_lies_beyond_and_only_that(tmp_path: Path) -> None:
     for folder in (run_dir.rollouts, run_dir.weights, run_dir.checkpoints):
         for step in (3, 4, 5):
             (folder / step_name(step)).mkdir(parents=True)
+    for step in (6, 7, 8):
+        (run_dir.weights / step_name(step)).mkdir()
     (run_dir.weights / "latest").symlink_to(step_name(5))
+    (run_dir.weights / "announced.json").write_text("{}")
     (run_dir.weights / ".step_000006.77.tmp").mkdir()
     (run_dir.rollouts / "notes").mkdir()
-    removed = rewind(run_dir, 4)
-    assert sorted(removed) == [
-        "checkpoints/step_000005",
+    for step in (4, 5, 6):
+        run_dir.samples_folder.mkdir(exist_ok=True)
+        run_dir.samples(step).touch()
+    assert rewind(run_dir, 4) == [
         "rollouts/step_000005",
         "weights/.step_000006.77.tmp",
-        "weights/step_000005",
+        *(f"weights/{step_name(step)}" for step in (5, 6, 7, 8)),
+        "checkpoints/step_000005",
+        "2 files of samples",
     ]
+    assert names(run_dir.weights) == ["latest", "step_000003", "step_000004"]
+    assert names(run_dir.samples_folder) == ["step_000004.jsonl"]
     assert sorted(path.name for path in run_dir.rollouts.iterdir()) == ["notes", "step_000003", "step_000004"]
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_000003", "step_000004"]
     assert rewind(run_dir, 4) == []
@@ -231,6 +283,8 @@ def test_rewind_leaves_out_blank_and_damaged_lines(tmp_path: Path, caplog: pytes
         assert rewind(run_dir, 1) == ["1 lines of metrics.jsonl"]
         assert run_dir.metrics.read_bytes() == 2 * good
     assert caplog.text.count("metrics.jsonl: 1 damaged lines are removed") == len(bad)
+    caplog.clear()
+    assert rewind(run_dir, 1) == [] and not caplog.records
 
 
 def finish(run_dir: RunDir, **ends: int) -> None:
@@ -248,13 +302,47 @@ def test_finished_is_what_all_have_said_since_they_were_started(tmp_path: Path) 
     finish(run_dir, orchestrator=5)
     assert is_finished(run_dir, both, 5) and not is_finished(run_dir, both, 6)
     with run_dir.events.open("ab") as file:
-        file.write(b"\n[]\n{\n")  # a damaged line says nothing
+        file.write(b'\n[]\n{\n{"event": "started", "process": ["trainer"]}\n')  # a damaged line says nothing
     assert is_finished(run_dir, both, 5)
     (run_dir.weights / step_name(5) / "trainer" / "model.safetensors").write_text("weights of 6")
     assert not is_finished(run_dir, both, 5)
     (run_dir.weights / step_name(5) / "trainer" / "model.safetensors").write_text("weights of 5")
     RunLog(run_dir, "trainer").event("started", step=3)
     assert not is_finished(run_dir, both, 5)
+
+
+def test_the_end_is_the_event_of_that_step_and_the_last_event_counts(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for process, event in (
+        ("trainer", "started"),
+        ("rl", "stopped"),
+        ("trainer", "finished"),
+        ("trainer", "checkpoint"),
+    ):
+        RunLog(run_dir, process).event(event, step=5)
+    told = last_events(run_dir, ["trainer", "orchestrator", "rl"])
+    assert [event.get("event") for event in told] == ["finished", None, "stopped"]
+    assert [is_end(event, 5) for event in told] == [True, False, False]
+    assert not is_end(told[0], 6)
+
+
+def test_a_run_is_prepared_anew_emptied_or_taken_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = RunDir(tmp_path)
+    assert prepare_run(run_dir, resume=False, clean=False) == 0
+    assert run_dir.samples_folder.is_dir() and run_dir.config.is_dir()
+    message = f"resume: output_dir = '{tmp_path}' holds no complete checkpoint; start again with --clean"
+    with pytest.raises(UserError, match=message):
+        prepare_run(run_dir, resume=True, clean=False)
+    for step in (5, 6):
+        save(run_dir.weights, step)
+    save(run_dir.checkpoints, 5)
+    with caplog.at_level(logging.INFO):
+        assert prepare_run(run_dir, resume=True, clean=False) == 5
+    assert "removed weights/step_000006, which came after step 5" in caplog.text
+    assert names(run_dir.weights) == ["step_000005"]
+    RunLog(run_dir, "trainer").event("started", step=5)
+    assert prepare_run(run_dir, resume=False, clean=True) == 0
+    assert not run_dir.weights.exists() and not run_dir.events.exists() and run_dir.samples_folder.is_dir()
 
 
 def test_rewind_of_an_empty_directory(tmp_path: Path) -> None:
@@ -274,14 +362,15 @@ def test_a_new_run_starts_at_zero_and_a_resumed_one_at_its_checkpoint(tmp_path: 
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"resume: output_dir = .* holds no complete checkpoint; start again without"):
+    message = f"resume: output_dir = '{tmp_path}' holds no complete checkpoint; start again without"
+    with pytest.raises(UserError, match=message):
         start(RunDir(tmp_path), resume=True)
 
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "my run")
     assert "there is no checkpoint yet" in how_to_go_on(run_dir, "rl")
-    for step in (5, 10):
+    for step in (5, 7, 10):
         save(run_dir.checkpoints, step)
     (run_dir.checkpoints / step_name(15)).mkdir()  # was being written
     assert how_to_go_on(run_dir, "rl") == (

@@ -11,6 +11,7 @@ for raw ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,10 +44,13 @@ class SamplingRows:
     position: NDArray[np.int64]  # of the token to be drawn
 
     @property
+    def truncates(self) -> NDArray[np.bool_]:
+        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+
+    @property
     def are_plain(self) -> bool:
         """No row asks for anything but a temperature."""
-        truncates = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-        return not (truncates | self.raw_logprobs | (self.num_top > 0)).any()
+        return not (self.truncates | self.raw_logprobs | (self.num_top > 0)).any()
 
 
 @dataclass(frozen=True)
@@ -102,19 +106,19 @@ def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None, *
     greedy = rows.temperature == 0
     if greedy.any():
         is_greedy = torch.from_numpy(greedy).to(logits.device)
-        likeliest = (logits if adjusted is None else adjusted).argmax(dim=-1, keepdim=True)
+        likeliest = (logits if adjusted is None else adjusted).argmax(dim=1, keepdim=True)
         tokens = torch.where(is_greedy[:, None], likeliest, tokens)
     if rows.raw_logprobs.any():
         is_raw = torch.from_numpy(rows.raw_logprobs).to(logits.device)
-        logprobs = torch.where(is_raw[:, None], torch.log_softmax(logits, dim=-1), logprobs)
+        logprobs = torch.where(is_raw[:, None], torch.log_softmax(logits, dim=1), logprobs)
     if exactly:
-        temperature = torch.from_numpy(np.where(rows.raw_logprobs, np.float32(1), rows.temperature))
+        temperature = torch.from_numpy(np.where(rows.raw_logprobs, 1, rows.temperature))
         chosen = exact.token_logprobs(given, tokens[:, 0], temperature.to(logits.device))[:, None]
     else:
         chosen = logprobs.gather(1, tokens)
     top = _top(logprobs, rows.num_top) if rows.num_top.any() else NO_TOP
     kept = find_kept(given, truncated, tokens[:, 0], rows, exactly=exactly)
-    return Drawn(tokens[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy(), *top, kept)
+    return Drawn(_on_host(tokens[:, 0]), _on_host(chosen[:, 0]), *top, kept)
 
 
 def uniforms(
@@ -124,14 +128,14 @@ def uniforms(
     state = splitmix64(seed)
     state = splitmix64(state ^ sample_index)
     state = splitmix64(state ^ position.astype(np.uint64))
-    return (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    return (state >> 40).astype(np.float32) * 2**-24
 
 
-def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = state + np.uint64(_GOLDEN)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
-    return state ^ (state >> np.uint64(31))
+def splitmix64(state: Any) -> NDArray[np.uint64]:  # an array, too; NumPy's stubs do not know its shift by an int
+    state = state + _GOLDEN
+    state = (state ^ (state >> 30)) * _MIX_1
+    state = (state ^ (state >> 27)) * _MIX_2
+    return state ^ (state >> 31)
 
 
 def splitmix64_of_one(state: int) -> int:
@@ -144,31 +148,30 @@ def splitmix64_of_one(state: int) -> int:
 
 def invert_cdf(logprobs: Tensor, uniform: NDArray[np.float32]) -> Tensor:
     """The first token at which the cumulative distribution passes the row's uniform number; (rows, 1)."""
-    cumulative = logprobs.exp().cumsum_(dim=-1)
+    cumulative = logprobs.exp().cumsum_(dim=1)
     total = cumulative[:, -1:]
     u = torch.from_numpy(uniform).to(logprobs.device)[:, None]
     # Below the total even after rounding, as u is at most 1 - 2^-24: so the first entry above it exists, and has
     # probability above zero.
     tokens = torch.searchsorted(cumulative, u * total, right=True)
-    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # only NaN reaches past the end
+    return tokens.clamp_(max=logprobs.shape[1] - 1)  # only NaN reaches past the end
 
 
 def truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     """Rows that ask for top_k, top_p or min_p keep only those tokens; top_p counts among what top_k has left,
     min_p among what both have."""
-    asking = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-    if len(asking) == 0:
+    if not rows.truncates.any():
         return logprobs
-    device = logprobs.device
+    asking, device = np.flatnonzero(rows.truncates), logprobs.device
     index = torch.from_numpy(asking).to(device)
     top_k, top_p, min_p = (
         torch.from_numpy(values[asking]).to(device)[:, None] for values in (rows.top_k, rows.top_p, rows.min_p)
     )
-    sorted_logprobs, order = logprobs[index].sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logprobs.shape[-1], device=device)
+    sorted_logprobs, order = logprobs[index].sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(logprobs.shape[1], device=device)
     sorted_logprobs.masked_fill_((top_k > 0) & (rank >= top_k), -torch.inf)
-    probs = sorted_logprobs.softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs
+    probs = sorted_logprobs.softmax(dim=1)
+    mass_before = probs.cumsum(dim=1) - probs
     # The likeliest token stays whatever top_p says; a top_p of 1 must cut nothing for want of precision.
     cut = (mass_before >= top_p) & (top_p < 1) | (probs < min_p * probs[:, :1])
     sorted_logprobs.masked_fill_(cut & (rank > 0), -torch.inf)
@@ -192,21 +195,25 @@ def find_kept(
         chosen = exact.token_logprobs(left, drawn[:, 0], torch.from_numpy(temperature).to(logits.device))
     else:
         chosen = log_softmax(left.float(), temperature).gather(1, drawn)[:, 0]
-    ids = is_kept.nonzero()[:, 1].cpu().numpy()
-    parts = np.split(ids, is_kept.sum(dim=1).cpu().numpy().cumsum()[:-1])
+    ids = _on_host(is_kept.nonzero()[:, 1])
+    parts = np.split(ids, _on_host(is_kept.sum(dim=1)).cumsum()[:-1])
     found: list[KeptTokens | None] = [None] * len(rows.wants_kept)
-    for row, part, logprob in zip(asking.tolist(), parts, chosen.tolist(), strict=True):
+    for row, part, logprob in zip(asking, parts, chosen.tolist(), strict=True):
         found[row] = KeptTokens(part, logprob)
     return found
 
 
 def log_softmax(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
     if not (temperature == 1).all():
-        divisors = np.where(temperature == 0, np.float32(1), temperature)
+        divisors = np.where(temperature == 0, 1, temperature)
         logits = logits / torch.from_numpy(divisors).to(logits.device)[:, None]
-    return torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits, dim=1)
 
 
 def _top(logprobs: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    values, tokens = logprobs.topk(min(int(num_top.max()), logprobs.shape[-1]), dim=-1)
-    return tokens.cpu().numpy(), values.cpu().numpy()
+    values, tokens = logprobs.topk(min(num_top.max(), logprobs.shape[1]))
+    return _on_host(tokens), _on_host(values)
+
+
+def _on_host(values: Tensor) -> NDArray[Any]:
+    return values.cpu().numpy()

@@ -14,6 +14,7 @@ Full blocks stay known by their content when they are computed: a prompt that be
 shares them and computes only the rest.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,18 +72,16 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.queue: deque[WaitingGroup] = deque()
         self._followers: dict[int, list[int]] = {}  # by their leader, until the prompt is computed
-        self._next_order = 0
+        self._orders = itertools.count()
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue) or len(self.state.free_slots) < self.state.num_slots
+        return self.num_waiting > 0 or self._num_admitted > 0
 
     @property
     def has_begun(self) -> bool:
         """Whether some sequence runs, or has run and waits to go on."""
-        if len(self.state.free_slots) < self.state.num_slots:
-            return True
-        return any(sample.has_begun for group in self.queue for sample in group.samples)
+        return self._num_admitted > 0 or any(sample.has_begun for group in self.queue for sample in group.samples)
 
     def has_begun_one_of(self, request: Request) -> bool:
         if self._slots_of(request):
@@ -124,20 +123,20 @@ class Scheduler:
     def fork(self, rows: Rows) -> Fork:
         """`rows` have computed up to their target. Leaders among them wake their followers, who share the
         prompt's full blocks already and get copies of its last, partial one."""
-        for slot in rows[self.state.is_fresh[rows]].tolist():
+        for slot in rows[self.state.is_fresh[rows]]:
             self.state.is_fresh[slot] = False
             self._remember_prompt(slot)
-        if not self._followers or not any(slot in self._followers for slot in rows.tolist()):
+        if self._followers.keys().isdisjoint(rows.tolist()):
             return Fork(rows, None, NO_BLOCKS, NO_BLOCKS)
         state, members, index = self.state, [], []
         copy_from, copy_to = [], []
         for i, slot in enumerate(rows.tolist()):
             followers = self._followers.pop(slot, [])
-            prompt_length = int(state.computed[slot])
-            if followers and prompt_length % self.blocks.block_size:
+            prompt_length = state.computed[slot]
+            if prompt_length % self.blocks.block_size:
                 partial = prompt_length // self.blocks.block_size
                 copy_from += [state.block_table[slot, partial]] * len(followers)
-                copy_to += state.block_table[followers, partial].tolist()
+                copy_to += [*state.block_table[followers, partial]]
             for member in [slot, *followers]:
                 state.is_fresh[member] = False
                 state.computed[member] = prompt_length
@@ -187,6 +186,10 @@ class Scheduler:
         assert waiting == {slot for slot in admitted if not state.running[slot]}, "a row waits for no other row"
         assert self.num_waiting == sum(len(group.samples) for group in self.queue), "the queue is miscounted"
 
+    @property
+    def _num_admitted(self) -> int:
+        return self.state.num_slots - len(self.state.free_slots)
+
     def _make_room(self) -> bool:
         """A block for each sequence that has filled its last; True if others had to give way."""
         state, preempted = self.state, False
@@ -232,7 +235,7 @@ class Scheduler:
     def _admit(self) -> None:
         state = self.state
         pending = (state.target - state.computed)[state.running]
-        prompt_tokens = int(pending[pending > 1].sum())
+        prompt_tokens = pending[pending > 1].sum()
         while self.queue and state.free_slots and prompt_tokens < self.tokens_per_step:
             group = self.queue[0]
             count = self._num_admissible(group)
@@ -246,7 +249,7 @@ class Scheduler:
 
     def _num_admissible(self, group: WaitingGroup) -> int:
         """How many samples of the group there are rows and blocks for now."""
-        num_free, num_admitted = len(self.state.free_slots), self.state.num_slots - len(self.state.free_slots)
+        num_free = len(self.state.free_slots)
         candidates = group.samples[:num_free]
         if self.closed:
             candidates = [sample for sample in candidates if sample.has_begun]
@@ -259,7 +262,9 @@ class Scheduler:
             return wave if wave <= num_free and shared + wave * own <= self.blocks.num_free else 0
         # Running sequences will soon want more blocks; admitting into the last ones would only preempt.
         cached = self._find_prefix(group.request)
-        available = self.blocks.num_free - (shared - len(cached)) - self.blocks.num_idle(cached) - num_admitted // 4
+        available = (
+            self.blocks.num_free - (shared - len(cached)) - self.blocks.num_idle(cached) - self._num_admitted // 4
+        )
         for count, sample in enumerate(candidates):
             available -= self.blocks.blocks_for(sample.length) - shared
             if available < 0:
@@ -274,12 +279,11 @@ class Scheduler:
         rest = self.blocks.allocate(num_shared - len(cached))
         self.blocks.share(rest, len(samples) - 1)
         shared, num_cached = np.concatenate([cached, rest]), len(cached) * self.blocks.block_size
-        group, slots = self._next_order, []
-        for sample in samples:
+        orders, slots = list(itertools.islice(self._orders, len(samples))), []
+        for sample, order in zip(samples, orders, strict=True):
             reach = request.max_length if self.isolate else sample.length
             own = self.blocks.allocate(self.blocks.blocks_for(reach) - num_shared)
-            slots.append(state.take(sample, np.concatenate([shared, own]), self._next_order, group))
-            self._next_order += 1
+            slots.append(state.take(sample, np.concatenate([shared, own]), order, group=orders[0]))
         leader, followers = slots[0], slots[1:]
         state.running[leader] = True
         state.computed[leader] = num_cached
@@ -299,13 +303,13 @@ class Scheduler:
 
     def _remember_prompt(self, slot: int) -> None:
         request = self.state.sample(slot).request
-        if self.cache_prefixes and request.keys:
+        if request.keys:
             self.blocks.keep_as(self.state.block_table[slot, : len(request.keys)], request.keys)
 
     def _remember_completion(self, slot: int) -> None:
         """The next turn of a conversation begins with what was said in this one."""
         request = self.state.sample(slot).request
-        if not self.cache_prefixes or request.keys is None or self.state.is_fresh[slot]:
+        if request.keys is None:
             return
         block_size, known = self.blocks.block_size, len(request.keys)
         tokens = self.state.tokens[slot, known * block_size : self.state.computed[slot]]
@@ -320,5 +324,4 @@ class Scheduler:
             self.num_cached_tokens += num_cached
 
     def _slots_of(self, request: Request) -> list[int]:
-        samples = self.state.samples
-        return [slot for slot in self.state.admitted() if (sample := samples[slot]) and sample.request is request]
+        return [slot for slot in self.state.admitted() if self.state.sample(slot).request is request]

@@ -57,7 +57,7 @@ class Checkpointer:
         ranks: Ranks,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        run_log: RunLog | None = None,
+        run_log: RunLog,
         *,
         max_steps: int,
     ) -> None:
@@ -69,7 +69,6 @@ class Checkpointer:
         self.optimizer = optimizer
         # Messages of a save must not meet those of the steps that go on beside it.
         self._group = new_group() if ranks.size > 1 else None
-        run_log = run_log or RunLog(run_dir, "trainer", enabled=False)
         self._writer = SnapshotWriter(run_dir, config, ranks, self._group, run_log)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -153,7 +152,7 @@ class Checkpointer:
         folder = self.run_dir.checkpoints / step_name(step) / TRAINER
         layout = read_shard_index(folder)
         refuse_other_parameters(folder, layout, self.parameters)
-        weights = {MODEL + name: parameter.detach() for name, parameter in self.parameters.items()}
+        weights = {MODEL + name: parameter for name, parameter in self.parameters.items()}
         moments = {key: _place_for(key, layout, self.parameters) for key in layout if key.startswith(OPTIMIZER)}
         read_shards(weights | moments, folder, self._group)
         load_optimizer(self.optimizer, moments, self.parameters)
@@ -210,14 +209,15 @@ def optimizer_copies(
             yield f"{OPTIMIZER}{kind}/{name}", copy_to_cpu(value, parameter)
 
 
+@torch.no_grad()
 def copy_to_cpu(value: Tensor, parameter: Tensor) -> Tensor:
     """A copy of what this rank holds of a parameter, or of the optimizer's state of it."""
     if is_divided(parameter) and not is_divided(value) and value.ndim > 0:
         # An optimizer in CPU memory keeps its parts as plain tensors: here they are parts of a whole again.
-        part = parameter.detach().to("cpu", value.dtype, copy=True)
+        part = parameter.to("cpu", value.dtype, copy=True)
         local_part(part).copy_(value)
         return part
-    return value.detach().to("cpu", copy=True)
+    return value.to("cpu", copy=True)
 
 
 def refuse_other_parameters(folder: Path, layout: ShardIndex, parameters: Mapping[str, Tensor]) -> None:
@@ -252,7 +252,7 @@ def load_optimizer(
 def _place_for(key: str, layout: ShardIndex, parameters: Mapping[str, Tensor]) -> Tensor:
     """Where a tensor of the optimizer is read to: divided like its parameter if it has its shape."""
     _, name = _split_key(key)
-    entry, parameter = layout[key], parameters[name].detach()
+    entry, parameter = layout[key], parameters[name]
     if entry.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=entry.properties.dtype)
     return torch.zeros(entry.size, dtype=entry.properties.dtype)

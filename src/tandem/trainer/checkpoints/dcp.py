@@ -3,7 +3,6 @@ takes a second."""
 
 import json
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -34,7 +33,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
             tensors[item.index.fqn] = planner.resolve_data(item).contiguous()  # pyright: ignore[reportAttributeAccessIssue]
-            offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+            offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
         # Under this name DCP's reader looks for where the parts lie in the whole.
         with disk_errors(self._file):
             save_file(tensors, self._file, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
@@ -44,9 +43,9 @@ class ShardWriter(HuggingFaceStorageWriter):
         return done
 
 
-def write_together(tensors: Mapping[str, Tensor], file: Path, group: dist.ProcessGroup) -> None:
+def write_together(tensors: dict[str, Tensor], file: Path, group: dist.ProcessGroup) -> None:
     """Each rank its parts to its own file; what all hold alike is written once."""
-    save(dict(tensors), storage_writer=ShardWriter(file), process_group=group)
+    save(tensors, storage_writer=ShardWriter(file), process_group=group)
 
 
 def read_index(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -54,9 +53,9 @@ def read_index(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def read(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+def read(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
     reader = HuggingFaceStorageReader(str(folder))
     with warnings.catch_warnings():
         # DCP remarks on being used by a process alone, and so does this line.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)

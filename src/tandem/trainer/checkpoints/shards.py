@@ -3,7 +3,6 @@
 Each rank writes its parts; a reader takes from all files what it needs, so the world size may change.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ def shard_file(rank: int) -> str:
     return f"shard_{rank:05d}.safetensors"
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+def write_shards(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Every rank of the group calls this with its parts, in CPU memory; what all hold alike is written once."""
     if group is None:
         # A rank alone has nothing to agree on with others.
@@ -41,7 +40,7 @@ def read_shard_index(folder: Path) -> ShardIndex:
     return _dcp().read_index(folder)
 
 
-def read_shards(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+def read_shards(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Fill the tensors in place, each rank its parts; every rank of the group calls this."""
     _dcp().read(tensors, folder, group)
 

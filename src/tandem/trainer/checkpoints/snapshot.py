@@ -39,7 +39,7 @@ class Snapshot:
     """One rank's state after a step, in memory that training does not touch."""
 
     step: int
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     files: Mapping[str, bytes]
     beside: Mapping[str, bytes]  # files of others, next to the trainer's folder
 

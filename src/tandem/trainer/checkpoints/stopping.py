@@ -39,7 +39,7 @@ class StopSignal:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self._signal: int | None = None
-        self._next_look = 0.0
+        self._next_look = time.monotonic()
         self._restore: list[tuple[int, Any]] = []
 
     def __enter__(self) -> "StopSignal":
@@ -49,10 +49,10 @@ class StopSignal:
                 os.set_blocking(end, False)
             # The interpreter writes each signal's number there at once; Python's own handlers have to wait for
             # whatever the main thread computes.
-            self._wakeup_before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+            self._wakeup_before = signal.set_wakeup_fd(self._ends[1])
             self._restore = [(number, signal.signal(number, _do_nothing)) for number in SIGNALS]
             self._left = threading.Event()
-            self._thread = threading.Thread(target=self._watch, name="stop-signal", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="stop-signal")
             self._thread.start()
         return self
 
@@ -69,21 +69,21 @@ class StopSignal:
 
     def is_asked(self) -> bool:
         """Whether this rank was asked to end, or has heard of one that was."""
-        if self._signal is None and self.ranks.size > 1 and time.monotonic() >= self._next_look:
+        store = self.ranks.store
+        if self._signal is None and store is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + ASK_STORE_EVERY_S
-            store = self.ranks.store
-            if store is not None and store.check([KEY]):
+            if store.check([KEY]):
                 self._signal = int(store.get(KEY))
         return self._signal is not None
 
     def is_agreed(self) -> bool:
         """The same for all ranks, which ask it at the same step."""
-        if self.timeout_s == 0:
+        if not self.timeout_s:
             return False
         number = torch.tensor(self._signal or 0, device=self.ranks.device)
         if found := int(self.ranks.all_max(number)):
             self._signal = found
-        return found > 0
+        return bool(found)
 
     def end(
         self,
@@ -111,6 +111,7 @@ class StopSignal:
             if self._left.is_set():
                 return
             if not readable:
+                assert self._signal is not None
                 _leave(self._signal, f"no checkpoint could be saved within {self.timeout_s:g} s")
             number = os.read(self._ends[0], 1)[0]
             if number not in SIGNALS:
@@ -128,7 +129,7 @@ class StopSignal:
             "%s: finishing this step and saving a checkpoint, within %g s; a second signal ends at once",
             *(signal.Signals(number).name, self.timeout_s),
         )
-        if self.ranks.store is not None and self.ranks.size > 1:
+        if self.ranks.store is not None:
             self.ranks.store.set(KEY, str(number))
 
 
@@ -136,6 +137,6 @@ def _do_nothing(number: int, frame: object) -> None:
     """In place of what would end the process."""
 
 
-def _leave(number: int | None, reason: str) -> None:
+def _leave(number: int, reason: str) -> None:
     say(f"{reason}: ended at once", error=True)
-    os._exit(128 + (number or 0))
+    os._exit(128 + number)

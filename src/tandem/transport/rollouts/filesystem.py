@@ -25,6 +25,7 @@ MARKER = "done.json"
 BATCH_FILE = "batch.safetensors"
 PACKED_FIELDS = ("token_ids", "positions", "segment_lengths", "segment_parents", "targets", "sequences")
 STREAM, KEPT = "streams.", "kept."
+POLL_S = 0.001
 
 
 class DamagedBatch(RuntimeError):
@@ -80,7 +81,7 @@ class RolloutReader:
             timeout_s=self.timeout_s,
             hint="is the orchestrator running? see logs/orchestrator.log",
         )
-        return wait_for(lambda: marker.exists() or (False if give_up() else None), deadline, poll_s=0.001)
+        return wait_for(lambda: marker.exists() or (False if give_up() else None), deadline, POLL_S)
 
     def read(self, step: int) -> TrainBatch:
         """Wait for the batch of `step`, check it and load it.

@@ -59,10 +59,27 @@ def test_prompts_are_computed_in_chunks_and_decoding_goes_on_beside_them() -> No
     assert step(scheduler) == [[(0, 3)]]
     add(scheduler, make_request(1, prompt_length=12, max_tokens=2))
     assert step(scheduler) == [[(0, 1), (1, 5)]]
+    add(scheduler, make_request(2, prompt_length=1, max_tokens=1))
     assert step(scheduler) == [[(0, 1), (1, 5)]]
-    assert step(scheduler) == [[(0, 1), (1, 2)]]
+    assert [group.request.id for group in scheduler.queue] == [2], "the prompt before it takes the whole step"
+    assert step(scheduler) == [[(0, 1), (2, 1), (1, 2)]]
     assert step(scheduler) == [[(1, 1)]]
     assert not scheduler.has_work
+
+
+def test_a_prompt_of_two_tokens_takes_its_share_of_a_step_and_decoding_rows_take_none() -> None:
+    scheduler = make_scheduler(tokens_per_step=2)
+    add(scheduler, make_request(0, prompt_length=4, max_tokens=9))
+    assert step(scheduler) == [[(0, 2)]]
+    add(scheduler, make_request(1, prompt_length=1, max_tokens=9))
+    assert step(scheduler) == [[(0, 2)]]
+    assert scheduler.num_waiting == 1
+    assert step(scheduler) == [[(0, 1), (1, 1)]]
+    add(scheduler, make_request(2, prompt_length=2, max_tokens=9))
+    assert step(scheduler) == [[(0, 1), (1, 1), (2, 2)]]
+    one_by_one = make_scheduler(tokens_per_step=1)
+    add(one_by_one, make_request(0, prompt_length=2, max_tokens=2))
+    assert [step(one_by_one) for _ in range(3)] == [[[(0, 1)]]] * 3
 
 
 def test_isolated_requests_are_never_batched_together() -> None:
@@ -71,6 +88,8 @@ def test_isolated_requests_are_never_batched_together() -> None:
     add(scheduler, make_request(1, 5, 2))
     assert step(scheduler) == [[(0, 3)], [(1, 5)]]
     assert step(scheduler) == [[(0, 1), (0, 1)], [(1, 1)]]
+    add(scheduler, make_request(1, 5, 2))
+    assert step(scheduler) == [[(1, 5)]], "nor do they share what is cached"
 
 
 @pytest.mark.parametrize("num_blocks", [12, 64], ids=["few blocks", "few rows"])
@@ -86,6 +105,61 @@ def test_waves_of_an_isolated_request_do_not_depend_on_the_load(num_blocks: int)
         return batches
 
     assert prompt_batches(busy=True) == prompt_batches(busy=False)
+
+
+@pytest.mark.parametrize(("num_blocks", "slots", "max_tokens"), [(5, 3, 4), (5, 8, 4), (8, 8, 8), (99, 3, 4)])
+def test_a_wave_of_an_isolated_request_takes_all_that_fits(num_blocks: int, slots: int, max_tokens: int) -> None:
+    """Two blocks for the prompt, and one or two for each of three samples."""
+    scheduler = make_scheduler(num_blocks, slots, isolate=True)
+    add(scheduler, make_request(0, prompt_length=8, max_tokens=max_tokens, n=7))
+    assert step(scheduler) == [[(0, 8)]]
+    assert step(scheduler) == [[(0, 1)] * 3]
+
+
+def test_as_many_samples_are_admitted_as_there_are_blocks_for() -> None:
+    """Two blocks for the prompt, computed or cached, and one for each sample."""
+    scheduler = make_scheduler(num_blocks=4)
+    for computed in (9, 1):
+        add(scheduler, make_request(0, prompt_length=9, max_tokens=2, n=3))
+        assert step(scheduler) == [[(0, computed)]]
+        assert scheduler.num_waiting == 1 and scheduler.blocks.num_free == 0
+        while scheduler.has_work:
+            step(scheduler)
+
+
+def test_a_block_is_left_for_every_four_running_sequences() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    add(scheduler, make_request(0, prompt_length=1, max_tokens=3, n=4))
+    step(scheduler)
+    add(scheduler, make_request(1, prompt_length=1, max_tokens=3, n=2))
+    assert step(scheduler) == [[(0, 1)] * 4 + [(1, 1)]]
+    assert scheduler.num_waiting == 1
+
+
+def test_a_sequence_takes_a_block_when_it_has_filled_its_last() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(0, prompt_length=3, max_tokens=9))
+    free = []
+    for _ in range(7):
+        step(scheduler)
+        free.append(scheduler.blocks.num_free)
+    assert free == [31, 31, 30, 30, 30, 30, 29]
+
+
+def test_a_group_whose_prompt_is_not_computed_yet_gives_way_as_a_whole() -> None:
+    scheduler = make_scheduler(num_blocks=7, tokens_per_step=2)
+    add(scheduler, make_request(0, prompt_length=4, max_tokens=12))
+    add(scheduler, make_request(1, prompt_length=9, max_tokens=2, n=3))
+    assert step(scheduler) == step(scheduler) == [[(0, 2)]]
+    for _ in range(4):
+        assert step(scheduler) == [[(0, 1), (1, 2)]]
+    assert scheduler.blocks.num_free == 0 and scheduler.num_preemptions == 0
+    assert step(scheduler) == [[(0, 1)]]
+    assert scheduler.num_preemptions == 1
+    [group] = scheduler.queue
+    assert [sample.index for sample in group.samples] == [0, 1, 2]
+    assert step(scheduler) == [[(0, 1), (1, 2)]]
+    assert scheduler.num_waiting == 1, "there is room for two of the three"
 
 
 def test_the_sequence_admitted_last_gives_way_and_returns_first() -> None:
@@ -117,6 +191,149 @@ def test_a_requeued_group_shares_its_prompt_again() -> None:
     assert step(scheduler) == [[(0, 3)] * 3]
 
 
+def test_what_was_generated_before_counts_among_the_tokens_of_a_step() -> None:
+    scheduler = make_scheduler(tokens_per_step=5)
+    add(scheduler, make_request(0, prompt_length=3, max_tokens=6, n=3))
+    for _ in range(3):
+        step(scheduler)
+    scheduler.requeue_all()
+    add(scheduler, make_request(1, prompt_length=4, max_tokens=2))
+    assert step(scheduler) == [[(0, 3)]]
+    assert step(scheduler) == [[(0, 3), (0, 2)]]
+    assert scheduler.num_waiting == 1, "two samples are still to be computed again"
+    assert step(scheduler) == [[(0, 1), (0, 1), (0, 3), (1, 2)]]
+
+
+def test_a_group_may_be_requeued_or_removed_while_its_prompt_is_computed() -> None:
+    scheduler = make_scheduler(tokens_per_step=3)
+    request, other = make_request(0, prompt_length=8, max_tokens=2, n=3), make_request(1, 2, 2)
+    add(scheduler, request)
+    assert step(scheduler) == [[(0, 3)]]
+    scheduler.requeue_all()
+    scheduler.check_invariants()
+    assert [sample.index for sample in scheduler.queue[0].samples] == [0, 1, 2]
+    add(scheduler, other)
+    assert step(scheduler) == [[(0, 3)]]
+    assert {sample.index for sample in scheduler.remove(request)} == {0, 1, 2}
+    scheduler.check_invariants()
+    assert [group.request for group in scheduler.queue] == [other]
+    assert step(scheduler) == [[(1, 2)]]
+    assert scheduler.has_begun
+
+
+def test_a_removed_request_is_forgotten_wherever_it_stands() -> None:
+    scheduler = make_scheduler(slots=2)
+    request, other = make_request(0, prompt_length=2, max_tokens=5, n=4), make_request(1, 2, 2)
+    add(scheduler, request)
+    add(scheduler, other)
+    step(scheduler)
+    step(scheduler)
+    removed = scheduler.remove(request)
+    assert [(sample.index, sample.tokens.tolist()) for sample in removed] == [
+        (0, [7] * 2),
+        (1, [7] * 2),
+        (2, []),
+        (3, []),
+    ]
+    scheduler.check_invariants()
+    assert [group.request for group in scheduler.queue] == [other] and scheduler.num_waiting == 1
+    assert scheduler.remove(request) == []
+    assert len(scheduler.remove(other)) == 1 and not scheduler.has_work
+
+
+def test_a_request_has_begun_while_one_of_its_samples_runs_or_has_run() -> None:
+    scheduler = make_scheduler(slots=2)
+    request, other = make_request(0, prompt_length=2, max_tokens=5, n=3), make_request(1, 2, 2)
+    add(scheduler, request)
+    add(scheduler, other)
+    assert not scheduler.has_begun and not scheduler.has_begun_one_of(request)
+    step(scheduler)
+    assert scheduler.has_begun_one_of(request) and not scheduler.has_begun_one_of(other)
+    scheduler.requeue_all()
+    assert scheduler.has_begun and scheduler.has_begun_one_of(request) and not scheduler.has_begun_one_of(other)
+
+
+def test_the_samples_of_a_prompt_draw_from_its_last_row_and_copy_its_last_block() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(0, prompt_length=8, max_tokens=3, n=2))
+    add(scheduler, make_request(1, prompt_length=6, max_tokens=3, n=3))
+    scheduler.prepare_step()
+    [(leaders, chunk)] = scheduler.batches()
+    assert chunk.tolist() == [8, 6]
+    scheduler.state.computed[leaders] += chunk
+    fork = scheduler.fork(leaders)
+    assert [owner(scheduler, slot) for slot in fork.drawing] == [0, 0, 1, 1, 1]
+    assert fork.logits_index is not None and fork.logits_index.tolist() == [0, 0, 1, 1, 1]
+    last = scheduler.state.block_table[fork.drawing[2:], 1].tolist()
+    assert fork.copy_from.tolist() == last[:1] * 2 and fork.copy_to.tolist() == last[1:]
+    again = scheduler.fork(fork.drawing)
+    assert again.drawing is fork.drawing and again.logits_index is None
+    assert len(again.copy_from) == len(again.copy_to) == 0
+
+
+def test_a_row_whose_last_token_is_in_flight_waits_for_it() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(0, prompt_length=3, max_tokens=2))
+    step(scheduler)
+    [(rows, chunk)] = scheduler.batches()
+    scheduler.state.computed[rows] += chunk
+    scheduler.state.reserve(rows)
+    assert scheduler.batches() == []
+    assert scheduler.finish(rows[0]).tokens.tolist() == [7], "what is not known yet is given up"
+
+
+def test_what_is_cached_is_not_computed_again() -> None:
+    """The last token of a prompt always is: a token is drawn from it."""
+    scheduler = make_scheduler()
+    for length, computed in ((17, 17), (17, 1), (16, 4), (3, 3)):
+        add(scheduler, make_request(0, length, max_tokens=2))
+        assert step(scheduler) == [[(0, computed)]]
+        scheduler.requeue_all()  # it is counted once, and what it had computed is still known
+        while scheduler.has_work:
+            step(scheduler)
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (17 + 17 + 16 + 3, 16 + 12)
+
+
+def test_cached_tokens_take_no_room_in_a_step() -> None:
+    scheduler = make_scheduler(tokens_per_step=9)
+    add(scheduler, make_request(0, prompt_length=9, max_tokens=1))
+    step(scheduler)
+    add(scheduler, make_request(0, prompt_length=9, max_tokens=1))
+    add(scheduler, make_request(1, prompt_length=9, max_tokens=1))
+    assert step(scheduler) == [[(0, 1), (1, 9)]]
+
+
+@pytest.mark.parametrize("prompt_length", [3, 6, 8])
+def test_the_next_turn_shares_all_that_was_computed(prompt_length: int) -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(0, prompt_length, max_tokens=17 - prompt_length))
+    while scheduler.has_work:
+        step(scheduler)
+    turn = [*range(prompt_length), *[7] * (17 - prompt_length), 9]
+    add(scheduler, Request(1, GenerationRequest(turn, Sampling(1)), 0, lambda outcome: None))
+    assert step(scheduler) == [[(1, 2)]], "16 tokens were computed: the last one drawn never was"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_forgotten_is_not_remembered_by_those_that_go_on(n: int) -> None:
+    """They have computed their prompt before."""
+    scheduler = make_scheduler()
+    add(scheduler, make_request(0, prompt_length=9, max_tokens=3, n=n))
+    step(scheduler)
+    scheduler.blocks.forget()
+    while scheduler.has_work:
+        step(scheduler)
+    add(scheduler, make_request(0, prompt_length=9, max_tokens=3))
+    assert step(scheduler) == [[(0, 9)]]
+
+
+def test_a_block_that_nobody_holds_is_noticed() -> None:
+    scheduler = make_scheduler()
+    scheduler.blocks.allocate(1)
+    with pytest.raises(AssertionError, match="holder counts differ"):
+        scheduler.check_invariants()
+
+
 def test_prompts_are_computed_in_the_order_they_came() -> None:
     """Of 5 tokens a step, the first prompt takes its 4; the second one gets what is left."""
     scheduler = make_scheduler(tokens_per_step=5)
@@ -130,7 +347,7 @@ def test_sequences_that_begin_alike_lie_side_by_side() -> None:
     """Attention reads their common beginning once for those that are neighbours."""
     scheduler = make_scheduler()
     for request_id in (0, 1, 2, 3):
-        add(scheduler, replace(make_request(request_id % 2, prompt_length=9, max_tokens=8), id=request_id))
+        add(scheduler, replace(make_request(request_id % 2, prompt_length=6, max_tokens=8), id=request_id))
         step(scheduler)
     [decoded] = step(scheduler)
     prompts = [request_id % 2 for request_id, _ in decoded]

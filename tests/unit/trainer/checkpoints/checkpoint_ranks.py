@@ -4,7 +4,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,10 +17,12 @@ from tandem.config.shared import CheckpointConfig, ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
 from tandem.models.runtime import whole
 from tandem.trainer.build import Trained, load_trained
+from tandem.trainer.checkpoints import snapshot
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.model.optimizer import make_optimizer
 from tandem.trainer.parallel.ranks import Ranks, joined
 from tandem.types.rollout import TrainingSequence
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 
@@ -33,7 +37,9 @@ def load(model: Path, strategy: str, ranks: Ranks) -> Trained:
 
 
 def make_checkpointer(trained: Trained, root: Path, ranks: Ranks) -> Checkpointer:
-    return Checkpointer(RunDir(root), CheckpointConfig(), ranks, trained.model, trained.optimizer, max_steps=9)
+    run_dir = RunDir(root)
+    run_log = RunLog(run_dir, "trainer", enabled=False)
+    return Checkpointer(run_dir, CheckpointConfig(), ranks, trained.model, trained.optimizer, run_log, max_steps=9)
 
 
 def update(trained: Trained, step: int) -> None:
@@ -81,8 +87,14 @@ def load_and_save(model: Path, given: Path, made: Path, strategy: str, ranks: Ra
     update(trained, 3)
     saver = make_checkpointer(trained, made, ranks)
     torch.manual_seed(10 + ranks.rank)
+    sizes_bytes: list[int] = []
+    make_room = snapshot.make_room
+    cast(Any, snapshot).make_room = lambda staging, size: (sizes_bytes.append(size), make_room(staging, size))
     saver.save(3, {"row": 6})
     shown = everything(trained)
+    saver.wait()
+    if ranks.is_first:  # a few scalars are rounded down
+        assert sizes_bytes == [pytest.approx(sum(value.nbytes for value in shown.values()), rel=1e-3)]
     update(trained, 4)
     saver.save(4, {"row": 7})
     saver.close()

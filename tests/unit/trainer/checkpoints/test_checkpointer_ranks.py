@@ -93,3 +93,5 @@ def test_what_fails_on_one_rank_fails_on_all_and_is_made_good(tiny_model: Path, 
     (failed, first), (saved, second) = events
     assert (failed, first, saved) == ("checkpoint_failed", 10, "checkpoint") and second > 10
     verify_manifest(tmp_path / "checkpoints" / f"step_{second:06d}", second)
+    told = "No space left on device; another rank could not write its part; see the first error in the log"
+    assert read_json_lines(tmp_path / "events.jsonl")[0]["error"] == f"OSError: [Errno 28] {told}"

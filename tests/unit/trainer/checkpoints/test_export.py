@@ -25,6 +25,7 @@ from tandem.trainer.parallel.ranks import Ranks
 from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
+from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 CPU = torch.device("cpu")
@@ -35,7 +36,9 @@ def save_run(root: Path, model_dir: Path, model: LanguageModel | ScoringModel, s
     run_dir = RunDir(root)
     write_json(run_dir.config / "sft.json", {"model": {"name": str(model_dir), "dtype": "float32"}} | config)
     optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
-    saver = Checkpointer(run_dir, CheckpointConfig(keep_last=9), Ranks.single(CPU), model, optimizer, max_steps=9)
+    run_log = RunLog(run_dir, "sft", enabled=False)
+    checkpoint = CheckpointConfig(keep_last=9)
+    saver = Checkpointer(run_dir, checkpoint, Ranks.single(CPU), model, optimizer, run_log, max_steps=9)
     saver.save(step)
     saver.close()
 
@@ -73,12 +76,13 @@ def test_the_newest_in_another_precision_to_another_place(tiny_model: Path, tmp_
     for step in (2, 4):
         decoder = changed(tiny_model, seed=step)
         save_run(tmp_path, tiny_model, LanguageModel(decoder, None), step)
-    export(ExportConfig(run_dir=tmp_path, output_dir=tmp_path / "elsewhere", dtype="bfloat16"))
+    elsewhere = tmp_path / "some" / "where" / "else"
+    export(ExportConfig(run_dir=tmp_path, output_dir=elsewhere, dtype="bfloat16"))
     assert "the model of step 4 is in" in capsys.readouterr().out
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "elsewhere")
+    model = AutoModelForCausalLM.from_pretrained(elsewhere)
     assert model.dtype == torch.bfloat16
     expected = named_tensors(decoder)
-    for name, tensor in load_file(tmp_path / "elsewhere" / "model.safetensors").items():
+    for name, tensor in load_file(elsewhere / "model.safetensors").items():
         assert torch.equal(tensor, expected[name].to(torch.bfloat16)), name
 
 
@@ -128,6 +132,9 @@ def test_what_cannot_be_exported_is_refused(tiny_model: Path, tmp_path: Path) ->
         export(ExportConfig(run_dir=tmp_path))
     save_run(tmp_path, tiny_model, model, 5, lora={"rank": 2})
     with pytest.raises(UserError, match="does not fit the model in the run's configuration: 'embed_tokens"):
+        export(ExportConfig(run_dir=tmp_path))
+    save_run(tmp_path, tmp_path / "nowhere", model, 5)
+    with pytest.raises(UserError, match=r"model\.name = '.*nowhere' is not a directory"):
         export(ExportConfig(run_dir=tmp_path))
     (tmp_path / "config" / "sft.json").unlink()
     with pytest.raises(UserError, match=r"there is no trainer\.json, sft\.json or align\.json in"):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.patience import PATIENCE
+from torch.distributed import HashStore
 
+from tandem.trainer.checkpoints import stopping
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.utils.metrics import RunLog
@@ -40,18 +42,21 @@ def ask(stop: StopSignal, number: signal.Signals) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_noted_and_the_checkpoint_saved(tmp_path: Path, number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    num_open = len(list(Path("/dev/fd").iterdir()))
     checkpoints = FakeCheckpoints()
     with StopSignal(CPU, 600.0) as stop:
-        assert not stop.is_asked() and not stop.is_agreed()
+        assert not stop.is_asked() and stop.is_agreed() is False
         ask(stop, number)
         os.kill(os.getpid(), number)  # at once: the same one
-        assert stop.is_agreed()
-        with pytest.raises(Stopped, match=f"stopped by {number.name}; the checkpoint of step 7 is saved") as caught:
-            stop.end(checkpoints, RunLog(RunDir(tmp_path), "sft"), 7, {"a": 1}, {"b": b"c"})  # pyright: ignore[reportArgumentType]
+        assert stop.is_agreed() is True
+        with pytest.raises(Stopped, match=f"stopped by {number.name}; the checkpoint of step 1 is saved") as caught:
+            stop.end(checkpoints, RunLog(RunDir(tmp_path), "sft"), 1, {"a": 1}, {"b": b"c"})  # pyright: ignore[reportArgumentType]
     assert caught.value.signal_number == number
-    assert checkpoints.saved == [(7, {"a": 1}, {"b": b"c"})]
+    assert checkpoints.saved == [(1, {"a": 1}, {"b": b"c"})]
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     assert "stop-signal" not in [thread.name for thread in threading.enumerate()]
+    assert len(list(Path("/dev/fd").iterdir())) == num_open
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
@@ -62,6 +67,46 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
         with pytest.raises(Stopped, match="nothing was trained yet"):
             stop.end(checkpoints, RunLog(RunDir(tmp_path), "sft"), 0)  # pyright: ignore[reportArgumentType]
     assert checkpoints.saved == []
+
+
+def test_another_signal_is_no_request_and_hides_none() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        with StopSignal(CPU, 600.0) as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            ask(stop, signal.SIGTERM)
+            with pytest.raises(Stopped, match="stopped by SIGTERM"):
+                stop.end(FakeCheckpoints(), RunLog(RunDir(Path()), "sft", enabled=False), 0)  # pyright: ignore[reportArgumentType]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_rank_hears_of_another_that_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(stopping, "ASK_STORE_EVERY_S", 3600.0)
+    asked, other, later = (StopSignal(Ranks(rank, 3, CPU.device, store), 600.0) for rank in range(3))
+    with asked:
+        assert not other.is_asked()
+        ask(asked, signal.SIGTERM)
+        assert not other.is_asked(), "it asks the store once in a while"
+        assert later.is_asked()
+        store.set("stop", str(int(signal.SIGINT)))
+        assert asked.is_asked() and later.is_asked()
+        for stop in (asked, later):
+            with pytest.raises(Stopped, match="stopped by SIGTERM"):
+                stop.end(FakeCheckpoints(), RunLog(RunDir(Path()), "sft", enabled=False), 0)  # pyright: ignore[reportArgumentType]
+
+
+class OtherWasAsked(Ranks):
+    def all_max(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clamp(min=signal.SIGTERM)
+
+
+def test_ranks_agree_on_what_one_of_them_was_asked() -> None:
+    stop = StopSignal(OtherWasAsked.single(CPU.device), 600.0)
+    assert stop.is_agreed() and stop.is_asked()
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        stop.end(FakeCheckpoints(), RunLog(RunDir(Path()), "sft", enabled=False), 0)  # pyright: ignore[reportArgumentType]
 
 
 def test_without_time_signals_do_what_they_always_do() -> None:
