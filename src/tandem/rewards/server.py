@@ -131,7 +131,7 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> F
         async with service.running():
             yield
 
-    app = FastAPI(title="Tandem goal-space server", lifespan=lifespan, middleware=list(middleware))
+    app = FastAPI(title="Tandem goal-space server", lifespan=lifespan, middleware=middleware)
 
     @app.get("/health")
     async def health() -> Response:

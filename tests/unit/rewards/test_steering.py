@@ -37,7 +37,8 @@ def measuring(body: Any) -> web.StreamResponse:
 def place_all(behaviour: Behaviour, texts: list[str], **options: Any) -> tuple[list[tuple[float, ...]], Server]:
     async def run() -> tuple[list[tuple[float, ...]], Server]:
         async with serving(behaviour) as (server,):
-            client = GoalClient(Servers([server.url], retries=0), GOALS, **options)
+            sizes = {"chunk_size": 64, "cache_size": 100} | options
+            client = GoalClient(Servers([server.url], retries=0), GOALS, **sizes)
             try:
                 return await client.place_all(texts), server
             finally:
@@ -74,7 +75,7 @@ def test_what_is_no_place_is_an_error(answer: str, message: str) -> None:
 def test_errors_are_not_remembered() -> None:
     async def run() -> tuple[float, ...]:
         async with serving(says("", 500)) as (server,):
-            client = GoalClient(Servers([server.url], retries=0), GOALS)
+            client = GoalClient(Servers([server.url], retries=0), GOALS, chunk_size=2, cache_size=1)
             with pytest.raises(RewardServerError, match="failed: 500"):
                 await client.place("a b")
             server.behave = measuring
