@@ -37,10 +37,12 @@ def options(*goals: GoalConfig, **others: Any) -> GoalOptions:
 
 
 @pytest.fixture(autouse=True)
-def leave_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`app` changes what a process does with errors and connections, which uvicorn has for it alone."""
+def changed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`app` changes what a process does with errors and connections, which uvicorn has for it alone; not this one."""
+    changed: list[str] = []
     for name in ("make_errors_printable", "bound_every_connection"):
-        monkeypatch.setattr(server, name, lambda *_: None)
+        monkeypatch.setattr(server, name, lambda *_, name=name: changed.append(name))
+    return changed
 
 
 @pytest.fixture
@@ -398,14 +400,17 @@ def test_uvicorn_ends_with_one_line_where_the_file_is_wrong(
     assert told.count("\n") == 1
 
 
-def test_the_key_of_the_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_the_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: list[str]) -> None:
     toml = tmp_path / "goals.toml"
     toml.write_text('[server]\nport = 8100\napi_key = "secret"\n[[goals]]\ntype = "length"\n')
     monkeypatch.setenv("TANDEM_GOALS", str(toml))
     server._app.cache_clear()
     with TestClient(server.app, "http://127.0.0.1") as client:
         assert client.get("/goals").status_code == 401
-        assert client.get("/goals", headers={"Authorization": "Bearer secret"}).status_code == 200
+        key = {"Authorization": "Bearer secret"}
+        assert client.get("/goals", headers=key).status_code == 200
+        assert client.get("/goals", headers=key | {"Host": "evil.example"}).status_code == 200
+    assert changed == ["make_errors_printable", "bound_every_connection"]
     server._app.cache_clear()
 
 
@@ -421,6 +426,7 @@ def test_uvicorn_takes_bodies_as_large_as_the_reward_server_does(
     with TestClient(server.app, "http://127.0.0.1") as client:
         escaped = json.dumps({"texts": ["\N{GRINNING FACE}" * 10] * 2})
         assert client.post("/goalspace", content=escaped, headers=headers).status_code == 200
+        assert client.get("/goals", headers={"Host": "evil.example"}).status_code == 403
         refused = client.post("/goalspace", content=" " * (1 << 20) + escaped, headers=headers)
     assert refused.status_code == 413
     assert refused.json()["error"]["message"] == "the body is larger than server.max_body_mb allows: 1 MiB"
