@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,9 @@ def misbehaves(completion: str, answer: str) -> Any:
         case "raises half a character":
             raise ValueError("\ud83d")
         case "prints":
-            print("to standard output")
+            print("to standard output \ud83d")
+        case "leaves a thread":
+            threading.Thread(target=time.sleep, args=(1000,)).start()
         case "nan":
             return float("nan")
         case "none":

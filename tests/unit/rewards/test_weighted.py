@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from pydantic import TypeAdapter
 
@@ -192,6 +195,24 @@ def test_a_worker_that_hangs_up_without_an_end_is_killed(monkeypatch: pytest.Mon
     with pytest.raises(RewardFailed, match="misbehaves ended its process with nothing, and was killed"):
         score(own("misbehaves", timeout_s=60), completion="hangs up")
     assert not descendants(os.getpid())
+
+
+def test_a_worker_ends_with_its_connection_whatever_threads_are_left() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "tandem.rewards.pool_worker", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    try:
+        with ours, ours.makefile("rb") as lines:
+            ours.sendall(orjson.dumps({"rewards": [own("misbehaves")], "path": sys.path}) + b"\n")
+            assert orjson.loads(next(lines)) == {"ready": True}
+            arguments = {"completion": "leaves a thread", "answer": ""}
+            ours.sendall(orjson.dumps({"reward": 0, "arguments": arguments}) + b"\n")
+            assert orjson.loads(next(lines)) == {"value": 0.5}
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_worker_makes_each_reward_once_and_imports_what_its_parent_can(
