@@ -230,7 +230,7 @@ def test_scores_come_from_one_thread_that_ends_with_the_worker() -> None:
             ended.append(True)
         return [0] * len(texts)
 
-    async def run() -> None:
+    async def run() -> Batcher[str, int]:
         batcher = Batcher(score_all)
         worker = asyncio.create_task(batcher.run())
         for _ in range(50):
@@ -243,11 +243,12 @@ def test_scores_come_from_one_thread_that_ends_with_the_worker() -> None:
         assert not ended  # whoever cancels does not wait for the scores
         may_end.set()
         asked.cancel()
+        return batcher
 
-    asyncio.run(run())
+    batcher = asyncio.run(run())
     (thread,) = threads
-    thread.join(10)
-    assert not thread.is_alive()
+    thread.join(5)
+    assert not thread.is_alive(), batcher  # which still exists
 
 
 def test_a_service_that_has_ended_leaves_nothing_running() -> None:
