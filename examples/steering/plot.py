@@ -16,7 +16,7 @@ SIZE, MARGIN = 320, 40
 
 
 async def place(url: str, goals: list[str], texts: list[str]) -> list[Vector]:
-    client = GoalClient(Servers([url]), goals)
+    client = GoalClient(Servers([url]), goals, chunk_size=64, cache_size=10_000)
     try:
         return await client.place_all(texts)
     finally:

@@ -25,8 +25,7 @@ class Call:
 
     @property
     def is_async(self) -> bool:
-        called = getattr(type(self.function), "__call__", None)  # noqa: B004
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
+        return any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
 
     def arguments(self, task: Task, completion: str) -> dict[str, Any]:
         known = {"prompt": prompt_of(task.messages), "messages": task.messages, "info": task.info}
@@ -39,7 +38,7 @@ class Call:
         return self.function(arguments["completion"], arguments["answer"], **named)
 
 
-def load_own(path: str, args: Mapping[str, Any], key: str, *, make: bool = True) -> Call:
+def load_own(path: str, args: Mapping[str, Any], key: str, *, make: bool) -> Call:
     """What users bring: a function, a class with `score`, or an object of one. Without `make`, a class stays one."""
     found = load_object(path, key)
     if not hasattr(found, "score"):

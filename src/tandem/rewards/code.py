@@ -3,13 +3,13 @@
 import ast
 import asyncio
 import json
-import os
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.rewards.formats import last_fenced
 from tandem.rewards.functions import NoAnswer
+from tandem.utils.processes import usable_cores
 from tandem.utils.sandbox import SandboxResult, run_python
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
@@ -31,12 +31,12 @@ class CodeReward:
     of {"input": …, "output": …}, whose output is compared outside the sandbox.
     """
 
-    partial: bool = False
-    timeout_s: float = 10.0
-    memory_mb: int = 512
-    allow_unprotected: bool = False
+    partial: bool
+    timeout_s: float
+    memory_mb: int
+    allow_unprotected: bool
     # Programs at the same time: more would time out for want of a core.
-    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1), repr=False)
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(usable_cores()))
 
     async def __call__(self, completion: str, answer: str) -> float:
         program = last_fenced(completion) or completion
@@ -52,7 +52,7 @@ class CodeReward:
 
     async def _prints(self, program: str, case: Case) -> bool:
         result = await self._run(program, stdin=case.input)
-        return result.succeeded and same_output(result.stdout, case.output)
+        return result.succeeded and output_lines(result.stdout) == output_lines(case.output)
 
     async def _run(self, program: str, *, stdin: str = "", tests: str | None = None) -> SandboxResult:
         async with self._slots:
@@ -99,7 +99,6 @@ def _is_constant(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def same_output(printed: str, expected: str) -> bool:
-    """Line by line, but for white space at the end of lines and of the text."""
-    first, second = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
-    return first == second
+def output_lines(text: str) -> list[str]:
+    """Without white space at the end of lines and of the text, which makes no difference."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -4,7 +4,7 @@ place(text) ─► known already? ─► waits a moment for others ─► a chun
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -26,13 +26,11 @@ class GoalClient:
         servers: Servers,
         goals: Sequence[str],
         *,
-        normalize: bool = True,
-        chunk_size: int = 64,
-        cache_size: int = 10_000,
+        chunk_size: int,
+        cache_size: int,
     ) -> None:
         self.servers = servers
-        self.goals = tuple(goals)
-        self.normalize = normalize
+        self.goals = goals
         self.chunk_size = chunk_size
         self._cache: AnswerCache[Vector] = AnswerCache(cache_size)
         self._waiting: list[tuple[str, asyncio.Future[Vector]]] = []
@@ -44,7 +42,7 @@ class GoalClient:
         return await self._cache.get(text, lambda: self._queue(text))
 
     async def place_all(self, texts: Sequence[str]) -> list[Vector]:
-        return list(await asyncio.gather(*(self.place(text) for text in texts)))
+        return await asyncio.gather(*(self.place(text) for text in texts))
 
     async def close(self) -> None:
         for task in self._sending:
@@ -71,7 +69,7 @@ class GoalClient:
         task.add_done_callback(self._sending.discard)
 
     async def _send(self, chunk: list[tuple[str, asyncio.Future[Vector]]]) -> None:
-        body = {"texts": [text for text, _ in chunk], "normalize": self.normalize}
+        body = {"texts": [text for text, _ in chunk], "normalize": True}
         try:
             vectors = await self.servers.ask("/goalspace", body, lambda content: self._read(content, len(chunk)))
         except BaseException as error:
@@ -85,10 +83,10 @@ class GoalClient:
             if not future.done():
                 future.set_result(vector)
 
-    def _read(self, content: bytes, num_expected: int) -> list[Vector]:
+    def _read(self, content: bytes, num_expected: int) -> Iterable[Vector]:
         answer: dict[str, list[Any]] = orjson.loads(content)
         columns = [self._column(answer, goal, num_expected) for goal in self.goals]
-        return list(zip(*columns, strict=True))
+        return zip(*columns, strict=True)
 
     def _column(self, answer: dict[str, list[Any]], goal: str, num_expected: int) -> list[float]:
         if goal not in answer:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import orjson
 
 from tandem.config.rewards import JudgeConfig
-from tandem.config.shared import key_from_environment, root_url
+from tandem.config.shared import root_url
 from tandem.rewards.cache import AnswerCache
-from tandem.rewards.servers import Servers, Unusable
+from tandem.rewards.remote import servers_of
+from tandem.rewards.servers import Unusable
 from tandem.utils.errors import shorten
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,7 @@ class Judge:
         self.usage = Usage()
         self._pattern = re.compile(config.score_pattern)
         self._cache: AnswerCache[float] = AnswerCache(config.cache_size)
-        self._servers = Servers(
-            [root_url(url) for url in config.base_url],
-            key_from_environment(config.api_key_var, "env.rewards.api_key_var"),
-            timeout_s=config.timeout_s,
-            retries=config.retries,
-            deadline_s=config.timeout_s * (config.retries + 1),
-        )
+        self._servers = servers_of(config, [root_url(url) for url in config.base_url])
 
     async def __call__(self, completion: str, answer: str, *, prompt: str) -> float:
         question = fill_in(self.config.template, prompt=prompt, completion=completion, answer=answer)

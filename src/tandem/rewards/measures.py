@@ -18,7 +18,7 @@ MTLD_THRESHOLD = 0.72
 # Heylighen and Dewaele: what says all in the text, and what leans on the situation. Penn tags, by their beginnings.
 FORMAL = ("NN", "JJ", "IN")
 CONTEXTUAL = ("PRP", "WP", "EX", "VB", "MD", "RB", "WRB", "UH")
-ARTICLES = frozenset(("a", "an", "the"))
+ARTICLES = {"a", "an", "the"}
 
 
 def words(text: str) -> list[str]:
@@ -32,7 +32,7 @@ def sentences(text: str) -> list[str]:
 
 def length(text: str) -> float:
     """Words."""
-    return float(len(words(text)))
+    return len(words(text))
 
 
 def reading_difficulty(text: str) -> float:
@@ -40,7 +40,7 @@ def reading_difficulty(text: str) -> float:
     found = words(text)
     if not found:
         return 0.0
-    syllables = sum(num_syllables(word.lower()) for word in found)
+    syllables = sum(num_syllables(word) for word in found)
     return 0.39 * len(found) / len(sentences(text)) + 11.8 * syllables / len(found) - 15.59
 
 

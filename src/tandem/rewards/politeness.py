@@ -99,4 +99,4 @@ def tone(sentence: str) -> float:
 
 
 def _plain(sentence: str) -> str:
-    return " ".join(words(sentence.lower().replace("’", "'")))
+    return " ".join(words(sentence.lower()))

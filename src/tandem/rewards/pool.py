@@ -22,8 +22,8 @@ from tandem.utils.places import FailedElsewhere
 from tandem.utils.processes import describe_exit, kept, kill_tree
 
 STARTUP_S = 120.0
-LINE_BYTES = 1 << 20
-EXIT_CHECKS, EXIT_CHECK_S = 200, 0.01
+EXIT_S = 2.0
+EXIT_POLL_S = 0.01
 
 
 class RewardFailed(FailedElsewhere):
@@ -77,7 +77,7 @@ class _Worker:
         with theirs:
             command = kept([sys.executable, "-m", "tandem.rewards.pool_worker", str(theirs.fileno())])
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        worker = cls(process, await asyncio.open_connection(sock=ours, limit=LINE_BYTES))
+        worker = cls(process, await asyncio.open_connection(sock=ours))
         described = {"rewards": [config.model_dump(mode="json") for config in rewards], "path": sys.path}
         try:
             async with asyncio.timeout(STARTUP_S):
@@ -91,7 +91,6 @@ class _Worker:
 
     async def call(self, request: dict[str, Any]) -> dict[str, Any]:
         self.writer.write(orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-        await self.writer.drain()
         answer = await self.reader.readline()
         if not answer.endswith(b"\n"):
             raise EOFError
@@ -100,12 +99,14 @@ class _Worker:
     async def end(self) -> str:
         """How the process ended, by itself or by us."""
         self.writer.close()
-        for _ in range(EXIT_CHECKS):
-            if (code := self.process.poll()) is not None:
-                return describe_exit(code)
-            await asyncio.sleep(EXIT_CHECK_S)
-        self.kill()
-        return "nothing, and was killed"
+        try:
+            async with asyncio.timeout(EXIT_S):
+                while (code := self.process.poll()) is None:
+                    await asyncio.sleep(EXIT_POLL_S)
+        except TimeoutError:
+            self.kill()
+            return "nothing, and was killed"
+        return describe_exit(code)
 
     def kill(self) -> None:
         self.writer.close()

@@ -1,5 +1,6 @@
 """Rewards that servers give: a trained reward model, or any server that speaks a line of JSON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -12,9 +13,9 @@ from tandem.rewards.servers import BadAnswer, Servers
 from tandem.types.rollout import Message
 
 
-def servers_of(config: ServerOptions) -> Servers:
+def servers_of(config: ServerOptions, base_urls: Sequence[str] | None = None) -> Servers:
     return Servers(
-        config.base_url,
+        base_urls or config.base_url,
         key_from_environment(config.api_key_var, "env.rewards.api_key_var"),
         timeout_s=config.timeout_s,
         retries=config.retries,

@@ -113,10 +113,9 @@ class GoalService:
                 return error_answer(400, str(error))
 
         @app.get("/goals")
-        async def goals() -> Response:
+        async def goals() -> dict[str, Any]:
             """The goals, and the range that is normalized to 0 and 1."""
-            ranges = {goal.name: {"lowest": goal.lowest, "highest": goal.highest} for goal in self.space.goals}
-            return JSONResponse({"goals": ranges})
+            return {"goals": {goal.name: {"lowest": goal.lowest, "highest": goal.highest} for goal in self.space.goals}}
 
         @app.get("/metrics")
         async def metrics() -> Response:
@@ -131,11 +130,11 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = ()) -> F
         async with service.running():
             yield
 
-    app = FastAPI(title="Tandem goal-space server", lifespan=lifespan, middleware=list(middleware))
+    app = FastAPI(title="Tandem goal-space server", lifespan=lifespan, middleware=middleware)
 
     @app.get("/health")
-    async def health() -> Response:
-        return JSONResponse({"status": "ok"})
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
     @app.exception_handler(RequestValidationError)
     async def refuse(request: Request, error: RequestValidationError) -> Response:

@@ -1,12 +1,13 @@
 """Client of the reward server: conversations in, scores out. For environments that a reward model scores."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import orjson
 
 from tandem.config.shared import key_from_environment
 from tandem.rewards.checked import checked_reward
-from tandem.rewards.servers import BadAnswer, RewardServerError, Servers
+from tandem.rewards.servers import RETRIES, TIMEOUT_S, BadAnswer, RewardServerError, Servers
 from tandem.types.rollout import Message
 
 __all__ = ["RewardClient", "RewardServerError"]
@@ -20,8 +21,8 @@ class RewardClient:
         base_url: str | Sequence[str],
         *,
         api_key_var: str | None = None,
-        timeout_s: float = 60.0,
-        retries: int = 3,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
         deadline_s: float | None = None,
     ) -> None:
         urls = [base_url] if isinstance(base_url, str) else base_url
@@ -42,12 +43,14 @@ class RewardClient:
         return (await self.score_all([conversation]))[0]
 
     async def score_all(self, conversations: list[list[Message]]) -> list[float]:
-        expected = len(conversations)
-        return await self._servers.ask("/score", {"messages": conversations}, lambda body: read_scores(body, expected))
+        return await self._score({"messages": conversations}, len(conversations))
 
     async def score_texts(self, texts: list[str]) -> list[float]:
         """Texts as they are, without a chat template."""
-        return await self._servers.ask("/score", {"texts": texts}, lambda body: read_scores(body, len(texts)))
+        return await self._score({"texts": texts}, len(texts))
+
+    async def _score(self, body: dict[str, Any], num_expected: int) -> list[float]:
+        return await self._servers.ask("/score", body, lambda content: read_scores(content, num_expected))
 
 
 def read_scores(content: bytes, num_expected: int) -> list[float]:

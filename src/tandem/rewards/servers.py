@@ -24,12 +24,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_CONNECTIONS = 100
+TIMEOUT_S = 60.0  # of one attempt
+RETRIES = 3
 SERVER_ERROR = 500
 # Between attempts: half a second at first, then twice as long each time, with up to half of it left to chance.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 5.0
 # Failures in a row after which a server rests, and for how long; twice as long each time it fails again.
 EJECT_AFTER = 3
-FIRST_REST_S, LONGEST_REST_S = 2.0, 60.0
+FIRST_REST_S = 2.0
+LONGEST_REST_S = 60.0
 
 
 class RewardServerError(FailedElsewhere):
@@ -67,7 +71,7 @@ class Server:
             logger.warning("%s answers again", self.url)
         self.failures, self.rests_until = 0, 0.0
 
-    def failed(self, now: float, problem: str) -> None:
+    def failed(self, now: float, problem: Exception) -> None:
         self.failures += 1
         if self.failures >= EJECT_AFTER:
             rest_s = min(FIRST_REST_S * 2 ** (self.failures - EJECT_AFTER), LONGEST_REST_S)
@@ -83,8 +87,8 @@ class Servers:
         base_urls: Sequence[str],
         api_key: str | None = None,
         *,
-        timeout_s: float = 60.0,
-        retries: int = 3,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
         deadline_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,13 +139,13 @@ class Servers:
             reply = await server.http.send("POST", route, body)
             answer = _read(reply, read)
         except Unreachable as error:
-            server.failed(self.clock(), str(error))
+            server.failed(self.clock(), error)
             raise _Failed(f"failed: {error}") from error
         except _Failed as failed:
-            if not failed.is_servers_fault:
-                server.succeeded()
+            if failed.is_servers_fault:
+                server.failed(self.clock(), failed)
             else:
-                server.failed(self.clock(), str(failed))
+                server.succeeded()
             raise
         finally:
             server.outstanding -= 1

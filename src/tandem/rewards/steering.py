@@ -96,7 +96,7 @@ class SteeringReward:
 
     def _target(self, start: Vector, prompt: str, info: Mapping[str, Any]) -> list[float]:
         goals = self.config.goals
-        wanted = draw_target(self.config.targets, prompt, self.config.seed) | dict(info.get("target") or {})
+        wanted = draw_target(self.config.targets, prompt, self.config.seed) | (info.get("target") or {})
         if unknown := [goal for goal in wanted if goal not in goals]:
             raise ValueError(f"the task's target has {unknown[0]!r}, which is not among goals = {goals}")
         if switches := [goal for goal, value in wanted.items() if isinstance(value, bool)]:

@@ -26,7 +26,7 @@ class WeightedRewards:
         looked_at = [make_call(config, make=False) for config in configs]
         self._slow = [is_slow(config, call) for config, call in zip(configs, looked_at, strict=True)]
         self._calls = [
-            make_call(config) if isinstance(config, OwnConfig) and not slow else call
+            call if slow else make_call(config)
             for config, call, slow in zip(configs, looked_at, self._slow, strict=True)
         ]
         self._pool = RewardPool(configs, num_workers)

@@ -5,9 +5,12 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +31,23 @@ def returns_a_coroutine(completion: str, answer: str) -> Any:
     return waits(completion, answer)
 
 
+class Called:
+    """An object that is called, with an end of its own."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def __call__(self, completion: str, answer: str) -> float:
+        return 0.125
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def gives_up(completion: str, answer: str) -> float:
+    raise TimeoutError("the judge is asleep")
+
+
 async def waits_for_ever(completion: str, answer: str) -> float:
     await asyncio.Event().wait()
     return 0.0
@@ -45,6 +65,15 @@ def misbehaves(completion: str, answer: str) -> Any:
             with open(path, "w") as file:  # noqa: PTH123
                 print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, file=file)
             os._exit(7)
+        case "hangs up":
+            os.closerange(3, 100)
+            time.sleep(1000)
+        case path if path.startswith("at "):
+            Path(path[3:]).touch()
+            time.sleep(1000)
+        case "is signalled":
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), number)
         case "exits":
             raise SystemExit(3)
         case "raises":
@@ -54,7 +83,9 @@ def misbehaves(completion: str, answer: str) -> Any:
         case "raises half a character":
             raise ValueError("\ud83d")
         case "prints":
-            print("to standard output")
+            print("to standard output \ud83d")
+        case "leaves a thread":
+            threading.Thread(target=time.sleep, args=(1000,)).start()
         case "nan":
             return float("nan")
         case "none":
@@ -74,12 +105,25 @@ class Scorer:
         return self.scale * len(prompt) / len(response)
 
 
+class Counted:
+    """Its score is how many of them there are in this process."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Counted.made += 1
+
+    async def score(self, prompt: str, response: str) -> float:
+        return self.made
+
+
 class AsyncScorer:
     async def score(self, prompt: str, response: str) -> float:
         return Scorer().score(prompt, response)
 
 
 made = Scorer(3.0)
+called = Called()
 number = 3
 
 
@@ -100,8 +144,8 @@ def doubled(function: Callable[..., float]) -> Callable[..., float]:
 
 
 @with_bonus
-def decorated(completion: str, answer: str, bonus: float) -> float:
-    return bonus
+def decorated(completion: str, answer: str, bonus: float, prompt: str = "") -> float:
+    return bonus + len(prompt)
 
 
 @doubled

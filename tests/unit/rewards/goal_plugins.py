@@ -3,6 +3,8 @@
 from asyncio import CancelledError
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def vowels(texts: Sequence[str], letters: str = "aeiou") -> list[float]:
     return [sum(letter in letters for letter in text) for text in texts]
@@ -11,13 +13,13 @@ def vowels(texts: Sequence[str], letters: str = "aeiou") -> list[float]:
 class Calls:
     """Remembers what it was asked, and misbehaves as the text says."""
 
-    lowest, highest = 0.0, 10.0
+    lowest, highest = np.int64(0), np.float32(10)  # as those who compute in NumPy have them
 
     def __init__(self) -> None:
-        self.asked: list[list[str]] = []
+        self.asked: list[Sequence[str]] = []
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        self.asked.append(list(texts))
+        self.asked.append(texts)
         if "raise" in texts:
             raise RuntimeError("no GPU left")
         if "exit" in texts:

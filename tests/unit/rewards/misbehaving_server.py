@@ -19,6 +19,7 @@ class Server:
     url: str = ""
     bodies: list[Any] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     now: int = 0
     most_at_once: int = 0
 
@@ -29,10 +30,18 @@ class Server:
             body = await request.json()
             self.bodies.append(body)
             self.headers.append(dict(request.headers))
+            self.paths.append(request.path)
             answer = self.behave(body)
             return await answer if isinstance(answer, Awaitable) else answer
         finally:
             self.now -= 1
+
+
+async def hung_up(runner: web.AppRunner) -> None:
+    """Every client has closed its connections."""
+    async with asyncio.timeout(10):
+        while runner.server is not None and any(each.transport is not None for each in runner.server.connections):
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -48,6 +57,8 @@ async def serving(*behaviours: Behaviour) -> AsyncIterator[list[Server]]:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         yield servers
+        for runner in runners:
+            await hung_up(runner)
     finally:
         for runner in runners:
             await runner.cleanup()

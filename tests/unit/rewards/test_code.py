@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tandem.rewards.code import CodeReward, same_output
+from tandem.rewards.code import CodeReward, output_lines
 from tandem.rewards.functions import NoAnswer
 from tandem.utils.sandbox import why_unprotected
 
@@ -17,7 +17,7 @@ ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 
 
 def score(completion: str, answer: str, *, partial: bool = False, timeout_s: float = 60.0) -> float:
-    return asyncio.run(CodeReward(partial=partial, timeout_s=timeout_s)(completion, answer))
+    return asyncio.run(CodeReward(partial, timeout_s, memory_mb=512, allow_unprotected=False)(completion, answer))
 
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -218,6 +218,8 @@ def test_a_program_in_a_list_is_taken_without_its_indentation() -> None:
 
 def test_input_and_output() -> None:
     assert score(ADD, CASES) == 1.0
+    assert score(ADD, '[{"input": "1 2", "output": 3}]') == 1.0
+    assert score("print(input())", '[{"input": 4, "output": "4"}]') == 1.0
     wrong = "```python\nprint(3)\n```"
     assert score(wrong, CASES) == 0.0
     assert score(wrong, CASES, partial=True) == 0.5
@@ -228,9 +230,9 @@ def test_a_program_that_never_ends_fails() -> None:
 
 
 def test_output_is_compared_but_for_white_space_at_ends() -> None:
-    assert same_output("a \nb\n\n", "a\nb")
-    assert not same_output("a b", "a  b")
-    assert not same_output("", "a")
+    assert output_lines("a \nb\n\n") == output_lines("a\nb") == ["a", "b"]
+    assert output_lines(" a  b") == [" a  b"]
+    assert output_lines("\n") == []
 
 
 @pytest.mark.parametrize(
@@ -239,6 +241,7 @@ def test_output_is_compared_but_for_white_space_at_ends() -> None:
         ("[]", "an empty list"),
         ("[1]", "not a list of"),
         ("", "is empty"),
+        (" \n", "is empty"),
         ("assert f(", "no Python: '\\(' was never closed"),
         ("def test_f():\n    assert f(1) == 2", r"run nothing: call what they define, or end in unittest.main\(\)"),
         (f"'doubles'\n{UNITTEST}", "run nothing"),

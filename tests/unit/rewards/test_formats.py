@@ -1,6 +1,8 @@
 """Forms of a completion that are kept, and nearly kept."""
 
+import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,6 +26,9 @@ def test_regex() -> None:
         ("<think>hm</think><answer>4</answer>", 1.0),
         ("  <think>\nhm\n</think>\n\n<answer>4</answer>\n", 1.0),
         ("<think>hm</think>", 0.0),
+        ("hm</think><answer>4</answer>", 0.0),
+        ("<think>hm</think>4</answer>", 0.0),
+        ("<think> \n</think><answer>4</answer>", 0.0),
         ("<answer>4</answer><think>hm</think>", 0.0),
         ("<think>hm</think> so <answer>4</answer>", 0.0),
         ("<think>hm</think><answer>4</answer> done", 0.0),
@@ -70,6 +75,7 @@ def test_json_that_is_nested_too_deeply_does_not_fit() -> None:
         ({"properties": [1]}, r"\$\.properties: \[1\] is not of type 'object'"),
         ({"items": {"pattern": "("}}, r"\$\.items\.pattern: '\(' is not a 'regex'"),
         ([1], r"\[1\] is not of type 'object', 'boolean'"),
+        (["a" * 162], r"^\$: \['a+ … \[1 characters left out\] … .*'boolean'$"),
         (None, "NoneType"),
         ({"$schema": 5}, "int"),
         ({"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
@@ -118,6 +124,8 @@ def test_many_fences_take_no_longer_than_long_texts(line: str) -> None:
         ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0),
         ("$x = 2\\sqrt{2}$", "\\sqrt{8}", 1.0),
         ("The answer is $(x+1)^2$", "$x^2+2x+1$", 1.0),
+        ("$(1,\\infty)$", "$x>1$", 1.0),  # an interval may stand for an inequality, though not the other way round
+        ("$x>1$", "$(1,\\infty)$", 0.0),
         ("\\boxed{3}", "4", 0.0),
         ("I do not know", "4", 0.0),
         ("", "4", 0.0),
@@ -125,6 +133,17 @@ def test_many_fences_take_no_longer_than_long_texts(line: str) -> None:
 )
 def test_math(completion: str, answer: str, reward: float) -> None:
     assert math(completion, answer) == reward
+
+
+def test_math_is_compared_in_any_thread_without_a_word(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("parser", "grader"):  # each would say once that it has no time limit
+        monkeypatch.setattr(f"math_verify.{module}.TIMEOUT_WARNING_SHOWN", False, raising=False)
+    logging.getLogger("math_verify").setLevel(logging.NOTSET)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(math, "so $\\frac{1}{2}$", "\\sqrt{1/4}").result() == 1.0
+    assert not caplog.records
 
 
 def test_an_answer_that_is_no_expression_is_no_zero() -> None:

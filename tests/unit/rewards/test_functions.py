@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.rewards.formats import json_schema, regex, xml
 from tandem.rewards.functions import (
     NoAnswer,
     exact_match,
@@ -17,6 +18,7 @@ from tandem.rewards.functions import (
     numeric,
     positional_match,
 )
+from tandem.rewards.maths import math
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_positional_match(completion: str, answer: str, reward: float) -> None:
 
 
 def test_exact_match() -> None:
-    assert exact_match(" abc\n", "abc") == 1.0
+    assert exact_match(" abc\n", "abc") == exact_match("abc", "abc ") == 1.0
     assert exact_match("ab c", "abc") == 0.0
 
 
@@ -94,6 +96,7 @@ def test_numeric_within_a_tolerance() -> None:
     assert numeric("so 3.1415", "3.1416", tolerance=1e-3) == 1.0
     assert numeric("99", "100", relative=0.01) == 1.0
     assert numeric("98.9", "100", relative=0.01) == 0.0
+    assert numeric("-99", "-100", relative=0.01) == 1.0
     assert numeric("I do not know", "5") == 0.0
     assert numeric("She has 8 + 4 = 12 apples.", "8 + 4 = <<8+4=12>>12\n#### 12") == 1.0  # as GSM8K writes answers
     with pytest.raises(NoAnswer, match="the answer of the task, 'blue', has no number"):
@@ -111,6 +114,7 @@ def test_infinity_is_near_nothing() -> None:
 @pytest.mark.parametrize(
     ("completion", "options", "reward"),
     [
+        ("", {}, 1.0),
         ("one two three", {"least": 3}, 1.0),
         ("one two", {"least": 3}, 0.0),
         ("one two", {"least": 3, "slack": 1}, 0.5),
@@ -154,3 +158,19 @@ def test_rewards_lie_between_0_and_1_and_only_the_answer_gets_1(completion: str,
 def test_any_text_has_a_last_number_or_none(text: str) -> None:
     number = last_number(text)
     assert (number is None) == (re.search(r"\d", text) is None)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        exact_match("4", "4"),
+        normalized_match("4", "4"),
+        numeric("4", "4"),
+        regex("4", pattern="4"),
+        xml("<a>4</a>", tags=["a"]),
+        json_schema("4", schema={}),
+        math("4", "4"),
+    ],
+)
+def test_what_either_holds_or_does_not_is_1_as_a_float(reward: float) -> None:
+    assert reward == 1.0 and type(reward) is float

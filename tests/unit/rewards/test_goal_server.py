@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,8 +21,8 @@ from tests.ports import free_port
 from tandem.config.goals import GoalConfig, GoalOptions
 from tandem.rewards import measures, server
 from tandem.rewards.batcher import Batcher
-from tandem.rewards.goals import BadGoal, GoalSpace, make_goals
-from tandem.rewards.server import create_app
+from tandem.rewards.goals import GOALS, BadGoal, Goal, GoalSpace, make_goals
+from tandem.rewards.server import GoalService, create_app
 from tandem.utils.connections import MAX_HEAD_BYTES
 from tandem.utils.errors import UserError
 from tandem.utils.serving.guards import guards
@@ -35,10 +37,12 @@ def options(*goals: GoalConfig, **others: Any) -> GoalOptions:
 
 
 @pytest.fixture(autouse=True)
-def leave_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`app` changes what a process does with errors and connections, which uvicorn has for it alone."""
+def changed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`app` changes what a process does with errors and connections, which uvicorn has for it alone; not this one."""
+    changed: list[str] = []
     for name in ("make_errors_printable", "bound_every_connection"):
-        monkeypatch.setattr(server, name, lambda *_: None)
+        monkeypatch.setattr(server, name, lambda *_, name=name: changed.append(name))
+    return changed
 
 
 @pytest.fixture
@@ -52,6 +56,8 @@ def test_each_goal_has_a_number_for_each_text(client: TestClient) -> None:
     assert answer.json() == {"vowels": [2.0, 0.0], "Calls": [2.0, 3.0]}
     assert client.post("/goalspace", json={"texts": ["aa"]}).json() == {"vowels": [0.5], "Calls": [0.2]}
     assert client.post("/goalspace", json={"texts": ["aaaaaaa"]}).json()["vowels"] == [1.0]  # beyond the range
+    largest = client.post("/goalspace", json={"texts": ["a" * 10, "b", "c"]})
+    assert (largest.status_code, largest.json()["Calls"]) == (200, [1.0, 0.1, 0.1])
     for url in ("/goalspace", "/goalspace/"):
         answer = client.post(url, json=["aa", "xyz"], follow_redirects=False)
         assert answer.json() == {"vowels": [0.5, 0.0], "Calls": [0.2, 0.3]}
@@ -85,6 +91,7 @@ def test_what_cannot_be_answered_says_why(client: TestClient, body: Any, status:
     answer = client.post("/goalspace", json=body)
     assert (answer.status_code, answer.json()["error"]["message"][: len(message)]) == (status, message)
     assert client.post("/goalspace", json={"texts": ["a"]}).status_code == 200  # and the server goes on
+    assert f"tandem_goal_failures_total {float(status == 500)}" in client.get("/metrics").text
 
 
 def test_texts_are_measured_together_and_once() -> None:
@@ -100,6 +107,39 @@ def test_texts_are_measured_together_and_once() -> None:
     with pytest.raises(BadGoal):
         space.place_all(["nan"])
     assert space.place_all(["a"]) == [(1.0,)]
+    assert type(space.place_all(["a"])[0][0]) is float
+
+
+def test_nothing_is_remembered_unless_asked_for_and_each_measurement_is_timed() -> None:
+    seen: list[tuple[str, float]] = []
+    space = GoalSpace(make_goals([CALLS]), observe=lambda *told: seen.append(told))
+    measure: Any = space.goals[0].measure
+    started = time.monotonic()
+    for _ in range(2):
+        space.place_all(["a"])
+    assert measure.asked == [["a"], ["a"]] and space.num_hits == 0
+    assert [name for name, _ in seen] == ["Calls"] * 2
+    assert 0 <= sum(seconds for _, seconds in seen) <= time.monotonic() - started
+
+
+def test_values_are_normalized_over_the_range() -> None:
+    goal = Goal("g", lambda texts: [0.0] * len(texts), lowest=2.0, highest=6.0)
+    assert [goal.normalized(value) for value in (0, 2, 3, 6, 9)] == [0.0, 0.0, 0.25, 1.0, 1.0]
+
+
+def test_our_goals_have_their_usual_ranges() -> None:
+    assert {name: (goal.lowest, goal.highest) for name, goal in GOALS.items()} == {
+        "length": (0, 400),
+        "reading_difficulty": (0, 18),
+        "lexical_diversity": (0, 150),
+        "formality": (0, 100),
+        "politeness": (0, 100),
+    }
+
+
+def test_a_goal_that_is_a_function_takes_its_args() -> None:
+    goal = GoalConfig(type=f"{PLUGINS}:vowels", name="x", args={"letters": "x"}, lowest=0, highest=1)
+    assert GoalSpace(make_goals([goal])).place_all(["xaxa"]) == [(2.0,)]
 
 
 def test_a_text_that_is_asked_for_again_is_remembered_longest() -> None:
@@ -121,13 +161,20 @@ def test_requests_that_wait_are_measured_together() -> None:
     assert 'tandem_goal_seconds_count{goal="Calls"}' in metrics
 
 
+def test_known_texts_are_counted() -> None:
+    with TestClient(create_app(options(CALLS, cache_size=2))) as client:
+        for texts in (["a", "bb"], ["bb", "ccc", "a"]):
+            client.post("/goalspace", json={"texts": texts})
+        assert "tandem_goal_cache_hits 2.0" in client.get("/metrics").text
+
+
 def test_a_text_that_fails_costs_its_own_request_alone() -> None:
     space = GoalSpace(make_goals([CALLS]))
     measure: Any = space.goals[0].measure
 
-    async def ask_together() -> list[Any]:
+    async def ask_together(*requests: list[str]) -> list[Any]:
         batcher = Batcher(space.place_all)
-        asking = [asyncio.create_task(batcher.score(texts)) for texts in (["a", "bb"], ["raise"], ["ccc"])]
+        asking = [asyncio.create_task(batcher.score(texts)) for texts in requests]
         await asyncio.sleep(0)  # all of them wait before the first is measured
         worker = asyncio.create_task(batcher.run())
         try:
@@ -135,10 +182,83 @@ def test_a_text_that_fails_costs_its_own_request_alone() -> None:
         finally:
             worker.cancel()
 
-    first, guilty, last = asyncio.run(ask_together())
+    first, guilty, last = asyncio.run(ask_together(["a", "bb"], ["raise"], ["ccc"]))
     assert measure.asked == [["a", "bb", "raise", "ccc"], ["a", "bb"], ["raise"], ["ccc"]]
     assert (first, last) == ([(1.0,), (2.0,)], [(3.0,)])
     assert isinstance(guilty, BadGoal)
+    first, guilty = asyncio.run(ask_together(["a"], ["raise"]))
+    assert first == [(1.0,)] and isinstance(guilty, BadGoal)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_has_gone_away_while_scores_are_computed_costs_nobody_else(fails: bool) -> None:
+    async def run() -> None:
+        may_score, scored = threading.Event(), []
+
+        def score_all(texts: list[str]) -> list[int]:
+            scored.append(texts)
+            may_score.wait(30)
+            if fails and len(texts) > 1:
+                raise ValueError
+            return [len(text) for text in texts]
+
+        batcher = Batcher(score_all)
+        gone, stays = (asyncio.create_task(batcher.score([text])) for text in ("a", "bb"))
+        await asyncio.sleep(0)
+        worker = asyncio.create_task(batcher.run())
+        while not scored:
+            await asyncio.sleep(0.001)
+        gone.cancel()
+        await asyncio.wait([gone])
+        may_score.set()
+        assert await stays == [2]
+        assert await batcher.score(["ccc"]) == [3]  # the worker goes on
+        assert scored == [["a", "bb"], ["bb"], ["ccc"]] if fails else [["a", "bb"], ["ccc"]]
+        worker.cancel()
+
+    asyncio.run(run())
+
+
+def test_scores_come_from_one_thread_that_ends_with_the_worker() -> None:
+    threads, started, may_end, ended = set(), threading.Event(), threading.Event(), []
+
+    def score_all(texts: list[str]) -> list[int]:
+        threads.add(threading.current_thread())
+        if "slow" in texts:
+            started.set()
+            may_end.wait(5)
+            ended.append(True)
+        return [0] * len(texts)
+
+    async def run() -> Batcher[str, int]:
+        batcher = Batcher(score_all)
+        worker = asyncio.create_task(batcher.run())
+        for _ in range(50):
+            await batcher.score(["quick"])
+        asked = asyncio.create_task(batcher.score(["slow"]))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        worker.cancel()
+        await asyncio.wait([worker])
+        assert not ended  # whoever cancels does not wait for the scores
+        may_end.set()
+        asked.cancel()
+        return batcher
+
+    batcher = asyncio.run(run())
+    (thread,) = threads
+    thread.join(5)
+    assert not thread.is_alive(), batcher  # which still exists
+
+
+def test_a_service_that_has_ended_leaves_nothing_running() -> None:
+    async def run() -> None:
+        async with GoalService(options(VOWELS)).running():
+            pass
+        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
@@ -181,6 +301,8 @@ def test_the_key_and_the_size_of_a_body() -> None:
 @pytest.mark.parametrize(
     ("goals", "message"),
     [
+        ([{"type": f"{PLUGINS}:vowels", "lowest": 1}], "has no range to normalize by; give lowest and highest"),
+        ([{"type": f"{PLUGINS}:vowels", "lowest": 2, "highest": 2}], "lowest = 2, which is not below highest = 2"),
         ([{"type": f"{PLUGINS}:vowels"}], "has no range to normalize by; give lowest and highest"),
         ([{"type": f"{PLUGINS}:vowels", "lowest": 2, "highest": 1}], "lowest = 2, which is not below highest = 1"),
         ([{"type": f"{PLUGINS}:none"}], "has no 'none'"),
@@ -279,14 +401,17 @@ def test_uvicorn_ends_with_one_line_where_the_file_is_wrong(
     assert told.count("\n") == 1
 
 
-def test_the_key_of_the_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_the_file_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: list[str]) -> None:
     toml = tmp_path / "goals.toml"
     toml.write_text('[server]\nport = 8100\napi_key = "secret"\n[[goals]]\ntype = "length"\n')
     monkeypatch.setenv("TANDEM_GOALS", str(toml))
     server._app.cache_clear()
     with TestClient(server.app, "http://127.0.0.1") as client:
         assert client.get("/goals").status_code == 401
-        assert client.get("/goals", headers={"Authorization": "Bearer secret"}).status_code == 200
+        key = {"Authorization": "Bearer secret"}
+        assert client.get("/goals", headers=key).status_code == 200
+        assert client.get("/goals", headers=key | {"Host": "evil.example"}).status_code == 200
+    assert changed == ["make_errors_printable", "bound_every_connection"]
     server._app.cache_clear()
 
 
@@ -302,6 +427,7 @@ def test_uvicorn_takes_bodies_as_large_as_the_reward_server_does(
     with TestClient(server.app, "http://127.0.0.1") as client:
         escaped = json.dumps({"texts": ["\N{GRINNING FACE}" * 10] * 2})
         assert client.post("/goalspace", content=escaped, headers=headers).status_code == 200
+        assert client.get("/goals", headers={"Host": "evil.example"}).status_code == 403
         refused = client.post("/goalspace", content=" " * (1 << 20) + escaped, headers=headers)
     assert refused.status_code == 413
     assert refused.json()["error"]["message"] == "the body is larger than server.max_body_mb allows: 1 MiB"

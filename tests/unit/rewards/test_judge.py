@@ -2,18 +2,19 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import pytest
 from aiohttp import web
 from pydantic import TypeAdapter
-from tests.unit.rewards.misbehaving_server import Behaviour, Server, says, serving
+from tests.unit.rewards.misbehaving_server import Behaviour, Server, never, says, serving
 
 from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward, JudgeConfig
 from tandem.envs.mixture import Mixture, costs_of
 from tandem.envs.process import open_environment
-from tandem.rewards.judge import Judge, fill_in
+from tandem.rewards.judge import Judge, Usage, fill_in
 from tandem.rewards.servers import RewardServerError
 from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task
@@ -26,8 +27,8 @@ def grading(text: str, **usage: int) -> Behaviour:
     return says(json.dumps(answer))
 
 
-def judge(behaviour: Behaviour, times: int = 1, **options: Any) -> tuple[list[float], Judge, list[Any]]:
-    async def run() -> tuple[list[float], Judge, list[Any]]:
+def judge(behaviour: Behaviour, times: int = 1, **options: Any) -> tuple[list[float], Judge, Server]:
+    async def run() -> tuple[list[float], Judge, Server]:
         async with serving(behaviour) as (server,):
             config = JudgeConfig(type="judge", model="m", base_url=[server.url + "/v1"], retries=0, **options)
             asked = Judge(config)
@@ -35,15 +36,18 @@ def judge(behaviour: Behaviour, times: int = 1, **options: Any) -> tuple[list[fl
                 rewards = [await asked("It is {answer}.", "2", prompt="two?") for _ in range(times)]
             finally:
                 await asked.close()
-            return rewards, asked, server.bodies
+            return rewards, asked, server
 
     return asyncio.run(run())
 
 
 def test_the_judge_sees_the_template_and_its_score_is_scaled() -> None:
     template = "Q: {prompt} A: {completion} R: {answer} {other}"
-    (reward,), _, (body,) = judge(grading("Hm. Score: 3\nNo: score: 7.5"), template=template, max_tokens=9)
+    (reward,), asked, server = judge(grading("Hm. Score: 3\nNo: score: 7.5"), template=template, max_tokens=9)
     assert reward == 0.75
+    assert asked.usage == Usage(calls=1, prompt_tokens=0, completion_tokens=0)
+    assert server.paths == ["/v1/chat/completions"]
+    (body,) = server.bodies
     assert body == {
         "model": "m",
         "messages": [{"role": "user", "content": "Q: two? A: It is {answer}. R: 2 {other}"}],
@@ -54,12 +58,34 @@ def test_the_judge_sees_the_template_and_its_score_is_scaled() -> None:
 
 def test_tokens_are_counted_and_the_same_question_is_free() -> None:
     behaviour = grading("Score: 10", prompt_tokens=1000, completion_tokens=50)
-    rewards, asked, bodies = judge(behaviour, times=3, input_price=2.0, output_price=10.0)
-    assert rewards == [1.0] * 3 and len(bodies) == 1
-    assert (asked.usage.calls, asked.usage.prompt_tokens, asked.usage.completion_tokens) == (1, 1000, 50)
-    assert asked.cost == pytest.approx(0.0025)
-    _, _, bodies = judge(behaviour, times=3, cache_size=0)
-    assert len(bodies) == 3
+    rewards, asked, server = judge(behaviour, times=3, input_price=2.0, output_price=10.0)
+    assert rewards == [1.0] * 3 and len(server.bodies) == 1
+    assert asked.usage == Usage(calls=1, prompt_tokens=1000, completion_tokens=50)
+    assert asked.cost == 0.0025
+    _, _, server = judge(behaviour, times=3, cache_size=0)
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "reward"),
+    [
+        ("Score: 0", {}, 0.0),
+        ("Score: 10", {}, 1.0),
+        ("Score: 2", {"lowest": 1, "highest": 5}, 0.25),
+        ("Score: 1, score: 2 or Score: 7.5", {"score_pattern": r"[Ss]core: (\d+)(\.\d+)?"}, 0.7),
+    ],
+)
+def test_the_last_score_counts_from_the_lowest_to_the_highest(said: str, options: dict, reward: float) -> None:
+    assert judge(grading(said), **options)[0] == [reward]
+
+
+def test_a_judge_logs_what_it_has_taken_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem.rewards.judge")
+    asked = Judge(JudgeConfig(type="judge", model="m", base_url=["http://x"]))
+    for _ in range(2100):
+        asked._count({})
+    logged = [int(record.getMessage().split()[2]) for record in caplog.records]
+    assert logged == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 1024, 2000, 2048]
 
 
 def test_what_a_judge_costs_reaches_the_metrics_of_the_run() -> None:
@@ -134,10 +160,10 @@ def test_what_is_filled_in_is_not_filled_in_again() -> None:
     assert fill_in("{prompt}{answer}", prompt="{answer}", answer="{prompt}", completion="") == "{answer}{prompt}"
 
 
-def score(kind: str, behaviour: Behaviour) -> tuple[float, Server]:
+def score(kind: str, behaviour: Behaviour, **options: Any) -> tuple[float, Server]:
     async def run() -> tuple[float, Server]:
         async with serving(behaviour) as (server,):
-            table = {"type": kind, "base_url": server.url, "retries": 0}
+            table = {"type": kind, "base_url": server.url, "retries": 0} | options
             rewards = WeightedRewards(TypeAdapter(list[AnyReward]).validate_python([table]), 1)
             try:
                 return (await rewards.score(TASK, "It is 2."))[kind], server
@@ -147,9 +173,17 @@ def score(kind: str, behaviour: Behaviour) -> tuple[float, Server]:
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize("kind", ["judge", "remote"])
+def test_all_attempts_together_have_as_long_as_each_of_them(kind: str) -> None:
+    """Two attempts of 0.1 s, with a pause between them: the second is cut short."""
+    with pytest.raises(RewardServerError, match=r"^no answer within 0\.2 s"):
+        score(kind, never, timeout_s=0.1, retries=1, **({"model": "m"} if kind == "judge" else {}))
+
+
 def test_a_reward_model_scores_the_whole_conversation() -> None:
     reward, server = score("reward_model", says('{"scores": [-1.5]}'))
     assert reward == -1.5
+    assert server.paths == ["/score"]
     assert server.bodies == [{"messages": [[*TASK.messages, {"role": "assistant", "content": "It is 2."}]]}]
     with pytest.raises(RewardServerError, match="gave 2 scores instead of 1"):
         score("reward_model", says('{"scores": [1, 2]}'))
@@ -159,7 +193,7 @@ def test_a_server_of_ones_own() -> None:
     def answer(body: Any) -> web.StreamResponse:
         return web.json_response({"score": len(body["completion"]) + len(body["messages"]) + float(body["answer"])})
 
-    reward, _ = score("remote", answer)
-    assert reward == 8 + 1 + 2
+    reward, server = score("remote", answer)
+    assert reward == 8 + 1 + 2 and server.paths == ["/"]
     with pytest.raises(RewardServerError, match="gave no score: the reward is None"):
         score("remote", says('{"score": null}'))

@@ -1,43 +1,48 @@
 """What a reward server may answer, and what becomes of answers that are none."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
-from aiohttp import web
+from tests.unit.rewards.misbehaving_server import Behaviour, Server, says, serving
 
+from tandem.rewards import servers
 from tandem.rewards.server_client import RewardClient, RewardServerError
 
-
-@asynccontextmanager
-async def answering(text: str, status: int) -> AsyncIterator[RewardClient]:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(text=text, status=status)
-
-    app = web.Application()
-    app.router.add_post("/score", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        async with RewardClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retries=0) as client:
-            yield client
-    finally:
-        await runner.cleanup()
+TALK = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "It is 2."}]
 
 
-def score(text: str, status: int = 200) -> list[float]:
-    async def run() -> list[float]:
-        async with answering(text, status) as client:
-            return await client.score_texts(["one", "two"])
+def ask(behaviour: Behaviour, method: str, question: Any, **options: Any) -> tuple[Any, Server]:
+    async def run() -> tuple[Any, Server]:
+        async with serving(behaviour) as (server,), RewardClient(server.url, **options) as client:
+            return await getattr(client, method)(question), server
 
     return asyncio.run(run())
 
 
+def score(text: str, status: int = 200) -> list[float]:
+    return ask(says(text, status), "score_texts", ["one", "two"], retries=0)[0]
+
+
 def test_scores_come_back_in_their_order() -> None:
     assert score('{"scores": [1, -0.5]}') == [1.0, -0.5]
+    scores, server = ask(says('{"scores": [1, -0.5]}'), "score_all", [TALK, []])
+    assert (scores, server.bodies, server.paths) == ([1.0, -0.5], [{"messages": [TALK, []]}], ["/score"])
+    one, server = ask(says('{"scores": [2]}'), "score", TALK)
+    assert (one, server.bodies) == (2.0, [{"messages": [TALK]}])
+    texts, server = ask(says('{"scores": [3]}'), "score_texts", ["one"])
+    assert (texts, server.bodies, server.paths) == ([3.0], [{"texts": ["one"]}], ["/score"])
+
+
+def test_a_busy_server_is_asked_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "FIRST_PAUSE_S", 0.001)
+    answers = iter([says("", 429)] * 3 + [says('{"scores": [1]}')])
+    assert ask(lambda body: next(answers)(body), "score_texts", ["one"])[0] == [1.0]
+
+
+def test_much_of_an_answer_that_is_none_is_left_out() -> None:
+    with pytest.raises(RewardServerError, match=r": a{200}$"):
+        score("a" * 201)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from tests.unit.rewards.misbehaving_server import Behaviour, Server, never, says
 
 from tandem.rewards import servers as module
 from tandem.rewards.cache import AnswerCache
-from tandem.rewards.servers import EJECT_AFTER, BadAnswer, RewardServerError, Servers, pause_s
+from tandem.rewards.servers import EJECT_AFTER, BadAnswer, RewardServerError, Servers, Unusable, pause_s
+from tandem.utils.http import HttpClient
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +21,15 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
 
 
+GOOD = says('{"value": 7}')
+
+
 def read(content: bytes) -> int:
     value = orjson.loads(content)["value"]
     if value is None:
         raise BadAnswer("gave no value")
+    if value == "unusable":
+        raise Unusable("said nothing", may_differ=True)
     return value
 
 
@@ -45,9 +51,6 @@ def ask(*behaviours: Behaviour, **options: Any) -> int:
     return with_servers(*behaviours, body=lambda servers, _: servers.ask("/x", {}, read), **options)
 
 
-GOOD = says('{"value": 7}')
-
-
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [
@@ -60,6 +63,7 @@ GOOD = says('{"value": 7}')
         (says("[]"), "gave an answer that is none"),
         (says(""), "gave an answer that is none"),
         (says('{"value": null}'), "gave no value"),
+        (says("a" * 201), f"{'a' * 150} … .1 characters left out. … {'a' * 50}$"),
     ],
 )
 def test_a_bad_answer_is_an_error_with_its_reason(behaviour: Behaviour, message: str) -> None:
@@ -73,10 +77,52 @@ def test_what_may_pass_is_asked_again_and_what_will_not_is_not() -> None:
             await servers.ask("/x", {}, read)
         return len(running[0].bodies)
 
+    assert with_servers(says("", 500), body=counted) == 4
     assert with_servers(says("", 503), body=counted, retries=2) == 3
     assert with_servers(says("", 429), body=counted, retries=2) == 3
     assert with_servers(says("{}"), body=counted, retries=2) == 3
     assert with_servers(says("", 400), body=counted, retries=2) == 1
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "failures"),
+    [
+        *((GOOD, 0), (says("", 400), 0), (says('{"value": "unusable"}'), 0)),
+        *((says("", 429), 2), (says("", 500), 2), (says("{}"), 2), (says('{"value": null}'), 2)),
+    ],
+)
+def test_what_counts_against_a_server(behaviour: Behaviour, failures: int) -> None:
+    async def story(servers: Servers, running: list[Server]) -> int:
+        servers.servers[0].failures = 1
+        await asyncio.gather(servers.ask("/x", {}, read), return_exceptions=True)
+        return servers.servers[0].failures
+
+    assert with_servers(behaviour, body=story, retries=0) == failures
+
+
+def test_there_is_a_pause_before_each_attempt_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused: list[int] = []
+    monkeypatch.setattr(module, "pause_s", lambda attempt: paused.append(attempt) or 0.0)
+    with pytest.raises(RewardServerError):
+        ask(says("", 500), retries=2)
+    assert paused == [1, 2]
+
+
+def test_a_server_rests_after_three_failures_in_a_row_and_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    server = module.Server(HttpClient("http://x", timeout_s=1.0))
+    assert not server.is_resting(0.0)
+    for failures, rest_s in enumerate((0, 0, 2, 4, 8, 16, 32, 60, 60), 1):
+        server.failed(100.0, BadAnswer("gave no value"))
+        assert server.failures == failures
+        assert server.is_resting(99.9 + rest_s) == (rest_s > 0) and not server.is_resting(100.0 + rest_s)
+    server.succeeded()
+    assert server.failures == 0 and not server.is_resting(0.0)
+    assert "http://x failed 3 times, resting for 2 s: gave no value" in caplog.text
+    for failures in (2, 3):
+        caplog.clear()
+        server.failures = failures
+        server.succeeded()
+        assert ("http://x answers again" in caplog.text) == (failures == 3)
 
 
 def test_a_server_that_is_gone_does_not_matter_while_another_answers() -> None:
@@ -88,32 +134,65 @@ def test_a_server_that_is_gone_does_not_matter_while_another_answers() -> None:
     async def gone() -> int:
         async with serving(GOOD) as (good,):
             servers = Servers(["http://127.0.0.1:9", good.url], retries=5)
+            servers.servers[1].outstanding = 1  # so the other comes first
             try:
-                return await servers.ask("/x", {}, read)
+                answer = await servers.ask("/x", {}, read)
+                assert [server.failures for server in servers.servers] == [3, 0]
+                return answer
             finally:
                 await servers.close()
 
     assert asyncio.run(gone()) == 7
 
 
-def test_the_one_with_the_fewest_requests_is_asked() -> None:
-    opened: list[asyncio.Event] = []
-
-    async def slow(body: Any) -> web.StreamResponse:
-        await opened[0].wait()
-        return web.Response(text='{"value": 1}')
-
+@pytest.mark.parametrize(
+    ("failures", "counts"),
+    [
+        *(([0, 0, 0], [3, 3, 3]), ([2, 2, 0], [3, 3, 3])),
+        # One that comes back from a rest gets one request until it has answered, unless all do.
+        *(([3, 0, 0], [1, 4, 4]), ([3, 9, 0], [1, 1, 7]), ([3, 3, 3], [3, 3, 3])),
+    ],
+)
+def test_the_one_with_the_fewest_requests_is_asked(failures: list[int], counts: list[int]) -> None:
     async def spread(servers: Servers, running: list[Server]) -> list[int]:
-        opened.append(asyncio.Event())
+        opened = asyncio.Event()
+
+        async def slow(body: Any) -> web.StreamResponse:
+            await opened.wait()
+            return web.Response(text='{"value": 1}')
+
+        for server, ours, failed in zip(running, servers.servers, failures, strict=True):
+            server.behave, ours.failures = slow, failed
         asked = [asyncio.ensure_future(servers.ask("/x", {}, read)) for _ in range(9)]
         while sum(server.now for server in running) < 9:
-            await asyncio.sleep(0.01)
-        counts = [server.now for server in running]
-        opened[0].set()
+            await asyncio.sleep(0.001)
+        found = [server.now for server in running]
+        opened.set()
         await asyncio.gather(*asked)
-        return counts
+        assert [server.outstanding for server in servers.servers] == [0, 0, 0]
+        return found
 
-    assert with_servers(slow, slow, slow, body=spread) == [3, 3, 3]
+    assert with_servers(GOOD, GOOD, GOOD, body=spread) == counts
+
+
+def test_a_server_gets_no_more_than_100_requests_at_a_time() -> None:
+    async def story(servers: Servers, running: list[Server]) -> int:
+        opened = asyncio.Event()
+
+        async def slow(body: Any) -> web.StreamResponse:
+            await opened.wait()
+            return web.Response(text='{"value": 1}')
+
+        running[0].behave = slow
+        asked = [asyncio.ensure_future(servers.ask("/x", {}, read)) for _ in range(105)]
+        while running[0].now < 100:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        opened.set()
+        await asyncio.gather(*asked)
+        return running[0].most_at_once
+
+    assert with_servers(GOOD, body=story) == 100
 
 
 def test_a_sick_server_rests_and_comes_back() -> None:
@@ -155,6 +234,13 @@ def test_where_all_rest_the_first_to_return_is_asked() -> None:
 
     assert with_servers(says("", 500), says("", 500), body=story, retries=2 * EJECT_AFTER + 1) == 7
 
+    async def first(servers: Servers, running: list[Server]) -> list[int]:
+        servers.servers[0].rests_until, servers.servers[1].rests_until = 300.0, 200.0
+        await servers.ask("/x", {}, read)
+        return [len(server.bodies) for server in running]
+
+    assert with_servers(GOOD, GOOD, body=first, clock=lambda: 100.0) == [0, 1]
+
 
 def test_a_server_that_never_answers_meets_the_deadline() -> None:
     with pytest.raises(RewardServerError, match=r"no answer within 0\.3 s"):
@@ -178,7 +264,8 @@ def test_a_request_that_is_cancelled_leaves_nothing_under_way() -> None:
 def test_pauses_grow_and_differ() -> None:
     assert 0.5 * 0.02 <= pause_s(1) <= 0.02
     assert pause_s(50) <= module.LONGEST_PAUSE_S
-    assert len({pause_s(3) for _ in range(10)}) > 1
+    pauses = [pause_s(3) for _ in range(20)]
+    assert all(0.5 * 0.08 <= pause <= 0.08 for pause in pauses) and len(set(pauses)) > 1
 
 
 def test_the_key_is_sent() -> None:

@@ -1,6 +1,7 @@
 """Goal space seen from the client: chunks, bad answers, and the errors of a step by hand."""
 
 import asyncio
+import gc
 import math
 from typing import Any
 
@@ -9,13 +10,14 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from tests.unit.rewards.misbehaving_server import Behaviour, Server, says, serving
+from tests.unit.rewards.misbehaving_server import Behaviour, Server, never, says, serving
 
 from tandem.config.rewards import AnyReward, SteeringConfig
+from tandem.rewards import goal_client
 from tandem.rewards import servers as servers_module
 from tandem.rewards.goal_client import GoalClient
 from tandem.rewards.servers import RewardServerError, Servers
-from tandem.rewards.steering import draw_target, steering_errors
+from tandem.rewards.steering import SteeringErrors, draw_target, steering_errors
 from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task
 
@@ -37,7 +39,8 @@ def measuring(body: Any) -> web.StreamResponse:
 def place_all(behaviour: Behaviour, texts: list[str], **options: Any) -> tuple[list[tuple[float, ...]], Server]:
     async def run() -> tuple[list[tuple[float, ...]], Server]:
         async with serving(behaviour) as (server,):
-            client = GoalClient(Servers([server.url], retries=0), GOALS, **options)
+            sizes = {"chunk_size": 64, "cache_size": 100} | options
+            client = GoalClient(Servers([server.url], retries=0), GOALS, **sizes)
             try:
                 return await client.place_all(texts), server
             finally:
@@ -52,6 +55,54 @@ def test_texts_travel_in_chunks_each_once() -> None:
     assert vectors == [(0.2, len(text) / 100) for text in texts]
     assert sorted(len(body["texts"]) for body in server.bodies) == [4, 8, 8]
     assert all(body["normalize"] is True for body in server.bodies)
+
+
+def test_a_chunk_that_is_full_is_sent_at_once_and_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goal_client, "LINGER_S", 0.02)
+
+    async def run() -> list[list[str]]:
+        async with serving(measuring) as (server,):
+            client = GoalClient(Servers([server.url]), GOALS, chunk_size=2, cache_size=9)
+            await client.place_all(["a", "b"])
+            late = asyncio.ensure_future(client.place("c"))
+            await asyncio.sleep(0.01)
+            await client.place("d")  # which fills the chunk
+            assert await late == (0.1, 0.01)
+            await asyncio.sleep(0.03)
+            assert not client._sending
+            await client.close()
+            return [body["texts"] for body in server.bodies]
+
+    assert asyncio.run(run()) == [["a", "b"], ["c", "d"]]
+
+
+def test_who_gives_up_costs_no_other_text_of_its_chunk() -> None:
+    async def run(behaviour: Behaviour) -> Any:
+        async with serving(behaviour) as (server,):
+            client = GoalClient(Servers([server.url], retries=0), GOALS, chunk_size=2, cache_size=0)
+            gone, stays = (asyncio.ensure_future(client.place(text)) for text in ("a", "b"))
+            await asyncio.sleep(0)
+            gone.cancel()
+            await asyncio.wait([gone, stays])
+            await client.close()
+            return stays.exception() or stays.result()
+
+    assert asyncio.run(run(measuring)) == (0.1, 0.01)
+    assert isinstance(asyncio.run(run(says("", 500))), RewardServerError)
+
+
+def test_closing_ends_what_still_waits() -> None:
+    async def run() -> None:
+        async with serving(never) as (server,):
+            client = GoalClient(Servers([server.url]), GOALS, chunk_size=1, cache_size=9)
+            asked = asyncio.ensure_future(client.place("a"))
+            while not server.now:
+                await asyncio.sleep(0.001)
+            await client.close()
+            await asyncio.wait([asked], timeout=5)
+            assert asked.cancelled()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -71,12 +122,14 @@ def test_what_is_no_place_is_an_error(answer: str, message: str) -> None:
         place_all(says(answer), ["a", "b"])
 
 
-def test_errors_are_not_remembered() -> None:
+def test_errors_are_not_remembered(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> tuple[float, ...]:
         async with serving(says("", 500)) as (server,):
-            client = GoalClient(Servers([server.url], retries=0), GOALS)
+            client = GoalClient(Servers([server.url], retries=0), GOALS, chunk_size=2, cache_size=1)
             with pytest.raises(RewardServerError, match="failed: 500"):
                 await client.place("a b")
+            gc.collect()
+            assert not caplog.records  # such as "Task exception was never retrieved"
             server.behave = measuring
             try:
                 return await client.place("a b")
@@ -94,6 +147,9 @@ def test_steering_errors_by_hand() -> None:
     assert weighted.side_effects == pytest.approx(0.2)
     near = steering_errors((0, 0), (1, 0), (0.7, 0.4), (1, 1), 0.35)
     assert (near.distance, near.miscalibration, near.side_effects) == pytest.approx((0.4, 0.0, 0.4))
+    just_near = steering_errors((0, 0), (1, 0), (0.5, 0.75), (1, 1), 0.5)
+    assert (just_near.distance, just_near.miscalibration, just_near.side_effects) == (0.75, 0.0, 0.75)
+    assert steering_errors((0, 0), (1, 0), (1.25, 0), (1, 1), 0.0) == SteeringErrors(0.25, 0.25, 0.0)
     stay = steering_errors((0.5, 0.5), (0.5, 0.5), (0.5, 0.9), (1, 1), 0.0)
     assert (stay.distance, stay.miscalibration, stay.side_effects) == pytest.approx((0.4, 0.0, 0.4))
 
@@ -142,6 +198,8 @@ def test_the_reward_is_minus_the_errors() -> None:
     assert score("bb cccc", {}, targets={"words": 0.5}, distance=0.0, miscalibration=1.0) == pytest.approx(-0.3)
     assert score("bb cccc", {"target": {"words": 0.2}, "source": "ee fffff"}) == pytest.approx(-0.01)
     assert score("bb cccc", {"target": {"words": 0.2}, "source": "ee fffff"}, threshold=0.02) == 0.0
+    # A source and a target may be numbers, and written as text.
+    assert score("bb cccc", {"target": {"words": "0.2"}, "source": 12}) == pytest.approx(-0.05)
 
 
 def test_a_task_without_a_target_or_with_a_wrong_one() -> None:

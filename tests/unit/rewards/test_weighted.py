@@ -2,15 +2,20 @@
 
 import asyncio
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from pydantic import TypeAdapter
 
 from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward
 from tandem.envs.results import checked_score
+from tandem.rewards import pool
 from tandem.rewards.checked import BadReward
 from tandem.rewards.pool import RewardFailed
 from tandem.rewards.weighted import RewardsPending, WeightedRewards
@@ -79,6 +84,8 @@ def test_each_reward_has_its_weight_and_its_name() -> None:
         (own("Scorer"), 2.0),
         (own("Scorer", args={"scale": 0.5}), 1.0),
         (own("AsyncScorer", weight=0.5), 1.0),
+        (own("Counted"), 1.0),
+        (own("called"), 0.125),
         (own("made"), 6.0),
         (own("decorated"), 0.5),
         (own("decorated_for_any"), 8.0),
@@ -156,7 +163,7 @@ def test_one_that_hangs_costs_its_own_worker_alone(completion: str) -> None:
     async def run() -> list[Any]:
         rewards = make(own("misbehaves", timeout_s=5.0), num_workers=2)
         try:
-            texts = ["good", completion, "good", "prints", "good"]
+            texts = ["good", completion, "is signalled", "prints", "good"]
             return await asyncio.gather(*(rewards.score(TASK, text) for text in texts), return_exceptions=True)
         finally:
             await rewards.close()
@@ -167,9 +174,95 @@ def test_one_that_hangs_costs_its_own_worker_alone(completion: str) -> None:
     assert not descendants(os.getpid())
 
 
+@pytest.mark.parametrize("when", ["starts", "computes"])
+def test_a_worker_whose_call_is_called_off_is_killed(tmp_path: Path, when: str) -> None:
+    async def run() -> None:
+        rewards = make(own("misbehaves", timeout_s=1000), num_workers=1)
+        scoring = asyncio.ensure_future(rewards.score(TASK, f"at {tmp_path / 'here'}"))
+        while not (descendants(os.getpid()) if when == "starts" else (tmp_path / "here").exists()):
+            await asyncio.sleep(0.001)
+        scoring.cancel()
+        with pytest.raises(RewardsPending):
+            await scoring
+        assert not descendants(os.getpid())
+        await rewards.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_hangs_up_without_an_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "EXIT_S", 0.05)
+    with pytest.raises(RewardFailed, match="misbehaves ended its process with nothing, and was killed"):
+        score(own("misbehaves", timeout_s=60), completion="hangs up")
+    assert not descendants(os.getpid())
+
+
+def test_a_worker_ends_with_its_connection_whatever_threads_are_left() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "tandem.rewards.pool_worker", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    try:
+        with ours, ours.makefile("rb") as lines:
+            ours.sendall(orjson.dumps({"rewards": [own("misbehaves")], "path": sys.path}) + b"\n")
+            assert orjson.loads(next(lines)) == {"ready": True}
+            arguments = {"completion": "leaves a thread", "answer": ""}
+            ours.sendall(orjson.dumps({"reward": 0, "arguments": arguments}) + b"\n")
+            assert orjson.loads(next(lines)) == {"value": 0.5}
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_makes_each_reward_once_and_imports_what_its_parent_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_elsewhere.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "rewards_elsewhere", raising=False)
+
+    async def run() -> list[dict[str, float]]:
+        tables = ({"type": f"rewards_elsewhere:{name}", "timeout_s": 60} for name in ("Counted", "process"))
+        rewards = make(*tables, num_workers=1)
+        try:
+            return [await rewards.score(TASK, "2") for _ in range(3)]
+        finally:
+            await rewards.close()
+
+    first, *others = asyncio.run(run())
+    assert first["Counted"] == 1 and first["process"] != os.getpid()
+    assert others == [first] * 2
+    monkeypatch.delitem(sys.modules, "rewards_elsewhere")
+
+
+ELSEWHERE = """
+import os
+class Counted:
+    made = 0
+    def __init__(self):
+        Counted.made += 1
+    def score(self, prompt, response):
+        return self.made
+def process(completion, answer):
+    return os.getpid()
+"""
+
+
 def test_an_async_reward_has_a_time_limit() -> None:
     with pytest.raises(RewardFailed, match=r"waits_for_ever took longer than timeout_s = 0\.1 s"):
         score(own("waits_for_ever", timeout_s=0.1))
+    with pytest.raises(TimeoutError, match="the judge is asleep"):  # its own, not ours
+        score(own("gives_up", timeout_s=60))
+
+
+def test_what_has_an_end_of_its_own_is_closed() -> None:
+    async def run() -> None:
+        rewards = make(own("called"), {"type": "exact_match"})
+        await rewards.close()
+        assert rewards._calls[0].function.is_closed  # pyright: ignore[reportFunctionMemberAccess]
+
+    asyncio.run(run())
 
 
 def test_a_regular_expression_that_never_ends() -> None:
