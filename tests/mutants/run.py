@@ -36,9 +36,8 @@ REQUIRED_SHARE = 0.92
 TIMEOUT_S = 600  # for all tests of one file, and those of its neighbours
 BASELINE_TIMEOUT_S = 3600  # for all tests at once
 TEST_TIMEOUT_S = 60  # a mutant that hangs one test is found out then
-# pytest's exit codes: a failed test, an error while collecting, which a mutant may well cause, or an error in pytest
-# itself, where it cannot show a failure (Python 3.11: "AST constructor recursion depth mismatch").
-VERDICTS = {0: "SURVIVED", 1: "killed", 2: "killed", 3: "killed"}
+SURVIVED, KILLED = "SURVIVED", "killed"
+NO_TESTS_RAN = (4, 5)  # pytest's exit codes for wrong arguments and for no tests; others a mutant may well cause
 NO_END = -1  # in their place: the tests took too long
 HANGS = "hangs"  # as good as killed, unless the machine has other work
 
@@ -86,9 +85,9 @@ class Workplace:
 def verdict_of(code: int, output: str) -> str:
     if code == NO_END or "Failed: Timeout" in output:
         return HANGS
-    if code >= 0 and code not in VERDICTS:
+    if code in NO_TESTS_RAN:
         raise RuntimeError(f"pytest ended with {code}: {output}")
-    return VERDICTS.get(code, "killed")
+    return KILLED if code else SURVIVED
 
 
 def judge(mutant: Mutation, workplaces: "Queue[Workplace]") -> str:
@@ -104,7 +103,7 @@ def check_baseline(mutants: Sequence[Mutation], workplace: Workplace) -> None:
     """Tests that fail anyway would kill every mutant."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     verdict, output = workplace.judge(tests, BASELINE_TIMEOUT_S, BASELINE_TIMEOUT_S)
-    if verdict != VERDICTS[0]:
+    if verdict != SURVIVED:
         raise SystemExit(f"{output}\nmutants: tests fail without a mutant")
 
 
@@ -122,7 +121,7 @@ def run(mutants: Sequence[Mutation], num_workers: int) -> list[Mutation]:
             outcomes = pool.map(lambda mutant: judge(mutant, workplaces), mutants)
             for number, (mutant, verdict) in enumerate(zip(mutants, outcomes, strict=True), start=1):
                 print(f"{number:4d}/{len(mutants)} {verdict:8s} {mutant}", flush=True)
-                if verdict == VERDICTS[0]:
+                if verdict == SURVIVED:
                     survivors.append(mutant)
         while not workplaces.empty():
             workplaces.get().close()

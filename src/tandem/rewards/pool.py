@@ -22,6 +22,7 @@ from tandem.utils.places import FailedElsewhere
 from tandem.utils.processes import describe_exit, kept, kill_tree
 
 STARTUP_S = 120.0
+LINE_BYTES = 1 << 20
 EXIT_S = 2.0
 EXIT_POLL_S = 0.01
 
@@ -77,7 +78,7 @@ class _Worker:
         with theirs:
             command = kept([sys.executable, "-m", "tandem.rewards.pool_worker", str(theirs.fileno())])
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        worker = cls(process, await asyncio.open_connection(sock=ours))
+        worker = cls(process, await asyncio.open_connection(sock=ours, limit=LINE_BYTES))
         described = {"rewards": [config.model_dump(mode="json") for config in rewards], "path": sys.path}
         try:
             async with asyncio.timeout(STARTUP_S):
@@ -91,6 +92,7 @@ class _Worker:
 
     async def call(self, request: dict[str, Any]) -> dict[str, Any]:
         self.writer.write(orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        await self.writer.drain()
         answer = await self.reader.readline()
         if not answer.endswith(b"\n"):
             raise EOFError

@@ -52,7 +52,7 @@ class StopSignal:
             self._wakeup_before = signal.set_wakeup_fd(self._ends[1])
             self._restore = [(number, signal.signal(number, _do_nothing)) for number in SIGNALS]
             self._left = threading.Event()
-            self._thread = threading.Thread(target=self._watch, name="stop-signal")
+            self._thread = threading.Thread(target=self._watch, name="stop-signal", daemon=True)
             self._thread.start()
         return self
 
