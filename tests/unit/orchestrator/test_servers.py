@@ -165,7 +165,7 @@ def test_the_conversations_of_a_group_stay_at_one_server_while_it_is_there(tmp_p
 def test_the_latest_conversations_are_those_whose_server_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.orchestrator.weight_sync.MAX_SESSIONS", 2)
+    monkeypatch.setattr("tandem.orchestrator.weight_sync.MAX_SESSIONS", 2)  # 6 and 7
 
     async def body(policy: Policy, machines: list[Machine]) -> None:
         def chat(session: int) -> asyncio.Future[list[Completion]]:
@@ -174,12 +174,12 @@ def test_the_latest_conversations_are_those_whose_server_is_known(
 
         for machine in machines:
             machine.slow.clear()
-        waiting = [chat(session) for session in (5, 6, 7, 7, 7)]
+        waiting = [chat(session) for session in (5, 6, 6, 6, 7, 6, 7, 7, 7)]
         await asyncio.sleep(0.01)
-        assert [machine.asked for machine in machines] == [[[5], [7], [7], [7]], [[6]]]
+        assert [machine.asked for machine in machines] == [[[5], [7], [7], [7], [7]], [[6]] * 4]
         waiting.append(chat(5))  # forgotten: it goes where there is less to do
         await asyncio.sleep(0.01)
-        assert machines[1].asked == [[6], [5]]
+        assert machines[1].asked == [[6], [6], [6], [6], [5]]
         for machine in machines:
             machine.slow.set()
         await asyncio.gather(*waiting)
@@ -192,8 +192,9 @@ def test_the_limit_is_that_of_the_servers_that_are_there(tmp_path: Path) -> None
         machines = [Machine(f"http://host{number}:8000") for number in range(3)]
         policy = Policy(machines, BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"), 4)
         assert policy.limit == 12
-        machines[1].on_trouble()
-        assert (policy.limit, policy.num_present) == (8, 2)
+        for limit, machine in ((8, machines[1]), (4, machines[2]), (4, machines[0])):  # the last one is waited for
+            machine.on_trouble()
+            assert (policy.limit, policy.num_present) == (limit, limit // 4)
         policy.replicas[0].gate.limit = None
         assert policy.limit is None
         for server in list(machines):
@@ -253,6 +254,36 @@ def test_a_server_that_only_stops_answering_is_noticed_by_looking(tmp_path: Path
         assert machines[0].versions == [0, 0], "it may have been started again: it is given its weights in any case"
 
     run_with(tmp_path, 2, body)
+
+
+def test_servers_are_not_looked_after_before_they_have_weights(tmp_path: Path) -> None:
+    """Until then they are waited for, all of them."""
+
+    async def run() -> None:
+        machines = [Machine(f"http://host{number}:8000") for number in range(2)]
+        policy = Policy(machines, BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"))
+        machines[0].down = True
+        await asyncio.sleep(0.05)
+        assert policy.num_present == 2
+        machines[0].down = False
+        await policy.load(BASE, 0)
+        machines[0].down = True
+        await until(lambda: policy.num_present == 1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_only_server_takes_part_all_the_time(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        machines[0].down = True
+        await asyncio.sleep(0.05)
+        machines[0].down = False
+        await ask(policy)
+        await asyncio.sleep(0.02)
+        policy.run_log.event("end")
+
+    run_with(tmp_path, 1, body)
+    assert events(tmp_path) == ["end"]
 
 
 def test_the_last_server_is_waited_for_and_the_first_to_return_takes_over(tmp_path: Path) -> None:
