@@ -41,6 +41,7 @@ class FakeServer:
         self.num_looks = 0
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.claimed: list[tuple[str, Any]] = []  # and given back
+        self.was_left = threading.Event()  # a connection was closed
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
@@ -55,6 +56,12 @@ class FakeServer:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def finish(self) -> None:
+                super().finish()
+                server.was_left.set()
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
                 if self.path in ("/claim", "/release"):
@@ -492,9 +499,11 @@ def test_whoever_checks_that_a_server_takes_the_run_holds_it(server: FakeServer,
         assert client._hold.instance is None
         await client.check_access(tmp_path)
         assert client._hold.instance == "first"
+        assert not server.was_left.is_set()
         await client.close()
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a client that is closed is not heard of any more"
+        assert await asyncio.to_thread(server.was_left.wait, 10)
 
     with_client(server, run, adopted=False)
 

@@ -39,6 +39,8 @@ class Machine:
         self.gives_up = False
         self.is_busy = False
         self.is_held = True
+        self.is_closed = False
+        self.checked: list[Path] = []
         self.refuses: set[int] = set()
 
     async def wait_until_ready(self) -> None:
@@ -48,14 +50,14 @@ class Machine:
             await asyncio.sleep(0.001)
 
     async def check_access(self, folder: Path) -> None:
-        pass
+        self.checked.append(folder)
 
     async def release(self) -> None:
         assert not self.is_busy
         self.is_held = False
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
 
     async def is_well(self) -> bool:
         return not self.down
@@ -382,7 +384,7 @@ def run_listed(root: Path, text: str, body: Callable[[Listed], Awaitable[None]],
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
+def test_servers_are_added_and_removed_by_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body(listed: Listed) -> None:
         policy, made = listed.policy, listed.made
         await policy.load(BASE, 0)
@@ -396,11 +398,13 @@ def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
         }
         assert made["http://c:1"].versions == [0]
         listed.path.write_text("not an address\n")
+        await until(lambda: "the servers stay as they are" in caplog.text)
         await asyncio.sleep(0.02)
+        assert caplog.text.count("the servers stay as they are") == 1, "told once"
         assert list(listed.pool.by_url) == ["http://b:1", "http://c:1"]
 
     run_listed(tmp_path, "http://a:1/v1  # the first\n\nhttp://b:1\n", body)
-    assert events(tmp_path)[:2] == ["server_added", "server_removed"]
+    assert events(tmp_path) == ["server_added", "server_removed", "server_joined"]
 
 
 def test_a_server_that_is_removed_is_given_back_when_it_has_answered(tmp_path: Path) -> None:
@@ -418,11 +422,30 @@ def test_a_server_that_is_removed_is_given_back_when_it_has_answered(tmp_path: P
         await listed.pool.release()
         assert not listed.made["http://b:1"].is_held
         await listed.pool.close()
+        assert all(machine.is_closed for machine in listed.made.values())
 
     run_listed(tmp_path, "http://a:1\nhttp://b:1\n", body)
 
 
-def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(tmp_path: Path) -> None:
+def test_a_server_that_has_not_answered_when_the_run_ends_is_not_waited_for(tmp_path: Path) -> None:
+    async def body(listed: Listed) -> None:
+        removed = listed.made["http://a:1"]
+        removed.is_busy = True
+        listed.path.write_text("http://b:1\n")
+        await until(lambda: "http://a:1" not in listed.pool.by_url)
+        await listed.pool.close()
+        removed.is_busy = False
+        await asyncio.sleep(0.02)
+        assert removed.is_held and removed.is_closed
+
+    run_listed(tmp_path, "http://a:1\nhttp://b:1\n", body)
+
+
+def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "GRACE_S", 0.0)  # which begins with the first that is ready
+
     async def body(listed: Listed) -> None:
         listed.made["http://a:1"].down = True
         waiting = asyncio.ensure_future(listed.pool.wait_until_ready(tmp_path))
@@ -430,6 +453,10 @@ def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(tmp_path
         assert not waiting.done()
         listed.path.write_text("http://b:1\n")
         assert await waiting == [listed.made["http://b:1"]]
+        assert listed.made["http://b:1"].checked == [tmp_path]
+        listed.made["http://a:1"].down = False
+        await asyncio.sleep(0.01)
+        assert listed.made["http://a:1"].checked == [], "what is no server of the run is not claimed by it"
 
     run_listed(tmp_path, "http://a:1\n", body)
 
@@ -453,15 +480,38 @@ def test_a_server_that_moves_during_the_first_load_serves_the_version_of_the_run
     run_listed(tmp_path, "http://a:1\n", body, version=6)
 
 
-def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path) -> None:
+def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         pool = ServerPool(["http://a:1", "http://b:1", "http://c:1"], Machine)
         first, second, third = (pool.by_url[url] for url in pool.by_url)
         assert isinstance(second, Machine) and isinstance(third, Machine)
         second.down = third.down = third.gives_up = True
         assert await pool.wait_until_ready(tmp_path) == [first]
+        assert "the run starts without http://b:1, http://c:1;" in caplog.text
+        second.down = False
+        await asyncio.sleep(0.01)
+        assert second.checked == [], "it takes part in another way"
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_servers_that_are_ready_soon_after_the_first_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(servers_module, "GRACE_S", 60.0)
+
+    async def run() -> None:
+        pool = ServerPool(["http://a:1", "http://b:1"], Machine)
+        first, second = pool
+        assert isinstance(second, Machine)
+        second.down = True
+        waiting = asyncio.ensure_future(pool.wait_until_ready(tmp_path))
+        await asyncio.sleep(0.02)
+        second.down = False
+        assert await waiting == [first, second] and str(pool) == "http://a:1, http://b:1"
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert not caplog.records
 
 
 def test_without_any_server_the_start_ends_with_a_name(tmp_path: Path) -> None:

@@ -456,6 +456,9 @@ def test_a_server_that_refuses_to_take_part_is_asked_again_after_a_while(
 
     async def run() -> None:
         policy = await join(tmp_path, client)
+        async with asyncio.timeout(60):
+            while client.num_asked < num_asked or policy.num_present < num_asked:
+                await asyncio.sleep(0)
         await asyncio.sleep(0.02)
         assert (client.num_asked, policy.num_present) == (num_asked, num_asked)
 

@@ -189,7 +189,7 @@ def test_no_more_is_copied_than_the_tensors(driver: FakeDriver) -> None:
 
 def test_kernels_find_each_tensor_aligned(driver: FakeDriver) -> None:
     place = hold(DeviceMemory(torch.bfloat16, CPU), 1)
-    assert [at for _, _, at in place.tensors.values()] == [256, 512]
+    assert place.tensors == {"a": ["bfloat16", [3, 5], 256], "b": ["bfloat16", [7], 512]}
 
 
 def test_memory_that_is_too_small_for_a_version_or_a_tensor_is_not_read(driver: FakeDriver) -> None:
