@@ -36,7 +36,7 @@ class Replica:
         self.is_present = True
         self.num_open = 0  # completions that were asked for and have not come
         self._served: tuple[Path, int] | None = None
-        self._serves_base = False
+        self._serves_base: bool  # from the moment it is met
         self._loading = asyncio.Lock()
         self._requests: set[asyncio.Future[list[Completion]]] = set()
 

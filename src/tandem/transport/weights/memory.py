@@ -127,7 +127,7 @@ class MemoryFirst:
     def __init__(self, memory: Memory, files: WeightsPublisher) -> None:
         self.memory = memory
         self.files = files
-        self._writer = ThreadPoolExecutor(1, "write weights")
+        self._writer = ThreadPoolExecutor(thread_name_prefix="write weights")
         self._writing: Future[Path] | None = None
 
     def publish(self, tensors: Tensors, version: int) -> None:
