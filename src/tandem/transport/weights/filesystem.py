@@ -169,7 +169,6 @@ def write_model(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
             places |= dict.fromkeys(copies, number)
             size_bytes += sum(tensor.nbytes for tensor in copies.values())
             writing.append(pool.submit(_write_part, copies, folder / _part_name(number)))
-            del part, copies
             if number >= WRITERS:
                 writing[number - WRITERS].result()
     for written in writing:

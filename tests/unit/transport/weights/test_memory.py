@@ -143,7 +143,7 @@ def test_a_descriptor_that_became_another_version_is_not_read(asked: int) -> Non
 @needs_linux
 def test_shared_memory_has_each_number_in_its_place() -> None:
     """However a tensor lies in the trainer's memory; an adapter in the precision of training."""
-    values = torch.arange(1.0, 13.0) / 3
+    values = (torch.arange(1.0, 13.0) / 3).requires_grad_()
     tensors = {"turned": values.view(3, 4).T, "every_other": values[::2]}
     memory = SharedMemory(torch.bfloat16)
     for described, dtype in ((None, torch.bfloat16), ({"r": 2}, torch.float32)):
