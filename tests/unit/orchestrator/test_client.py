@@ -17,7 +17,7 @@ from tandem.orchestrator import client as client_module
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad
-from tandem.types.identity import ServerIdentity
+from tandem.types.identity import BEAT_S, ServerIdentity
 from tandem.types.rollout import Kept, SamplingOptions, SamplingRequest
 from tandem.utils.errors import UserError
 
@@ -474,7 +474,7 @@ def test_a_claim_says_which_start_of_the_server_the_run_held(server: FakeServer,
 
 
 def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_given_back(
-    server: FakeServer, tmp_path: Path
+    server: FakeServer, tmp_path: Path, no_pauses: list[float]
 ) -> None:
     async def run(client: InferenceClient) -> int:
         await client.meet()
@@ -483,6 +483,9 @@ def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_giv
         while len(server.claimed) < 4:  # it is heard of without asking for anything
             await asyncio.sleep(0)
         await client.release()
+        assert no_pauses.count(BEAT_S) >= 3
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "it is not heard of any more"
         return len(server.claimed)
 
     server.plan = [(200, {})]

@@ -133,7 +133,7 @@ class MemoryFirst:
     def publish(self, tensors: Tensors, version: int) -> None:
         self._wait_for_files()
         held = self.memory.hold(tensors, version, self.files.adapter_config)
-        adapter_config = None if held.adapter_config is None else dict(held.adapter_config)
+        adapter_config = None if held.adapter_config is None else {**held.adapter_config}
         announce(self.files.folder, Announcement(version, held.place, adapter_config))
         held.deliver()
         self._writing = self._writer.submit(self.files.publish, held.tensors, version)

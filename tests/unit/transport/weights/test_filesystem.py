@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tests.unit.transport.weights.fakes import OnGpu
 
 from tandem.models.hf import read_tensors
 from tandem.models.shards import weight_files
@@ -118,16 +119,6 @@ def test_a_full_disk_is_told_as_what_it_is(model_dir: Path, tmp_path: Path, monk
     monkeypatch.setattr(filesystem, "save_file", save)
     with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device: '.*part-0'"):
         publish(WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4), 1)
-
-
-class OnGpu(torch.Tensor):
-    """A tensor of this process's memory that says it lies on a GPU."""
-
-    is_cuda = True
-    device = torch.device("cuda")
-
-    def cpu(self, *_: object) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.as_subclass(torch.Tensor)
 
 
 class Pinned:
