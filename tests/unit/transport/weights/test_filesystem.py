@@ -68,7 +68,7 @@ def test_a_version_is_on_the_disk_when_it_is_published_or_soon_after(
         monkeypatch.setattr(module, "fsync_path", lambda path: synced.add(path.name))
     monkeypatch.setattr(filesystem, "flush", flush_later)
     expected = {"model.safetensors", "config.json", "manifest.json", "tool_use.jinja", "weights"}
-    options = {"flush_beside": True} if flush_beside else {}
+    options: dict[str, Any] = {"flush_beside": True} if flush_beside else {}
     threads = set(threading.enumerate())
     publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, **options)
     publish(publisher, 1)
