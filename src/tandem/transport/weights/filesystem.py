@@ -164,11 +164,12 @@ def write_model(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     size_bytes = 0
     writing: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS, "write weights") as pool:
-        for number, part in enumerate(divide(cast_each(tensors, dtype), FILE_BYTES)):
-            copies = on_cpu(part)
+        for part in divide(cast_each(tensors, dtype), FILE_BYTES):  # not enumerated: that would hold each part
+            number, copies = len(writing), on_cpu(part)
             places |= dict.fromkeys(copies, number)
             size_bytes += sum(tensor.nbytes for tensor in copies.values())
             writing.append(pool.submit(_write_part, copies, folder / _part_name(number)))
+            del part, copies
             if number >= WRITERS:
                 writing[number - WRITERS].result()
     for written in writing:

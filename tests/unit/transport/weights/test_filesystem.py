@@ -299,3 +299,23 @@ def test_no_more_than_the_files_under_way_are_held(
     last = load_file(folder / index["weight_map"]["layer.39"])
     assert (last["layer.39"] == 39).all()
     assert most <= filesystem.WRITERS + 4
+
+
+def test_what_is_written_is_held_no_longer(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may have no room for a second part of the model."""
+    monkeypatch.setattr(filesystem, "FILE_BYTES", 4096)
+    alive = set[int]()
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(4):
+            deadline = time.monotonic() + 10
+            while not alive <= {number - 1}:  # which is still to be written
+                assert time.monotonic() < deadline, f"{alive} are held before {number}"
+                time.sleep(0.001)
+            values = np.zeros(1024, np.float32)
+            alive.add(number)
+            weakref.finalize(values, alive.remove, number)
+            yield f"layer.{number}", torch.from_numpy(values)
+            del values
+
+    WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=1).publish(stream(), version=1)
