@@ -319,3 +319,10 @@ def test_what_is_written_is_held_no_longer(model_dir: Path, tmp_path: Path, monk
             del values
 
     WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=1).publish(stream(), version=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_cast_without_what_gradients_need(dtype: torch.dtype) -> None:
+    for tensors in ({"w": torch.ones(2, requires_grad=True)}, iter([("w", torch.ones(2, requires_grad=True))])):
+        ((name, cast),) = filesystem.cast_each(tensors, dtype)
+        assert (name, cast.dtype, cast.requires_grad) == ("w", dtype, False)
