@@ -58,18 +58,19 @@ def test_the_trainer_waits_for_the_engine_and_the_engine_for_the_trainer(live: L
         may_write, written = threading.Event(), list[str]()
 
         def write(may_write: threading.Event = may_write, written: list[str] = written) -> None:
+            written.append("begun")
             may_write.wait(WAIT_S)
             written.append("written")
 
         live.defer(write)
         delivering = start(live.deliver, version)
-        assert is_waiting(delivering) and live.version == version - 1
+        assert is_waiting(delivering) and written == [] and live.version == version - 1
         serving = start(live.let_write, version)
-        assert is_waiting(delivering, serving) and written == []
+        assert is_waiting(delivering, serving)
         may_write.set()
         delivering.result(WAIT_S)
         serving.result(WAIT_S)
-        assert written == ["written"] and live.version == version
+        assert written == ["begun", "written"] and live.version == version
     live.let_write(5)  # it is there
     assert is_waiting(start(live.deliver, 6)) and told == []
     live.let_write(6)
