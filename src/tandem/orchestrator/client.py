@@ -12,6 +12,7 @@ Before weights are loaded the server is claimed, and again and again after that,
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -60,7 +61,6 @@ class InferenceClient:
 
     def __init__(self, config: ClientConfig, claim: RunClaim, base_url: str) -> None:
         self.config = config
-        self.claim = claim
         self.run = claim.name
         self.on_trouble: Callable[[], None] = lambda: None
         self._http = HttpClient(base_url, config.resolve_api_key(), timeout_s=config.timeout_s)
@@ -68,13 +68,13 @@ class InferenceClient:
         self.model: dict[str, str] = {}  # what requests ask for; nothing: the model that is served
         self.instance: str | None = None  # that serves the weights of this run
         self._met: str | None = None  # that is given weights
-        self._owns = False  # whether the one that was met has weights of this run
+        self._owned: str | None = None  # that has weights of this run
         self._versions: set[int] = set()  # that it has been given
         self._hold = Hold(self._http, claim)
         self._open: dict[asyncio.Timeout, str | None] = {}  # requests, by the instance each is meant for
         self._looking = asyncio.Lock()
         self._warned_of_bias = False
-        self._seen: tuple[float, str] = (0.0, "")  # when a server was last well, and which
+        self._seen = (-math.inf, "")  # when a server was last well, and which
 
     async def close(self) -> None:
         self._hold.end()
@@ -112,7 +112,6 @@ class InferenceClient:
     async def meet(self) -> None:
         """Turn to the server that answers now, whichever it is. Whose weights it has is of no concern yet."""
         self._met = await self._until_well("it was started again and is not well")
-        self._owns = False
         self._versions.clear()
 
     def adopt(self) -> None:
@@ -175,7 +174,7 @@ class InferenceClient:
                 await self.check_root(folder)
                 return await self.take(check_only=check_only)
             except InstanceChanged:
-                continue
+                pass  # whoever answers now is asked
             except InferenceError as error:
                 key = f"; give its key with --{section}.api-key-var" if " 401: " in str(error) else ""
                 raise UserError(
@@ -198,7 +197,7 @@ class InferenceClient:
         await self.take()
         self._versions.add(body["version"])  # before: tokens of it may arrive before the answer does
         await self._post(route, body | {"run": self.run}, self._met)
-        self._owns = True
+        self._owned = self._met
 
     async def _post(self, route: str, body: dict[str, Any], instance: str | None) -> dict[str, Any]:
         """The answer of `instance`. Sent again after what was no fault of the request."""
@@ -211,8 +210,6 @@ class InferenceClient:
         except RequestFailed as error:
             raise InferenceError(str(error)) from error
         except TimeoutError:
-            if not until_gone.expired():
-                raise
             raise self._changed(instance) from None
         finally:
             self._open.pop(until_gone, None)
@@ -242,7 +239,7 @@ class InferenceClient:
         if identity.instance != instance:
             raise self._changed(instance)
         others = [run for run in identity.runs if run != self.run]
-        if others and self._owns:
+        if others and instance == self._owned:
             raise ServerLost(
                 f"the weights of this run ({self.run}) at {self.base_url} have been replaced by "
                 f"{describe_run(others[-1])}; give every run its own server (client.base_url), then resume with "

@@ -1,6 +1,5 @@
 """An OpenAI-compatible endpoint that is evaluated: messages in, texts out."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,9 @@ from tandem.config.evaluate import EndpointConfig
 from tandem.envs.model import ChatRefused
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
-from tandem.utils.http import OK, RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
+from tandem.utils.http import RETRY_STATUS, HttpClient, Reply, RequestFailed, Unreachable
+
+MODELS_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Answer:
 class ChatEndpoint:
     """Closed by whoever made it. `sampling` goes with every request."""
 
-    def __init__(self, config: EndpointConfig, base_url: str, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, config: EndpointConfig, base_url: str, sampling: dict[str, Any]) -> None:
         self.config = config
-        self.sampling = dict(sampling)
+        self.sampling = sampling
         self.http = HttpClient(base_url, config.resolve_api_key(), timeout_s=config.timeout_s)
         self.model = config.model
 
@@ -39,7 +40,7 @@ class ChatEndpoint:
         """The model that is asked for: what the configuration says, or the first that is served."""
         if self.model is None:
             try:
-                reply = await self.http.send("GET", "/v1/models", timeout_s=30)
+                reply = await self.http.send("GET", "/v1/models", timeout_s=MODELS_TIMEOUT_S)
                 self.model = orjson.loads(reply.body)["data"][0]["id"]
             except (Unreachable, orjson.JSONDecodeError, LookupError, TypeError) as error:
                 raise UserError(
@@ -97,7 +98,7 @@ class EndpointPlayer:
 
 
 async def _send_again(reply: Reply | None, problem: str) -> bool:
-    return reply is None or reply.status == OK or reply.status in RETRY_STATUS
+    return reply is None or reply.status in RETRY_STATUS
 
 
 def _message(message: dict[str, Any]) -> Message:

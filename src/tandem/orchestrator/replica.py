@@ -3,6 +3,7 @@ was started again."""
 
 import asyncio
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
@@ -36,7 +37,7 @@ class Replica:
         self.is_present = True
         self.num_open = 0  # completions that were asked for and have not come
         self._served: tuple[Path, int] | None = None
-        self._serves_base = False
+        self._serves_base: bool  # from the moment it is met
         self._loading = asyncio.Lock()
         self._requests: set[asyncio.Future[list[Completion]]] = set()
 
@@ -101,10 +102,8 @@ class Replica:
         while True:
             if self.server.instance is None:
                 await self._restore()
-            try:
+            with suppress(InstanceChanged):
                 return await self.server.generate(prompt_ids, sampling)
-            except InstanceChanged:
-                continue
 
     async def _restore(self) -> None:
         """After the server was started again: have it serve what it served before."""

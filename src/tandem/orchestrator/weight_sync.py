@@ -25,6 +25,7 @@ from tandem.utils.run_dir import step_name
 POLL_S = 0.002
 LOOK_AGAIN_S = 0.02  # the most that a version announced without a change of mtime is late by
 LOADING_POLL_S = 0.1
+TRY_AGAIN_S = 1.0  # a server that refused to take part
 MAX_SESSIONS = 100_000
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class Policy:
                 return
             except InferenceError as error:
                 logger.warning("%s cannot take part: %s", replica.server.base_url, error)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(TRY_AGAIN_S)
                 continue
             logger.info("%s takes part with version %d", replica.server.base_url, replica.wanted[1])
             self.run_log.event("server_joined", server=replica.server.base_url, version=replica.wanted[1])
@@ -226,9 +227,9 @@ class Policy:
             self._lost.set_exception(error)
 
 
-def last_change(folder: Path) -> int:
-    """When an entry of the folder last came or went; 0 while there is no folder."""
+def last_change(folder: Path) -> int | None:
+    """When an entry of the folder last came or went; None while there is no folder."""
     try:
         return folder.stat().st_mtime_ns
     except FileNotFoundError:
-        return 0
+        return None

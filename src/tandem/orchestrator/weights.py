@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ LOOK_AGAIN_S = 1.0
 async def wait_for_whole(path: Path, version: int, deadline: Deadline) -> None:
     """Every file is read and compared: when the manifest is another one, and once in a while in case only its
     timestamp, which may be coarse, says that it is the same."""
-    looked_at, look_again = None, 0.0
+    looked_at, look_again = None, math.inf
     while True:
         published = _stamp(path / MANIFEST)
         if published is not None and (published != looked_at or time.monotonic() >= look_again):

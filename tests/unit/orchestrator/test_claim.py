@@ -14,10 +14,14 @@ def claim_of(root: Path) -> RunClaim:
     return RunClaim.of(root, root / "key.txt")
 
 
-def test_every_start_has_a_name_of_its_own_and_all_have_one_lease(tmp_path: Path) -> None:
-    first = claim_of(tmp_path)
+def test_every_start_has_a_name_of_its_own_and_all_have_one_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = claim_of(Path())
     assert list(tmp_path.iterdir()) == []  # who only looks writes nothing
     first.keep(tmp_path / "key.txt")
+    assert (tmp_path / "key.txt").stat().st_mode & 0o777 == 0o600, "it is the user's alone"
     second = claim_of(tmp_path)
     assert first.lease == second.lease and first.name != second.name
     assert first.place == f"{tmp_path} on {socket.gethostname()}"

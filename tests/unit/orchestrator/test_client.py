@@ -17,7 +17,7 @@ from tandem.orchestrator import client as client_module
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost, _completion
 from tandem.orchestrator.concurrency import NO_LOAD, EngineLoad
-from tandem.types.identity import ServerIdentity
+from tandem.types.identity import BEAT_S, ServerIdentity
 from tandem.types.rollout import Kept, SamplingOptions, SamplingRequest
 from tandem.utils.errors import UserError
 
@@ -41,6 +41,7 @@ class FakeServer:
         self.num_looks = 0
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.claimed: list[tuple[str, Any]] = []  # and given back
+        self.was_left = threading.Event()  # a connection was closed
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
@@ -55,6 +56,12 @@ class FakeServer:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def finish(self) -> None:
+                super().finish()
+                server.was_left.set()
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
                 if self.path in ("/claim", "/release"):
@@ -124,7 +131,8 @@ def with_client(
     async def run() -> Any:
         client = InferenceClient(ClientConfig(base_url=url, **options), CLAIM, url)
         if adopted:
-            client._met, client._hold.instance, client._owns, client._versions = "first", "first", True, {7}
+            client._met = client._owned = client._hold.instance = "first"
+            client._versions = {7}
             client.adopt()
         try:
             return await body(client)
@@ -138,12 +146,12 @@ def generate(client: InferenceClient) -> Any:
     return client.generate([1, 2, 3], SamplingRequest(2, 4, temperature=0.5, seed=9))
 
 
-def choice(index: int, token: int) -> dict[str, Any]:
+def choice(index: int, token: int, version: int = 7) -> dict[str, Any]:
     return {
         "index": index,
         "token_ids": [token],
         "logprobs": {"token_logprobs": [-0.25]},
-        "weight_versions": [7],
+        "weight_versions": [version],
         "finish_reason": "length",
     }
 
@@ -212,6 +220,21 @@ def test_kept_tokens_are_asked_for_where_they_are_trained_on(
     assert ("the gradient is biased" in caplog.text) is asks
 
 
+def test_a_server_that_tells_no_kept_tokens_is_named_once(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    kept = {"kept_token_ids": [[50]], "kept_logprobs": [-0.125]}
+    server.plan = [(200, {"choices": [choice(0, 50) | kept]}), (200, {"choices": [choice(0, 50)]})]
+    request = SamplingRequest(1, 4, 0.5, 9, SamplingOptions(top_k=2), is_trained_on=True)
+
+    async def run(client: InferenceClient) -> list[int]:
+        num_warnings = []
+        for _ in range(3):
+            await client.generate([1], request)
+            num_warnings.append(len(caplog.records))
+        return num_warnings
+
+    assert with_client(server, run) == [0, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
@@ -232,12 +255,18 @@ def test_without_a_key_none_is_sent(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("trouble", [(503, "busy"), (429, "slow down"), (502, ""), (DROP, None)])
-def test_what_fails_on_its_way_is_sent_again(server: FakeServer, trouble: tuple[int, Any], no_pauses) -> None:
+def test_what_fails_on_its_way_is_sent_again(
+    server: FakeServer, trouble: tuple[int, Any], no_pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     server.plan = [trouble, trouble, (200, ANSWER)]
     assert len(with_client(server, generate)) == 2
     assert len(server.requests) == 3
     assert [pause for pause in no_pauses if pause > 0] == [0.5, 1.0]
-    assert server.num_looks == (0 if trouble[0] == 429 else 2)  # a server that is only busy is well
+    is_busy = trouble[0] == 429  # and well
+    assert server.num_looks == (0 if is_busy else 2)
+    assert [record.message.startswith(f"{server.url}/v1/completions: ") for record in caplog.records] == (
+        [] if is_busy else [True] * 2
+    )
 
 
 def test_a_server_that_stays_down_is_given_up(server: FakeServer) -> None:
@@ -269,11 +298,15 @@ def test_an_outage_costs_no_retries_and_one_look_serves_all(server: FakeServer) 
     assert server.num_looks < 16  # four in vain, and at most one of each request
 
 
-def test_what_the_server_refuses_is_not_sent_again(server: FakeServer) -> None:
-    server.plan = [(400, {"error": {"message": "max_tokens = 0 is too small"}}), (200, ANSWER)]
-    with pytest.raises(InferenceError, match="failed: 400: max_tokens = 0 is too small"):
+@pytest.mark.parametrize(("status", "says_who"), [(400, True), (500, True), (499, False)])
+def test_what_is_refused_is_not_sent_again(server: FakeServer, status: int, says_who: bool) -> None:
+    """By the server, whatever the status, or by something on the way that did not like the request."""
+    server.plan = [(status, {"error": {"message": "max_tokens = 0 is too small"}}), (200, ANSWER)]
+    if not says_who:
+        server.identity = None
+    with pytest.raises(InferenceError, match=f"failed: {status}: max_tokens = 0 is too small"):
         with_client(server, generate)
-    assert len(server.requests) == 1
+    assert (len(server.requests), server.num_looks) == (1, 0)
 
 
 def test_a_refusal_in_another_shape_is_shown_as_it_is(server: FakeServer) -> None:
@@ -282,17 +315,23 @@ def test_a_refusal_in_another_shape_is_shown_as_it_is(server: FakeServer) -> Non
         with_client(server, generate)
 
 
-def test_update_weights_names_path_and_version(server: FakeServer, tmp_path: Path) -> None:
-    with_client(server, lambda client: client.update_weights(tmp_path / "step_000004", 4))
+def test_update_weights_names_path_and_version(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_client(server, lambda client: client.update_weights(Path("step_000004"), 4))
     path, _, body = server.requests[0]
     expected = {"path": str(tmp_path / "step_000004"), "version": 4, "mode": "keep", "run": RUN}
     assert (path, body) == ("/update_weights", expected)
 
 
-def test_a_folder_is_asked_about_before_anything_is_loaded_from_it(server: FakeServer, tmp_path: Path) -> None:
-    with_client(server, lambda client: client.check_root(tmp_path / "weights"), adopted=False)
+def test_a_folder_is_asked_about_before_anything_is_loaded_from_it(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_client(server, lambda client: client.check_root(Path("weights")), adopted=False)
     path, _, body = server.requests[0]
-    assert (path, body["path"], body["check_only"]) == ("/update_weights", str(tmp_path / "weights"), True)
+    assert (path, body) == ("/update_weights", {"path": str(tmp_path / "weights"), "version": 0, "check_only": True})
     server.plan = [(400, {"error": {"message": "is not below"}})]
     with pytest.raises(InferenceError, match="is not below"):
         with_client(server, lambda client: client.check_root(tmp_path))
@@ -311,12 +350,13 @@ def test_a_server_that_refuses_the_run_is_a_mistake_of_the_users(
 
 
 def test_an_adapter_is_loaded_in_place_and_asked_for_until_whole_weights_come(
-    server: FakeServer, tmp_path: Path
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     server.plan = [(200, {}), (200, ANSWER), (200, {}), (200, ANSWER)]
 
     async def run(client: InferenceClient) -> None:
-        await client.load_adapter(tmp_path / "step_000004", 4)
+        await client.load_adapter(Path("step_000004"), 4)
         await generate(client)
         await client.update_weights(tmp_path / "step_000005", 5)
         await generate(client)
@@ -335,10 +375,17 @@ def test_an_adapter_is_loaded_in_place_and_asked_for_until_whole_weights_come(
     assert asked["model"] == "tandem-policy" and "model" not in asked_later
 
 
-def test_waiting_for_a_server_that_is_starting(server: FakeServer) -> None:
+def test_waiting_for_a_server_that_is_starting(server: FakeServer, no_pauses: list[float]) -> None:
     server.health = [(503, ""), (DROP, None), (200, {})]
-    with_client(server, lambda client: client.wait_until_ready(), adopted=False)
-    assert server.num_looks == 3
+    troubles: list[int] = []
+
+    async def run(client: InferenceClient) -> None:
+        client.on_trouble = lambda: troubles.append(server.num_looks)
+        await client.wait_until_ready()
+
+    with_client(server, run, adopted=False)
+    assert server.num_looks == 3 and troubles == [1, 2]
+    assert [pause for pause in no_pauses if pause > 0] == [client_module.POLL_S] * 2
 
 
 def test_waiting_has_a_deadline_that_names_the_server(server: FakeServer) -> None:
@@ -372,12 +419,12 @@ def test_another_instance_is_noticed_whatever_it_answers(server: FakeServer, ans
 
 def test_the_load_is_what_the_metrics_tell_or_nothing(server: FakeServer) -> None:
     told = "tandem_sequences_running 3.0\ntandem_sequences_waiting 1.0\ntandem_cache_usage_ratio 0.5\n"
-    server.metrics = [(404, {}), (503, {}), (200, "no metrics"), (200, told)]
+    server.metrics = [(404, told), (499, {}), (500, {}), (503, {}), (200, "no metrics"), (200, told)]
 
     async def ask(client: InferenceClient) -> list[EngineLoad | None]:
-        return [await client.read_load() for _ in range(4)]
+        return [await client.read_load() for _ in range(6)]
 
-    assert with_client(server, ask) == [None, NO_LOAD, None, EngineLoad(3, 1, 0.5)]
+    assert with_client(server, ask) == [None, None, NO_LOAD, NO_LOAD, None, EngineLoad(3, 1, 0.5)]
 
 
 def test_a_server_is_met_given_weights_and_adopted(server: FakeServer, tmp_path: Path) -> None:
@@ -397,6 +444,10 @@ def test_a_server_is_met_given_weights_and_adopted(server: FakeServer, tmp_path:
         assert client.instance is None
         client.adopt()
         assert client.instance == "second" and len(await generate(client)) == 2
+        assert client.is_busy is False
+        server.on_request = lambda: setattr(server, "identity", ServerIdentity("second", "m", 7, ("theirs-1",)))
+        with pytest.raises(ServerLost, match="have been replaced by run 'theirs-1'"):
+            await generate(client)
 
     with_client(server, run, adopted=False)
     assert server.claimed[0] == ("/claim", CLAIM.body | {"instance": None, "check_only": False})
@@ -423,7 +474,7 @@ def test_a_claim_says_which_start_of_the_server_the_run_held(server: FakeServer,
 
 
 def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_given_back(
-    server: FakeServer, tmp_path: Path
+    server: FakeServer, tmp_path: Path, no_pauses: list[float]
 ) -> None:
     async def run(client: InferenceClient) -> int:
         await client.meet()
@@ -432,13 +483,42 @@ def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_giv
         while len(server.claimed) < 4:  # it is heard of without asking for anything
             await asyncio.sleep(0)
         await client.release()
+        assert no_pauses.count(BEAT_S) >= 3
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "it is not heard of any more"
         return len(server.claimed)
 
     server.plan = [(200, {})]
     num_told = with_client(server, run, adopted=False)
     *claims, last = server.claimed
     assert len(server.claimed) == num_told and last == ("/release", {"lease": CLAIM.lease})
-    assert {path for path, _ in claims} == {"/claim"} and not any(body.get("check_only") for _, body in claims)
+    assert {path for path, _ in claims} == {"/claim"}
+    assert [body["check_only"] for _, body in claims if "check_only" in body] == [False], "claimed once"
+
+
+def test_whoever_checks_that_a_server_takes_the_run_holds_it(server: FakeServer, tmp_path: Path) -> None:
+    async def run(client: InferenceClient) -> None:
+        await client.check_access(tmp_path, check_only=True)
+        assert client._hold.instance is None
+        await client.check_access(tmp_path)
+        assert client._hold.instance == "first"
+        assert not server.was_left.is_set()
+        await client.close()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a client that is closed is not heard of any more"
+        assert await asyncio.to_thread(server.was_left.wait, 10)
+
+    with_client(server, run, adopted=False)
+
+
+def test_a_server_that_is_started_again_while_it_is_asked_is_asked_again(server: FakeServer, tmp_path: Path) -> None:
+    def restart() -> None:
+        restarted(server)()
+        server.on_request = lambda: None
+
+    server.on_request = restart
+    with_client(server, lambda client: client.check_access(tmp_path), adopted=False)
+    assert len(server.requests) == 2 and server.claimed[0][0] == "/claim"
 
 
 def test_a_server_that_another_run_holds_is_given_nothing(server: FakeServer, tmp_path: Path) -> None:
@@ -500,6 +580,21 @@ def test_a_version_that_was_never_loaded_ends_the_run(server: FakeServer) -> Non
         with_client(server, generate)
 
 
+def test_versions_that_the_start_before_was_given_are_unknown_to_the_next(server: FakeServer, tmp_path: Path) -> None:
+    server.plan = [(200, {}), (200, {"choices": [choice(0, 50, version=8)]}), (200, {"choices": [choice(0, 50)]})]
+
+    async def run(client: InferenceClient) -> None:
+        server.identity = ServerIdentity("second", "models/little", 8, (RUN,))
+        await client.meet()
+        await client.update_weights(tmp_path, 8)
+        client.adopt()
+        await generate(client)
+        with pytest.raises(ServerLost, match="tokens of version 7"):
+            await generate(client)
+
+    with_client(server, run)
+
+
 def test_something_else_at_the_address_is_not_trained_on(server: FakeServer) -> None:
     server.plan = [(200, ANSWER)]
     server.identity = None
@@ -532,13 +627,13 @@ def test_a_new_instance_ends_what_the_one_before_was_asked_for(server: FakeServe
         try:
             while len(server.requests) < 3:
                 assert await client.is_well()
-            assert client.is_busy and not any(task.done() for task in asking)
+            assert client.is_busy is True and not any(task.done() for task in asking)
             restarted(server)()
             assert await client.is_well()
+            assert (client.instance, client.is_busy) == (None, False)
             for task in asking:
                 with pytest.raises(InstanceChanged):
                     await asyncio.wait_for(task, 60)
-            assert client.instance is None and not client.is_busy
         finally:
             held.set()
 

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.orchestrator.fakes import FakeServer
 
 from tandem.orchestrator import replica as replica_module
+from tandem.orchestrator.client import InferenceError, InstanceChanged
 from tandem.orchestrator.replica import Moved, Replica
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.gate import Gate
@@ -104,6 +105,43 @@ def test_a_version_that_is_served_is_not_loaded_again(tmp_path: Path, monkeypatc
         server.instance = None  # it was started again
         await replica.load(BASE, 3)
         assert server.loaded == [(BASE.name, 3)] * 2
+
+    run_with(tmp_path, monkeypatch, body)
+
+
+def test_weights_that_met_another_start_of_the_server_are_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(replica: Replica, server: Watched) -> None:
+        def restart() -> None:
+            server.loaded.clear()
+            server.when_loaded = lambda: None
+            raise InstanceChanged
+
+        server.when_loaded = restart
+        await replica.load(BASE, 3)
+        assert server.loaded == [(BASE.name, 3)] and server.instance == "only"
+
+    run_with(tmp_path, monkeypatch, body)
+
+
+def test_a_server_that_refused_a_version_is_given_the_one_before_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have taken some of it."""
+
+    async def body(replica: Replica, server: Watched) -> None:
+        def refuse() -> None:
+            raise InferenceError("no room")
+
+        await replica.load(BASE, 3)
+        server.when_loaded = refuse
+        with pytest.raises(InferenceError, match="no room"):
+            await replica.load(BASE, 4)
+        assert replica.wanted == (BASE, 3)
+        server.when_loaded = lambda: None
+        await replica.load(*replica.wanted)
+        assert [version for _, version in server.loaded] == [3, 4, 3]
 
     run_with(tmp_path, monkeypatch, body)
 

@@ -39,6 +39,8 @@ class Machine:
         self.gives_up = False
         self.is_busy = False
         self.is_held = True
+        self.is_closed = False
+        self.checked: list[Path] = []
         self.refuses: set[int] = set()
 
     async def wait_until_ready(self) -> None:
@@ -48,14 +50,14 @@ class Machine:
             await asyncio.sleep(0.001)
 
     async def check_access(self, folder: Path) -> None:
-        pass
+        self.checked.append(folder)
 
     async def release(self) -> None:
         assert not self.is_busy
         self.is_held = False
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
 
     async def is_well(self) -> bool:
         return not self.down
@@ -165,7 +167,7 @@ def test_the_conversations_of_a_group_stay_at_one_server_while_it_is_there(tmp_p
 def test_the_latest_conversations_are_those_whose_server_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.orchestrator.weight_sync.MAX_SESSIONS", 2)
+    monkeypatch.setattr("tandem.orchestrator.weight_sync.MAX_SESSIONS", 2)  # 6 and 7
 
     async def body(policy: Policy, machines: list[Machine]) -> None:
         def chat(session: int) -> asyncio.Future[list[Completion]]:
@@ -174,12 +176,12 @@ def test_the_latest_conversations_are_those_whose_server_is_known(
 
         for machine in machines:
             machine.slow.clear()
-        waiting = [chat(session) for session in (5, 6, 7, 7, 7)]
+        waiting = [chat(session) for session in (5, 6, 6, 6, 7, 6, 7, 7, 7)]
         await asyncio.sleep(0.01)
-        assert [machine.asked for machine in machines] == [[[5], [7], [7], [7]], [[6]]]
+        assert [machine.asked for machine in machines] == [[[5], [7], [7], [7], [7]], [[6]] * 4]
         waiting.append(chat(5))  # forgotten: it goes where there is less to do
         await asyncio.sleep(0.01)
-        assert machines[1].asked == [[6], [5]]
+        assert machines[1].asked == [[6], [6], [6], [6], [5]]
         for machine in machines:
             machine.slow.set()
         await asyncio.gather(*waiting)
@@ -192,8 +194,9 @@ def test_the_limit_is_that_of_the_servers_that_are_there(tmp_path: Path) -> None
         machines = [Machine(f"http://host{number}:8000") for number in range(3)]
         policy = Policy(machines, BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"), 4)
         assert policy.limit == 12
-        machines[1].on_trouble()
-        assert (policy.limit, policy.num_present) == (8, 2)
+        for limit, machine in ((8, machines[1]), (4, machines[2]), (4, machines[0])):  # the last one is waited for
+            machine.on_trouble()
+            assert (policy.limit, policy.num_present) == (limit, limit // 4)
         policy.replicas[0].gate.limit = None
         assert policy.limit is None
         for server in list(machines):
@@ -253,6 +256,36 @@ def test_a_server_that_only_stops_answering_is_noticed_by_looking(tmp_path: Path
         assert machines[0].versions == [0, 0], "it may have been started again: it is given its weights in any case"
 
     run_with(tmp_path, 2, body)
+
+
+def test_servers_are_not_looked_after_before_they_have_weights(tmp_path: Path) -> None:
+    """Until then they are waited for, all of them."""
+
+    async def run() -> None:
+        machines = [Machine(f"http://host{number}:8000") for number in range(2)]
+        policy = Policy(machines, BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"))
+        machines[0].down = True
+        await asyncio.sleep(0.05)
+        assert policy.num_present == 2
+        machines[0].down = False
+        await policy.load(BASE, 0)
+        machines[0].down = True
+        await until(lambda: policy.num_present == 1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_only_server_takes_part_all_the_time(tmp_path: Path) -> None:
+    async def body(policy: Policy, machines: list[Machine]) -> None:
+        machines[0].down = True
+        await asyncio.sleep(0.05)
+        machines[0].down = False
+        await ask(policy)
+        await asyncio.sleep(0.02)
+        policy.run_log.event("end")
+
+    run_with(tmp_path, 1, body)
+    assert events(tmp_path) == ["end"]
 
 
 def test_the_last_server_is_waited_for_and_the_first_to_return_takes_over(tmp_path: Path) -> None:
@@ -351,7 +384,7 @@ def run_listed(root: Path, text: str, body: Callable[[Listed], Awaitable[None]],
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
+def test_servers_are_added_and_removed_by_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body(listed: Listed) -> None:
         policy, made = listed.policy, listed.made
         await policy.load(BASE, 0)
@@ -365,11 +398,13 @@ def test_servers_are_added_and_removed_by_the_file(tmp_path: Path) -> None:
         }
         assert made["http://c:1"].versions == [0]
         listed.path.write_text("not an address\n")
+        await until(lambda: "the servers stay as they are" in caplog.text)
         await asyncio.sleep(0.02)
+        assert caplog.text.count("the servers stay as they are") == 1, "told once"
         assert list(listed.pool.by_url) == ["http://b:1", "http://c:1"]
 
     run_listed(tmp_path, "http://a:1/v1  # the first\n\nhttp://b:1\n", body)
-    assert events(tmp_path)[:2] == ["server_added", "server_removed"]
+    assert events(tmp_path) == ["server_added", "server_removed", "server_joined"]
 
 
 def test_a_server_that_is_removed_is_given_back_when_it_has_answered(tmp_path: Path) -> None:
@@ -387,18 +422,42 @@ def test_a_server_that_is_removed_is_given_back_when_it_has_answered(tmp_path: P
         await listed.pool.release()
         assert not listed.made["http://b:1"].is_held
         await listed.pool.close()
+        assert all(machine.is_closed for machine in listed.made.values())
 
     run_listed(tmp_path, "http://a:1\nhttp://b:1\n", body)
 
 
-def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(tmp_path: Path) -> None:
+def test_a_server_that_has_not_answered_when_the_run_ends_is_not_waited_for(tmp_path: Path) -> None:
+    async def body(listed: Listed) -> None:
+        removed = listed.made["http://a:1"]
+        removed.is_busy = True
+        listed.path.write_text("http://b:1\n")
+        await until(lambda: "http://a:1" not in listed.pool.by_url)
+        await listed.pool.close()
+        removed.is_busy = False
+        await asyncio.sleep(0.02)
+        assert removed.is_held and removed.is_closed
+
+    run_listed(tmp_path, "http://a:1\nhttp://b:1\n", body)
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 60.0])  # it begins with the first that is ready
+def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float
+) -> None:
+    monkeypatch.setattr(servers_module, "GRACE_S", grace_s)
+
     async def body(listed: Listed) -> None:
         listed.made["http://a:1"].down = True
         waiting = asyncio.ensure_future(listed.pool.wait_until_ready(tmp_path))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         listed.path.write_text("http://b:1\n")
-        assert await waiting == [listed.made["http://b:1"]]
+        assert await asyncio.wait_for(waiting, 20) == [listed.made["http://b:1"]], "it is the only one by now"
+        assert listed.made["http://b:1"].checked == [tmp_path]
+        listed.made["http://a:1"].down = False
+        await asyncio.sleep(0.01)
+        assert listed.made["http://a:1"].checked == [], "what is no server of the run is not claimed by it"
 
     run_listed(tmp_path, "http://a:1\n", body)
 
@@ -422,15 +481,38 @@ def test_a_server_that_moves_during_the_first_load_serves_the_version_of_the_run
     run_listed(tmp_path, "http://a:1\n", body, version=6)
 
 
-def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path) -> None:
+def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         pool = ServerPool(["http://a:1", "http://b:1", "http://c:1"], Machine)
         first, second, third = (pool.by_url[url] for url in pool.by_url)
         assert isinstance(second, Machine) and isinstance(third, Machine)
         second.down = third.down = third.gives_up = True
         assert await pool.wait_until_ready(tmp_path) == [first]
+        assert "the run starts without http://b:1, http://c:1;" in caplog.text
+        second.down = False
+        await asyncio.sleep(0.01)
+        assert second.checked == [], "it takes part in another way"
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_servers_that_are_ready_soon_after_the_first_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(servers_module, "GRACE_S", 60.0)
+
+    async def run() -> None:
+        pool = ServerPool(["http://a:1", "http://b:1"], Machine)
+        first, second = pool
+        assert isinstance(second, Machine)
+        second.down = True
+        waiting = asyncio.ensure_future(pool.wait_until_ready(tmp_path))
+        await asyncio.sleep(0.02)
+        second.down = False
+        assert await waiting == [first, second] and str(pool) == "http://a:1, http://b:1"
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert not caplog.records
 
 
 def test_without_any_server_the_start_ends_with_a_name(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
+from tandem.orchestrator import weight_sync
+from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerGone, ServerLost
 from tandem.orchestrator.concurrency import Concurrency, EngineLoad
 from tandem.orchestrator.weight_sync import Policy
 from tandem.transport.weights.manifest import write_manifest
@@ -200,13 +201,17 @@ def test_refused_weights_end_the_run_with_the_reason(tmp_path: Path) -> None:
 
 def test_a_refused_version_that_was_replaced_meanwhile_is_passed_over(tmp_path: Path) -> None:
     client = RefusingClient(lambda: publish(tmp_path, 2))
+    updates: list[tuple[int, int]] = []
+
+    async def note(old: int, new: int) -> None:
+        updates.append((old, new))
 
     async def run() -> None:
         publish(tmp_path, 1)
-        await make_policy(client, tmp_path, 0).follow(2, ignore)
+        await make_policy(client, tmp_path, 0).follow(2, note)
 
     asyncio.run(run())
-    assert client.loaded == [("step_000002", 2)]
+    assert client.loaded == [("step_000002", 2)] and updates == [(0, 2)]
 
 
 def test_servers_that_are_away_or_join_are_not_given_refused_weights(tmp_path: Path) -> None:
@@ -372,8 +377,95 @@ def test_whoever_loses_the_server_tells_the_run(tmp_path: Path) -> None:
         assert not any(task.done() for task in generating)  # no group is blamed for it
         for task in generating:
             task.cancel()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody looks after the servers any more"
 
     asyncio.run(run())
+
+
+def test_a_request_that_outlived_its_server_goes_to_another(tmp_path: Path) -> None:
+    class LateClient(FakeClient):
+        """Has given up waiting for its server, once, although nobody was told of trouble."""
+
+        is_gone = True
+
+        async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
+            if self.is_gone:
+                self.is_gone = False
+                raise ServerGone("waited long")
+            return await super().generate(prompt_ids, sampling)
+
+    async def run() -> None:
+        policy = make_policy(LateClient(), tmp_path)
+        policy.add(FakeClient())
+        await policy.load(BASE, 0)
+        completion = await asyncio.wait_for(generate(policy), 20)
+        assert completion.token_ids == [1] and policy.num_moved == 1
+
+    asyncio.run(run())
+
+
+class JoiningClient(FakeClient):
+    """What joins a run: is well, and fails with the given errors, one after the other, when it is to load weights."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors = list(errors)
+        self.num_asked = 0
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        self.num_asked += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        await super().update_weights(path, version)
+
+
+async def join(folder: Path, client: FakeClient) -> Policy:
+    policy = make_policy(FakeClient(), folder)
+    await policy.load(BASE, 0)
+    policy.add(client, is_present=False)
+    return policy
+
+
+def test_a_server_that_goes_away_while_it_joins_is_waited_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        policy = await join(tmp_path, JoiningClient(ServerGone("waited long"), ServerGone("waited long")))
+        async with asyncio.timeout(20):
+            while policy.num_present < 2:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert [event["event"] for event in read_json_lines(tmp_path / "events.jsonl")] == ["server_joined"]
+
+
+def test_a_server_that_belongs_to_another_run_ends_the_one_it_was_to_join(tmp_path: Path) -> None:
+    async def run() -> None:
+        policy = await join(tmp_path, JoiningClient(ServerLost("run 'theirs' has taken it")))
+        with pytest.raises(ServerLost, match="run 'theirs' has taken it"):
+            await asyncio.wait_for(policy.watch(), 20)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("try_again_s", "num_asked"), [(60.0, 1), (0.0, 2)])
+def test_a_server_that_refuses_to_take_part_is_asked_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, try_again_s: float, num_asked: int
+) -> None:
+    monkeypatch.setattr(weight_sync, "TRY_AGAIN_S", try_again_s)
+    client = JoiningClient(InferenceError("no room for the weights"))
+
+    async def run() -> None:
+        policy = await join(tmp_path, client)
+        async with asyncio.timeout(20):
+            while client.num_asked < num_asked or policy.num_present < num_asked:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
+        assert (client.num_asked, policy.num_present) == (num_asked, num_asked)
+
+    asyncio.run(run())
+    events = tmp_path / "events.jsonl"
+    assert [event["event"] for event in read_json_lines(events)] == (["server_joined"] if num_asked == 2 else [])
 
 
 def test_a_new_server_that_refuses_the_weights_is_no_matter_of_one_group(tmp_path: Path) -> None:
@@ -413,3 +505,19 @@ def test_no_more_is_under_way_at_a_server_than_its_limit(tmp_path: Path) -> None
 
     assert asyncio.run(run(3)) == (3, 3)
     assert asyncio.run(run(None)) == (20, None)
+
+
+def test_a_limit_that_is_left_to_the_run_follows_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loaded(FakeClient):
+        async def read_load(self) -> EngineLoad:
+            return EngineLoad(num_running=10, num_waiting=1000, cache_use=1.0)
+
+    monkeypatch.setattr("tandem.orchestrator.concurrency.LOOK_S", 0.001)
+
+    async def run() -> None:
+        policy = make_policy(Loaded(), tmp_path, concurrency="auto")
+        async with asyncio.timeout(20):
+            while policy.limit != 10:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())

@@ -51,8 +51,7 @@ class DeviceMemory:
         if self._buffer is None and self._host is None:
             tensors = dict(cast_each(tensors, dtype))
             self._allocate(tensors, dtype)
-        if self._buffer is None or self._place is None:
-            assert self._host is not None
+        if self._host is not None:
             return self._host.hold(tensors, version, adapter_config)
         self._write_version(NO_VERSION)
         for name, tensor in each(tensors):
@@ -108,14 +107,14 @@ def read_device(place: Place, version: int, device: torch.device) -> dict[str, T
 def _require(memory: Tensor, version: int) -> None:
     if len(memory) < HEADER_BYTES:
         raise ValueError("the memory has no version")
-    found = int(memory[:HEADER_BYTES].view(torch.int64).item())
+    found = memory[:HEADER_BYTES].view(torch.int64).item()
     if found != version:
         raise ValueError(f"the memory holds version {found} by now, not {version}")
 
 
 def _end(place: Place) -> int:
     ends = [at + math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape, at in place.tensors.values()]
-    return max(ends, default=0)
+    return max(ends, default=HEADER_BYTES)
 
 
 def views_of(memory: Tensor, layout: Mapping[str, list[Any]]) -> dict[str, Tensor]:

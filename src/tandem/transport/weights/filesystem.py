@@ -72,7 +72,7 @@ class WeightsPublisher:
         self.config = config
         self.adapter_config = adapter_config
         self.chat_template = chat_template
-        self._flusher = ThreadPoolExecutor(1, "flush weights") if flush_beside else None
+        self._flusher = ThreadPoolExecutor(thread_name_prefix="flush weights") if flush_beside else None
         self._flushing: Future[None] | None = None
 
     def publish(self, tensors: Tensors, version: int) -> Path:
@@ -125,8 +125,8 @@ class WeightsPublisher:
             flushing.result()
 
     def _write_model(self, folder: Path, tensors: Tensors) -> None:
-        config = read_json(self.model_dir / "config.json") if self.config is None else dict(self.config)
-        write_model(folder, tensors, config | {"dtype": self.dtype})
+        config = read_json(self.model_dir / "config.json") if self.config is None else self.config
+        write_model(folder, tensors, {**config, "dtype": self.dtype})
         copy_side_files(self.model_dir, folder, self.chat_template)
 
     def _point_latest_to(self, final: Path) -> None:
@@ -164,8 +164,8 @@ def write_model(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     size_bytes = 0
     writing: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS, "write weights") as pool:
-        for number, part in enumerate(divide(cast_each(tensors, dtype), FILE_BYTES)):
-            copies = on_cpu(part, dtype)
+        for part in divide(cast_each(tensors, dtype), FILE_BYTES):  # not enumerated: that would hold each part
+            number, copies = len(writing), on_cpu(part)
             places |= dict.fromkeys(copies, number)
             size_bytes += sum(tensor.nbytes for tensor in copies.values())
             writing.append(pool.submit(_write_part, copies, folder / _part_name(number)))
@@ -201,7 +201,7 @@ def each(tensors: Tensors) -> Iterable[tuple[str, Tensor]]:
 
 def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in each(tensors):
-        yield name, tensor.detach().to(dtype)
+        yield name, tensor.detach().to(dtype)  # by the device it lies on
 
 
 def divide(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -217,16 +217,18 @@ def divide(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[d
     yield part
 
 
-def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """In `dtype`. A GPU casts them itself, and copies them to pinned memory without being waited for one by one."""
-    fits = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize <= MOST_PINNED_BYTES
+def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A GPU copies them to pinned memory without being waited for one by one."""
+    fits = sum(tensor.nbytes for tensor in tensors.values()) <= MOST_PINNED_BYTES
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        cast = tensor.detach().to(dtype).contiguous()
-        if cast.is_cuda and fits:
-            copies[name] = torch.empty(cast.shape, dtype=dtype, pin_memory=True).copy_(cast, non_blocking=True)
+        whole = tensor.contiguous()
+        if tensor.is_cuda and fits:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                whole, non_blocking=True
+            )
         else:
-            copies[name] = cast.cpu()
+            copies[name] = whole.cpu()
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # no other stream: an engine may be capturing a CUDA graph
     return copies
@@ -234,5 +236,5 @@ def on_cpu(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 
 def write_adapter(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
     """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
-    _write_part(on_cpu(dict(tensors), torch.float32), folder / ADAPTER_WEIGHTS)
-    (folder / ADAPTER_CONFIG).write_bytes(json_text(dict(config)))
+    _write_part(on_cpu(dict(cast_each(tensors, torch.float32))), folder / ADAPTER_WEIGHTS)
+    (folder / ADAPTER_CONFIG).write_bytes(json_text({**config}))

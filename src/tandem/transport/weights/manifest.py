@@ -28,7 +28,8 @@ def newest_version(folder: Path) -> int | None:
     steps = sorted((step for path in folder.iterdir() if (step := step_of(path)) is not None), reverse=True)
     written = next((step for step in steps if (folder / step_name(step) / MANIFEST).is_file()), None)
     announced = find_announced(folder)
-    return written if announced is None else max(announced.version, -1 if written is None else written)
+    found = (written, None if announced is None else announced.version)
+    return max((version for version in found if version is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,5 @@ def _verify_file(entry: tuple[Path, int, str]) -> None:
             raise DamagedWeights(f"{path} has {path.stat().st_size} bytes, the manifest says {size_bytes}")
         if checksum(path) != sha256:
             raise DamagedWeights(f"{path} does not match its checksum")
-    except DamagedWeights:
-        raise
     except OSError as error:  # a name that is none, a disk that does not answer
         raise DamagedWeights(f"{str(path)!r} cannot be read: {error}") from error

@@ -1,11 +1,27 @@
 """Only what matches its manifest is weights."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tandem.transport.weights.manifest import DamagedWeights, newest_version, verify_manifest, write_manifest
+from tandem.transport.weights.manifest import (
+    Announcement,
+    DamagedWeights,
+    Place,
+    announce,
+    find_announced,
+    is_adapter,
+    newest_version,
+    read_manifest,
+    verify_manifest,
+    withdraw,
+    write_manifest,
+)
+from tandem.utils.files import write_json
+from tandem.utils.run_dir import step_name
 
 
 @pytest.fixture
@@ -64,6 +80,22 @@ def test_a_file_name_that_is_none(published: Path, name: str) -> None:
         verify_manifest(published)
 
 
+@pytest.mark.parametrize("name", ["../x", "/etc/hostname", "", "a\nb"])
+def test_a_file_of_another_directory(published: Path, name: str) -> None:
+    files = {name: {"size_bytes": 1, "sha256": "x"}}
+    (published / "manifest.json").write_text(json.dumps({"version": 3, "files": files}))
+    with pytest.raises(DamagedWeights, match="is not a file of this directory"):
+        verify_manifest(published)
+
+
+def test_files_are_named_in_order(tmp_path: Path) -> None:
+    names = [f"{number * 7 % 10}.txt" for number in range(10)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    write_manifest(tmp_path, 1)
+    assert list(read_manifest(tmp_path / "manifest.json")[1]) == sorted(names)
+
+
 def test_two_files_that_became_one(tmp_path: Path) -> None:
     """One bit apart: where their names are the same, one of them would go unchecked."""
     for name in ("random_0", "random_1"):
@@ -111,3 +143,52 @@ def test_the_newest_version_is_the_newest_with_a_manifest(published: Path, tmp_p
     write_manifest(older, 2)
     assert newest_version(tmp_path) == 3
     assert newest_version(tmp_path / "nowhere") is None
+
+
+def test_the_newest_version_may_be_one_that_is_announced(published: Path, tmp_path: Path) -> None:
+    for announced, newest in ((4, 4), (2, 3)):
+        announce(tmp_path, Announcement(announced, None))
+        assert newest_version(tmp_path) == newest
+    shutil.rmtree(published)
+    assert newest_version(tmp_path) == 2
+    announce(tmp_path, Announcement(0, None))
+    assert newest_version(tmp_path) == 0
+    for _ in range(2):
+        withdraw(tmp_path)
+        assert newest_version(tmp_path) is None
+
+
+@pytest.mark.parametrize("place", [None, Place("/proc/1/fd/2", {"w": ["uint8", [1], 8]})])
+@pytest.mark.parametrize("adapter_config", [None, {"r": 2}])
+def test_an_announcement_is_read_as_it_was_written_and_does_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Place | None, adapter_config: dict[str, int] | None
+) -> None:
+    """A crash of the machine would end the memory too."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    announce(tmp_path, Announcement(7, place, adapter_config))
+    assert find_announced(tmp_path) == Announcement(7, place, adapter_config) and synced == []
+    for version in (6, 7):
+        assert is_adapter(tmp_path / step_name(version)) is (version == 7 and adapter_config is not None)
+
+
+def test_an_announcement_has_the_types_it_must_have(tmp_path: Path) -> None:
+    """It is a file that others may have written."""
+    place = {"path": 5, "tensors": [["w", ["uint8", [1], 8]]]}
+    write_json(tmp_path / "announced.json", {"version": "7", "place": place, "adapter_config": [["r", 2]]})
+    assert find_announced(tmp_path) == Announcement(7, Place("5", {"w": ["uint8", [1], 8]}), {"r": 2})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"version": "x"}, {"version": None}, {"place": 1}, {"place": {"path": "x", "tensors": 1}}, {"adapter_config": 1}],
+)
+def test_an_announcement_of_another_shape_is_none(tmp_path: Path, changed: dict[str, object]) -> None:
+    write_json(tmp_path / "announced.json", {"version": 7, "place": None, "adapter_config": None} | changed)
+    assert find_announced(tmp_path) is None
+
+
+def test_an_adapter_is_known_by_its_config(published: Path) -> None:
+    assert not is_adapter(published)
+    (published / "adapter_config.json").write_text("{}")
+    assert is_adapter(published)

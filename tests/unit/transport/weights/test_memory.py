@@ -1,6 +1,7 @@
 """Weights through memory: what is held, what goes on to the files, and what an engine then reads."""
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.unit.transport.weights.fakes import OnGpu
 
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
@@ -31,6 +33,7 @@ needs_linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs 
 def test_a_version_is_held_as_it_was_published_and_lies_in_the_files_too(
     tiny_model: Path, tmp_path: Path, dtype: str
 ) -> None:
+    threads = set(threading.enumerate())
     memory = OwnMemory(getattr(torch, dtype))
     publisher = MemoryFirst(memory, WeightsPublisher(tmp_path, tiny_model, dtype, keep=2))
     decoder = load_decoder(tiny_model, torch.float32, CPU).requires_grad_(False)
@@ -38,6 +41,7 @@ def test_a_version_is_held_as_it_was_published_and_lies_in_the_files_too(
     decoder.norm.weight.fill_(7.0)  # the trainer goes on
     assert newest_version(tmp_path) == 1, "known before there are files"
     publisher.close()
+    assert set(threading.enumerate()) <= threads, "whoever wrote files has ended"
     assert newest_version(tmp_path) == 1 and find_announced(tmp_path) is None
     held = memory.find(1)
     assert held is not None and memory.find(0) is None and memory.find(2) is None
@@ -45,6 +49,15 @@ def test_a_version_is_held_as_it_was_published_and_lies_in_the_files_too(
     assert held.tensors.keys() == written.keys()
     assert all(torch.equal(held.tensors[name], tensor) for name, tensor in written.items())
     assert (written["model.norm.weight"] == 1).all() and written["model.norm.weight"].dtype == getattr(torch, dtype)
+
+
+def test_a_version_is_held_in_the_order_of_files_and_without_gradients() -> None:
+    memory = OwnMemory(torch.float32)
+    assert memory.find(1) is None
+    tensors = {name: torch.ones(2, requires_grad=True) for name in ("b", "a", "c")}
+    held = memory.hold(tensors, 1, None)
+    assert list(held.tensors) == ["a", "b", "c"] and held.version == 1
+    assert not any(tensor.requires_grad for tensor in held.tensors.values())
 
 
 def test_a_version_is_known_here_before_other_ranks_are_waited_for() -> None:
@@ -143,13 +156,24 @@ def test_a_descriptor_that_became_another_version_is_not_read(asked: int) -> Non
 @needs_linux
 def test_shared_memory_has_each_number_in_its_place() -> None:
     """However a tensor lies in the trainer's memory; an adapter in the precision of training."""
-    values = torch.arange(1.0, 13.0) / 3
+    values = (torch.arange(1.0, 13.0) / 3).requires_grad_()
     tensors = {"turned": values.view(3, 4).T, "every_other": values[::2]}
     memory = SharedMemory(torch.bfloat16)
-    for described, dtype in ((None, torch.bfloat16), ({"r": 2}, torch.float32)):
-        found = read_shared(share(memory, tensors, 1, described), 1)
+    for described, dtype, size_bytes in ((None, torch.bfloat16, 24), ({"r": 2}, torch.float32, 48)):
+        place = share(memory, tensors, 1, described)
+        name = str(dtype).removeprefix("torch.")
+        assert place.tensors == {"turned": [name, [4, 3], 8], "every_other": [name, [6], 8 + size_bytes]}
+        found = read_shared(place, 1)
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
+    memory.close()
+
+
+@needs_linux
+def test_shared_memory_takes_tensors_from_a_gpu() -> None:
+    memory = SharedMemory(torch.float32)
+    place = share(memory, {"w": torch.ones(2).as_subclass(OnGpu)}, 1)
+    assert read_shared(place, 1)["w"].tolist() == [1.0, 1.0]
     memory.close()
 
 
@@ -281,7 +305,7 @@ def test_the_version_that_a_run_goes_on_from_is_held_and_its_files_are_not_touch
     memory = OwnMemory(torch.bfloat16)
     publisher = MemoryFirst(memory, files)
     publisher.republish({"w": torch.ones(2)}, 3)
-    publisher.close()
+    publisher.close()  # there is nothing to withdraw
     held = memory.find(3)
     assert held is not None and held.tensors.keys() == {"w"} and held.adapter_config == adapter_config
     assert os.path.samestat(written.stat(), before)
