@@ -17,6 +17,7 @@ RENAMED: Mapping[str, str] = {
     "weight_decay": "optimizer.weight_decay",
     "adam_epsilon": "optimizer.eps",
     "seed": "seed",
+    "data_seed": "seed",
     "max_length": "seq_len",
     "max_seq_length": "seq_len",
     "log_level": "log_level",
@@ -253,7 +254,7 @@ BY_RULE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
     *("bf16", "torch_dtype", "dtype", "gradient_checkpointing", "activation_checkpointing", "eval_strategy"),
     *("evaluation_strategy", "eval_steps"),
-    *("save_strategy", "report_to", "use_cpu", "data_seed", "lr_scheduler_type", "lr_scheduler_kwargs"),
+    *("save_strategy", "report_to", "use_cpu", "lr_scheduler_type", "lr_scheduler_kwargs"),
     *("warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "precompute_ref_log_probs", "max_prompt_length"),
     *("config", "dataset_name", "use_peft", "use_vllm", "max_grad_norm", "save_steps", "loss_type", "epsilon"),
 )
