@@ -165,7 +165,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((False,), "LoRA and rsLoRA are there"),
     "push_to_hub": ((False,), "the model is in weights/latest, in the format of transformers"),
     "load_best_model_at_end": ((False,), "weights/latest is the last; checkpoint.keep_every keeps others"),
-    "label_smoothing_factor": ((0, 0.0), "use label_smoothing, of dpo, cpo and simpo"),
+    "label_smoothing_factor": ((0,), "use label_smoothing, of dpo, cpo and simpo"),
     "fp16": ((False,), "half precision here is bfloat16; use bf16: true"),
     "fp16_full_eval": ((False,), "half precision here is bfloat16; use bf16: true"),
     "sync_ref_model": ((False,), "the reference model is the one that training starts from"),
