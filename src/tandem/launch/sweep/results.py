@@ -111,11 +111,11 @@ def _panel(title: str, curves: Mapping[str, list[tuple[int, float]]], top: int) 
     points = [point for curve in curves.values() for point in curve]
     last = max((step for step, _ in points), default=1) or 1
     low, high = min((value for _, value in points), default=0.0), max((value for _, value in points), default=1.0)
-    span = (high - low) or 1.0
     bottom = top + TOP + HEIGHT
 
     def place(step: int, value: float) -> str:
-        return f"{LEFT + step / last * WIDTH:.1f},{bottom - (value - low) / span * HEIGHT:.1f}"
+        height = (value - low) / (high - low) * HEIGHT if high > low else 0
+        return f"{LEFT + step / last * WIDTH:.1f},{bottom - height:.1f}"
 
     parts = [
         f'<text x="{LEFT}" y="{top + TOP - 10}" font-weight="bold">{escape(title)}</text>',
