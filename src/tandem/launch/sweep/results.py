@@ -30,9 +30,9 @@ def write_results(output_dir: Path, items: Sequence[Progress]) -> None:
 
 def columns(items: Sequence[Progress]) -> tuple[list[str], list[str]]:
     """Names of what varies, and of the metrics that any run has."""
-    varied = list(dict.fromkeys(name for item in items for name in item.run.varied))
-    metrics = list(dict.fromkeys(name for item in items for name in item.metrics))
-    return varied, metrics
+    varied = dict.fromkeys(name for item in items for name in item.run.varied)
+    metrics = dict.fromkeys(name for item in items for name in item.metrics)
+    return [*varied], [*metrics]
 
 
 def as_csv(items: Sequence[Progress]) -> str:

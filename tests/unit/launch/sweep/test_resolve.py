@@ -298,6 +298,27 @@ def test_each_argument_of_online_algorithms_says_what_trl_says(
     assert {path: value_at(config, path) for path in expected} == expected
 
 
+DONE_ANYWAY = {
+    True: ("do_train", "do_eval", "assistant_only_loss", "completion_only_loss", "enable_jit_checkpoint"),
+    False: (
+        *("do_predict", "save_only_model", "ignore_data_skip", "auto_find_batch_size", "load_in_8bit", "load_in_4bit"),
+        *("use_dora", "push_to_hub", "load_best_model_at_end", "fp16", "fp16_full_eval", "sync_ref_model"),
+        *("activation_offloading", "batch_eval_metrics", "eval_on_start", "eval_delay", "label_smoothing_factor"),
+    ),
+}
+
+
+def test_what_is_done_anyway_may_be_asked_for_and_the_opposite_is_refused(write: Write) -> None:
+    values = [(name, value) for value, names in DONE_ANYWAY.items() for name in names]
+    assert config_of(write(*(f"{name}: {value}" for name, value in values))) == config_of(write())
+    for name, value in values:
+        with pytest.raises(UserError, match=f"line 11: {name} = {not value} is not supported"):
+            resolve(write(f"{name}: {not value}"))
+    config_of(write("max_steps: 2", "shuffle_dataset: true", **ONLINE))
+    with pytest.raises(UserError, match="line 12: shuffle_dataset = False is not supported"):
+        resolve(write("max_steps: 2", "shuffle_dataset: false", **ONLINE))
+
+
 def test_rows_of_objectives_without_pairs_are_sequences(write: Write) -> None:
     sizes = ("per_device_train_batch_size: 2", "max_length: 64")
     for algorithm, sequences in (("sft", 1), ("kto", 1), ("bco", 1), ("cpo", 2)):
