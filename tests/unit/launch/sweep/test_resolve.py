@@ -335,6 +335,13 @@ def test_the_experiment_wins_over_its_base_and_the_algorithm_over_both(write: Wr
     assert config_of(write("warmup_ratio: 0", both)).scheduler.warmup_steps == 0
 
 
+def test_a_mistake_in_the_base_is_told_without_a_line_of_the_experiment(write: Write, tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text("seed = 'x'\n")
+    with pytest.raises(UserError, match=r"config\.yaml: seed = 'x' is not valid"):
+        resolve(write(f"config: {base}"))
+
+
 def test_what_was_computed_or_makes_no_difference_is_noted(write: Write) -> None:
     options: Any = {"slurm": ("nodes: 2", "inference_nodes: 1")}
     arguments = ("max_steps: 5", "logging_steps: 1", "per_device_train_batch_size: 8")

@@ -18,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def make_item(
-    folder: Path, name: str, losses: Sequence[tuple[int, object]], algorithm: str = "sft", **metrics: float
+    folder: Path, name: str, losses: Sequence[tuple[int, object]], metrics: dict[str, float], algorithm: str = "sft"
 ) -> Progress:
     """A run whose metrics file has `losses` by step."""
     run = Run(name, algorithm, "sft", str(folder / name), {"seed": 3}, 1, evaluates=True)
@@ -35,12 +35,12 @@ def attributes(element: ElementTree.Element, *names: str) -> list[str]:
 def test_curves_go_over_the_width_and_the_height_of_their_panel(tmp_path: Path) -> None:
     lines = [(1, 2.0), (2, "x"), (3, 9.0), (4, 1.0), (2, 0), (3, float("inf")), (3, 1.0)]
     items = [
-        make_item(tmp_path, "a<b", lines, loss=1.0),
-        make_item(tmp_path, "later", [(2, 0.5)]),
-        make_item(tmp_path, "not yet", []),
-        replace(make_item(tmp_path, "damaged", [(1, 1.0)]), damage="it is"),
-        make_item(tmp_path, "flat", [(0, 7.0)], algorithm="other", loss=7.0),
-        make_item(tmp_path, "none", [], algorithm="without"),
+        make_item(tmp_path, "a<b", lines, {"loss": 1.0}),
+        make_item(tmp_path, "later", [(2, 0.5)], {}),
+        make_item(tmp_path, "not yet", [], {}),
+        replace(make_item(tmp_path, "damaged", [(1, 1.0)], {}), damage="it is"),
+        make_item(tmp_path, "flat", [(0, 7.0)], {"loss": 7.0}, "other"),
+        make_item(tmp_path, "none", [], {}, "without"),
     ]
     picture = ElementTree.fromstring(draw(items))
     assert attributes(picture, "width", "height") == ["1120", "780"]
@@ -64,7 +64,7 @@ def test_curves_go_over_the_width_and_the_height_of_their_panel(tmp_path: Path) 
 
 
 def test_a_panel_has_room_for_the_names_of_many_runs(tmp_path: Path) -> None:
-    items = [make_item(tmp_path, f"run{number}", [(1, 1.0)], loss=1.0) for number in range(21)]
+    items = [make_item(tmp_path, f"run{number}", [(1, 1.0)], {"loss": 1.0}) for number in range(21)]
     picture = ElementTree.fromstring(draw(items))
     assert picture.attrib["height"] == str(60 + 16 * 21)
     assert [each.attrib["stroke"] for each in picture.findall(f"{SVG}polyline")] == [*COLOURS, *COLOURS][:21]
@@ -72,7 +72,7 @@ def test_a_panel_has_room_for_the_names_of_many_runs(tmp_path: Path) -> None:
 
 
 def test_a_plot_without_any_number(tmp_path: Path) -> None:
-    item = make_item(tmp_path, "a", [(1, float("inf"))], loss=1.0)
+    item = make_item(tmp_path, "a", [(1, float("inf"))], {"loss": 1.0})
     picture = ElementTree.fromstring(draw([item]))
     assert [each.text for each in picture.findall(f"{SVG}text")] == ["sft: loss", "1", "0", "step 1"]
     assert ElementTree.fromstring(draw([replace(item, metrics={})])).attrib["height"] == "30"
@@ -80,9 +80,9 @@ def test_a_plot_without_any_number(tmp_path: Path) -> None:
 
 def test_files_and_the_table(tmp_path: Path) -> None:
     items = [
-        make_item(tmp_path, "a", [(1, 1.0)], loss=1.23456),
-        replace(make_item(tmp_path, "b", [], **{"eval/loss": 2.0}), evaluation="failed"),
-        replace(make_item(tmp_path, "c", []), state="written", step=0, max_steps=None, evaluation="finished"),
+        make_item(tmp_path, "a", [(1, 1.0)], {"loss": 1.23456}),
+        replace(make_item(tmp_path, "b", [], {"eval/loss": 2.0}), evaluation="failed"),
+        replace(make_item(tmp_path, "c", [], {}), state="written", step=0, max_steps=None, evaluation="finished"),
     ]
     items[1].run.varied["beta"] = 0.5
     assert columns(items) == (["seed", "beta"], ["loss", "eval/loss"])
@@ -117,6 +117,6 @@ def shown(items: Sequence[Progress], width: int) -> list[str]:
 def test_a_table_has_four_metrics_or_as_many_as_there_is_room_for(tmp_path: Path, width: int, known: int) -> None:
     """Names and states are wrapped first, down to fourteen letters."""
     metrics = {f"metric{number}": 0.5 for number in range(5)}
-    item = make_item(tmp_path, "a" * 40, [], **metrics)
+    item = make_item(tmp_path, "a" * 40, [], metrics)
     lines = shown([replace(item, evaluation="failed")], width)
     assert [name in lines[1] for name in metrics] == [True] * known + [False] * (5 - known)
