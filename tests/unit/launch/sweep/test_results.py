@@ -81,7 +81,7 @@ def test_a_plot_without_any_number(tmp_path: Path) -> None:
 def test_files_and_the_table(tmp_path: Path) -> None:
     items = [
         make_item(tmp_path, "a", [(1, 1.0)], {"loss": 1.23456}),
-        replace(make_item(tmp_path, "b", [], {"eval/loss": 2.0}), evaluation="failed"),
+        replace(make_item(tmp_path, "b", [], {"eval/loss": 2.0, "loss": 1.0}), evaluation="failed"),
         replace(make_item(tmp_path, "c", [], {}), state="written", step=0, max_steps=None, evaluation="finished"),
     ]
     items[1].run.varied["beta"] = 0.5
@@ -92,7 +92,7 @@ def test_files_and_the_table(tmp_path: Path) -> None:
     assert table.splitlines() == [
         "name,seed,beta,state,step,max_steps,loss,eval/loss",
         "a,3,,finished,4,4,1.23456,",
-        "b,3,0.5,finished,4,4,,2.0",
+        "b,3,0.5,finished,4,4,1.0,2.0",
         "c,3,,written,0,,,",
     ]
     assert shown(items, 100) == [
@@ -100,7 +100,7 @@ def test_files_and_the_table(tmp_path: Path) -> None:
         "┃ run ┃ state                       ┃ step ┃ loss  ┃ eval/loss ┃",
         "┡━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━━┩",
         "│ a   │ finished                    │ 4/4  │ 1.235 │           │",
-        "│ b   │ finished, evaluation failed │ 4/4  │       │ 2         │",
+        "│ b   │ finished, evaluation failed │ 4/4  │ 1     │ 2         │",
         "│ c   │ written                     │ 0    │       │           │",
         "└─────┴─────────────────────────────┴──────┴───────┴───────────┘",
         "3 runs: 2 finished, 1 written. Results: /sweep/results.csv, results.svg",
