@@ -100,7 +100,7 @@ def draw(items: Sequence[Progress]) -> str:
 def _curve(item: Progress, metric: str) -> list[tuple[int, float]]:
     lines = [line for line in read_metrics(RunDir(item.run.directory)) if _is_finite(line.get(metric))]
     # A resumed run writes the steps after its checkpoint again: the last line of a step counts.
-    return sorted({line["step"]: float(line[metric]) for line in lines}.items())
+    return sorted({line["step"]: line[metric] for line in lines}.items())
 
 
 def _is_finite(value: Any) -> bool:

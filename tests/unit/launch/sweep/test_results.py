@@ -41,25 +41,28 @@ def test_curves_go_over_the_width_and_the_height_of_their_panel(tmp_path: Path) 
         replace(make_item(tmp_path, "damaged", [(1, 1.0)], {}), damage="it is"),
         make_item(tmp_path, "flat", [(0, 7.0)], {"loss": 7.0}, "other"),
         make_item(tmp_path, "none", [], {}, "without"),
+        make_item(tmp_path, "rising", [(1, 7), (2, 9.0)], {"loss": 9.0}, "third"),
     ]
     picture = ElementTree.fromstring(draw(items))
-    assert attributes(picture, "width", "height") == ["1120", "780"]
+    assert attributes(picture, "width", "height") == ["1120", "1170"]
     frames = [attributes(each, "x", "y", "width", "height") for each in picture.findall(f"{SVG}rect")[1:]]
-    assert frames == [["70", "30", "560", "300"], ["70", "420", "560", "300"]]
+    assert frames == [["70", "30", "560", "300"], ["70", "420", "560", "300"], ["70", "810", "560", "300"]]
     curves = [attributes(each, "points", "stroke") for each in picture.findall(f"{SVG}polyline")]
     assert curves == [
         ["210.0,30.0 350.0,330.0 490.0,180.0 630.0,180.0", COLOURS[0]],
         ["350.0,255.0", COLOURS[1]],
         ["70.0,720.0", COLOURS[0]],
+        ["350.0,1110.0 630.0,810.0", COLOURS[0]],
     ]
     ends = [attributes(each, "cx", "cy") for each in picture.findall(f"{SVG}circle")]
-    assert ends == [["630.0", "180.0"], ["350.0", "255.0"], ["70.0", "720.0"]]
+    assert ends == [["630.0", "180.0"], ["350.0", "255.0"], ["70.0", "720.0"], ["630.0", "810.0"]]
     texts = [(each.text, *attributes(each, "x", "y")) for each in picture.findall(f"{SVG}text")]
     assert texts == [
         *(("sft: loss", "70", "20"), ("2", "64", "40"), ("0", "64", "330"), ("step 4", "630", "346")),
         *(("a<b: 1", "644", "42"), ("later: 0.5", "644", "58")),
         *(("other: loss", "70", "410"), ("7", "64", "430"), ("7", "64", "720"), ("step 1", "630", "736")),
-        ("flat: 7", "644", "432"),
+        *(("flat: 7", "644", "432"), ("third: loss", "70", "800"), ("9", "64", "820"), ("7", "64", "1110")),
+        *(("step 2", "630", "1126"), ("rising: 9", "644", "822")),
     ]
 
 
