@@ -143,7 +143,7 @@ def test_an_evaluation_begins_when_its_run_is_finished(
     assert look(tmp_path, run, queue, jobs, monkeypatch).evaluation is None, "its run has failed"
     say(run, "sft finished 3")
     assert look(tmp_path, run, queue, jobs, monkeypatch).evaluation == state
-    write_json(run.results, {"results": [{"scores": {"reward": 0.25}}, {"scores": {"reward": 0.5}}]})
+    write_json(run.results, {"results": [{"scores": {"reward": reward}} for reward in (0.25, 0.75, 0.5)]})
     found = look(tmp_path, run, queue, jobs, monkeypatch)
     assert (found.evaluation, found.metrics) == ("finished", {"evaluation/reward": 0.5})
     assert look(tmp_path, replace(run, evaluates=False), queue, jobs, monkeypatch).evaluation is None
