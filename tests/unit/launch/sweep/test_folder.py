@@ -191,6 +191,8 @@ def test_writing_again_changes_nothing_and_another_configuration_is_refused(
     with pytest.raises(UserError) as refused:
         entrypoint.write(write(TWO, "beta: 0.3", *four))
     assert str(refused.value).count("→") == 3
+    (Path(runs[0].folder) / "config.yaml").unlink()
+    entrypoint.write(write(TWO, "beta: 0.4"))  # nothing says any more with what it was started
 
 
 def test_nothing_is_rewritten_under_a_job_that_waits(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
