@@ -117,7 +117,7 @@ def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path: Path, monkeypa
 
 
 def test_the_nearest_name_is_told_or_all_of_them_where_they_are_few() -> None:
-    assert nearest_of("dPpo", ["kto", "DPO"]) == "did you mean 'DPO'?"
+    assert nearest_of("DPPO", ["kto", "DPO"]) == "did you mean 'DPO'?"
     assert nearest_of("x", ["kto", "dpo"]) == "known: dpo, kto"
     many = [f"name{number:02d}" for number in range(40)]
     assert nearest_of("x", many[:39]) == f"known: {', '.join(many[:39])}"
