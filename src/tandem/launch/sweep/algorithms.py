@@ -20,8 +20,8 @@ def _offline(loss: str) -> Algorithm:
     return Algorithm("align", {"loss": {"type": loss}})
 
 
-def _online(loss: Tree | None = None, *, advantage: str = "grpo", **orchestrator: object) -> Algorithm:
-    sections: Tree = {"trainer": {"loss": loss or {}}}
+def _online(loss: Tree, *, advantage: str = "grpo", **orchestrator: object) -> Algorithm:
+    sections: Tree = {"trainer": {"loss": loss}}
     return Algorithm("rl", sections | {"orchestrator": {"advantage": {"type": advantage}, **orchestrator}})
 
 

@@ -46,7 +46,7 @@ class Document:
     def where(self, section: str, key: str | None = None) -> str:
         entry = self.sections.get(section, {}).get(key or "")
         line = entry.line if entry else self.lines.get(section)
-        return f"{self.path}, line {line}" if line else str(self.path)
+        return f"{self.path}{f', line {line}' if line else ''}"
 
     def refuse(self, section: str, key: str | None, message: str) -> UserError:
         return UserError(f"{self.where(section, key)}: {message}")
@@ -69,20 +69,16 @@ def read_document(path: Path) -> Document:
         raise UserError(_explain(path, text, error)) from error
     except RecursionError as error:
         raise UserError(f"{path}: a value contains itself, by its anchor, or is nested too deeply") from error
-    finally:
-        loader.dispose()
 
 
 def _explain(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    number = mark.line + 1 if mark else 1
+    assert error.problem is not None and error.problem_mark is not None
+    number = error.problem_mark.line + 1
     lines = text.splitlines()
-    for index in (number, number + 1):  # the parser stops before or at the tab
-        if index <= len(lines) and "\t" in re.match(r"\s*", lines[index - 1])[0]:  # pyright: ignore[reportOptionalSubscript]
-            return f"{path}, line {index}: a tab indents this line; YAML wants spaces"
-    reason = " ".join(str(error.problem or error.context).split())
+    reason = " ".join(error.problem.split())
     if "'\\t'" in reason:
-        return f"{path}, line {number}: there is a tab in this line; YAML wants spaces"
+        place = "a tab indents" if lines[number - 1].lstrip(" ").startswith("\t") else "there is a tab in"
+        return f"{path}, line {number}: {place} this line; YAML wants spaces"
     if reason == "could not find expected ':'" and error.context_mark is not None:
         key = error.context_mark.line + 1  # the parser has read on from there
         return f"{path}, line {key}: {lines[key - 1].strip()!r} is not `key: value`, with a colon and a space"
@@ -115,16 +111,17 @@ class _Reader:
     def _items(self, node: yaml.MappingNode) -> list[tuple[str, int, yaml.Node]]:
         own = [key.value for key, _ in node.value if key.value != "<<"]
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._refuse(key.start_mark.line + 1, "a key is a list or a table; give a text")
             if own.count(key.value) > 1:
                 again = [other for other, _ in node.value if other.value == key.value][1]
                 raise self._refuse(
                     again.start_mark.line + 1,
                     f"{key.value!r} is given twice (first in line {key.start_mark.line + 1}); give it once",
                 )
-        if "<<" in [key.value for key, _ in node.value]:
-            self.loader.flatten_mapping(node)
+        self.loader.flatten_mapping(node)
         # Of keys that `<<` brings in as well, the section's own come last.
-        found = {str(key.value): (key.start_mark.line + 1, value) for key, value in node.value}
+        found = {key.value: (key.start_mark.line + 1, value) for key, value in node.value}
         return [(name, line, value) for name, (line, value) in found.items()]
 
     def _entry(self, section: str, key: str, line: int, node: yaml.Node) -> Entry:
@@ -145,7 +142,7 @@ class _Reader:
         if is_plain and text == NO_VALUE:
             return None
         try:
-            value = self.loader.construct_object(node, deep=True)
+            value = self.loader.construct_object(node)
         except ValueError as error:
             raise self._refuse(line, f"{key} = {text!r} cannot be read: {error}") from error
         if value is None or (isinstance(value, bool) and (section in SWITCHES or section not in AS_WRITTEN)):

@@ -89,9 +89,8 @@ def write_sweep(output_dir: Path, experiment: Path, runs: Sequence[SubExperiment
                 _refuse_rewriting(output_dir, run, job)
     with refuse_unwritable(output_dir, "execution.output_dir"):
         output_dir.mkdir(parents=True, exist_ok=True)
-    if os.path.realpath(experiment) != os.path.realpath(output_dir / EXPERIMENT):
-        is_private = any(run.secrets or holds_secret([run.tree, run.evaluation]) for run in runs)
-        write_atomic(output_dir / EXPERIMENT, experiment.read_bytes(), private=is_private)
+    is_private = any(run.secrets or holds_secret([run.tree, run.evaluation]) for run in runs)
+    write_atomic(output_dir / EXPERIMENT, experiment.read_bytes(), private=is_private)
     for run in reported(runs, "sweep", "runs written"):
         _write_run(output_dir, run)
     kept = [Run(**_stored(run)) for run in runs]
@@ -172,7 +171,6 @@ def training_job(output_dir: Path, run: SubExperiment) -> tuple[Job, dict[Path, 
         folder=run.folder,
         slurm=run.slurm,
         run=run.run,
-        ranks_per_node=config.parallel.ranks if isinstance(config, OfflineConfig) else 1,
         save_timeout_s=config.checkpoint.on_signal_timeout_s,
         always_goes_on=True,
         environment=run.environment,
@@ -180,10 +178,10 @@ def training_job(output_dir: Path, run: SubExperiment) -> tuple[Job, dict[Path, 
         comment=[f"{run.algorithm}: {_told(run.variant.varied)}", f"Written by `sweep`; see {output_dir}/summary.txt"],
         after=[f"{shlex.join(report)} > /dev/null  # results.csv and results.svg"],
     )
-    if isinstance(config, RLConfig):
-        job, _, files = with_servers(job, config)
-        return job, files
-    return job, {}
+    if isinstance(config, OfflineConfig):
+        return job.changed(ranks_per_node=config.parallel.ranks), {}
+    job, _, files = with_servers(job, config)
+    return job, files
 
 
 def evaluation_job(output_dir: Path, run: SubExperiment) -> Job:
@@ -213,7 +211,7 @@ def _stored(run: SubExperiment) -> dict[str, Any]:
         "algorithm": run.algorithm,
         "command": run.command,
         "folder": str(run.folder),
-        "varied": dict(run.variant.varied),
+        "varied": run.variant.varied,
         "nodes": run.slurm.nodes,
         "evaluates": run.evaluation is not None,
     }
@@ -257,12 +255,12 @@ def _yaml(tree: Tree) -> str:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name in run.varied))
+    names = dict.fromkeys(name for run in runs for name in run.varied if name != "algorithm")
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["name", "algorithm", *(name for name in names if name != "algorithm"), "folder"])
+    writer.writerow(["name", "algorithm", *names, "folder"])
     for run in runs:
-        values = [run.varied.get(name, "") for name in names if name != "algorithm"]
+        values = [run.varied.get(name, "") for name in names]
         writer.writerow([run.name, run.algorithm, *values, run.folder])
     return text.getvalue()
 
@@ -271,9 +269,9 @@ def _summary(output_dir: Path, runs: Sequence[SubExperiment]) -> str:
     lines = [f"{count_runs(len(runs))} in {output_dir}", ""]
     varied = {key: None for run in runs for key in run.variant.varied}
     for key in varied:
-        values = list(dict.fromkeys(str(run.variant.varied[key]) for run in runs if key in run.variant.varied))
+        values = dict.fromkeys(str(run.variant.varied[key]) for run in runs if key in run.variant.varied)
         lines.append(f"  {key}: {', '.join(values)}")
-    notes = list(dict.fromkeys(note for run in runs for note in run.notes))
+    notes = dict.fromkeys(note for run in runs for note in run.notes)
     lines += ["", "What names mean here, and what was computed:", *(f"  {note}" for note in notes)] if notes else []
     lines += ["", "Runs:", *(f"  {run.name}: {run.command} @ {run.folder / CONFIG}" for run in runs)]
     return "\n".join(lines) + "\n"

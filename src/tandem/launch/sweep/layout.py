@@ -26,38 +26,38 @@ def check_layout(document: Document) -> Path:
         if key not in execution or execution[key].alternatives == (None,):
             raise document.refuse("execution", None, f"execution.{key} is required and was not given")
     for key, entry in document.sections.get("evaluation", {}).items():
-        if entry.is_list and len(entry.alternatives) > 1:
+        if len(entry.alternatives) > 1:
             raise document.refuse("evaluation", key, f"{key} is a list; all runs are evaluated alike: give one value")
     return _output_dir(document)
 
 
 def _output_dir(document: Document) -> Path:
     entry = document.sections["execution"]["output_dir"]
-    value = entry.alternatives[0]
+    folder = Path(str(entry.alternatives[0]))
     if entry.is_list:
         raise document.refuse(
             "execution", "output_dir", "output_dir is a list; a sweep has one, and each run a folder in it"
         )
-    if not Path(str(value)).is_absolute():
+    if not folder.is_absolute():
         raise document.refuse(
             "execution",
             "output_dir",
-            f"output_dir = {str(value)!r} is relative; give {str(Path(str(value)).expanduser().resolve())!r}",
+            f"output_dir = {str(folder)!r} is relative; give {str(folder.expanduser().resolve())!r}",
         )
-    if (reason := _why_not_writable(Path(value))) is not None:
-        told = f"output_dir = {str(value)!r} cannot be written: {reason}; give another one"
+    if (reason := _why_not_writable(folder)) is not None:
+        told = f"output_dir = {str(folder)!r} cannot be written: {reason}; give another one"
         raise document.refuse("execution", "output_dir", told)
-    return Path(str(value))
+    return folder
 
 
 def _why_not_writable(folder: Path) -> str | None:
     if not is_one_line(str(folder)):
         return "there is a line break in it, which would break the job scripts"
     existing = next(place for place in (folder, *folder.parents) if place.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK):
-        return None
-    found = "it" if existing == folder else repr(str(existing))
-    return f"{found} may not be written to" if existing.is_dir() else f"{found} is a file"
+    found = "it" if existing == folder else f"'{existing}'"
+    if not existing.is_dir():
+        return f"{found} is a file"
+    return None if os.access(existing, os.W_OK) else f"{found} may not be written to"
 
 
 def nearest_of(name: str, known: Any) -> str:

@@ -48,31 +48,32 @@ def run_here(output_dir: Path, runs: Sequence[Run], *, resume: bool, max_jobs: i
 class _Started:
     """A run under way: its script, then that of its evaluation."""
 
-    def __init__(self, run: Run, *, evaluates_only: bool = False) -> None:
+    def __init__(self, run: Run, *, evaluates_only: bool) -> None:
         self.run = run
         self.scripts = [] if evaluates_only else [run.script]
         self.scripts += [run.evaluation_script] if run.evaluates else []
         self.log = Path(run.folder) / "local.out"
-        self.went_well = True
         say(f"{run.name}: started, prints to {self.log}")
         self.process = self._start()
 
+    @property
+    def went_well(self) -> bool:
+        return self.process.returncode == 0
+
     def is_over(self) -> bool:
         code = self.process.poll()
-        if code is None:
-            return False
         if code == 0 and self.scripts:
             self.process = self._start()
             return False
-        self.went_well = code == 0
-        say(f"{self.run.name}: {'finished' if self.went_well else f'failed with exit code {code}'}")
-        return True
+        if code is not None:
+            say(f"{self.run.name}: {'finished' if code == 0 else f'failed with exit code {code}'}")
+        return code is not None
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
             return subprocess.Popen(
-                ["bash", str(self.scripts.pop(0))],
+                ["bash", self.scripts.pop(0)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, al
 from tandem.launch.sweep.document import Document
 from tandem.launch.sweep.expand import Variant
 from tandem.launch.sweep.layout import ARGUMENTS, check_layout, nearest_of
-from tandem.launch.sweep.rules import NO_LIMIT, Options, Refused, apply_rules, value_at
+from tandem.launch.sweep.rules import DEFAULT_COMPLETION, NO_LIMIT, Options, Refused, apply_rules, value_at
 from tandem.launch.sweep.same_runs import idle_keys, refuse_same_runs
 from tandem.models.files import check_model, check_positions
 from tandem.utils.errors import UserError
@@ -80,11 +79,10 @@ class Resolver:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.output_dir = check_layout(document)
-        self.several = False
+        self.several = any(len(entry.alternatives) > 1 for entry in document.entries.values())
         self._checked_models: set[tuple[Any, ...]] = set()
 
     def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
-        self.several = len(variants) > 1
         runs = [self.resolve(variant) for variant in reported(variants, "sweep", "runs checked")]
         refuse_same_runs(self.document, variants, self._meaning)
         return self._once(runs)
@@ -136,9 +134,7 @@ class Resolver:
         config = self._check(CONFIGS[algorithm.command], tree, options)
         self._check_files(config, tree)
         evaluation = self._evaluation(folder, tree, algorithm)
-        if holds_secret(tree):
-            tree = deepcopy(tree)  # parts of it belong to the experiment
-            secrets |= hide_keys(tree)
+        secrets |= hide_keys(tree)
         environment = {name: value for name, value in environment.items() if name not in secrets}
         return SubExperiment(
             *(variant, name, algorithm.command, folder, tree, config, slurm, environment, secrets, options.notes),
@@ -156,11 +152,11 @@ class Resolver:
     def _slurm(self, variant: Variant) -> SlurmConfig:
         given: dict[str, Any] = variant.section("slurm")
         if venv := variant.section("execution").get("venv", given.get("venv")):
+            given["venv"] = Path(str(venv)).absolute()
             try:
-                check_venv(Path(str(venv)), "venv")
+                check_venv(given["venv"], "venv")
             except UserError as error:
                 raise self._refuse("venv", str(error)) from error
-            given["venv"] = str(Path(str(venv)).absolute())
         for key in given:  # one by one, for the line
             try:
                 SlurmConfig.model_validate({"nodes": given.get("nodes", 1), key: given[key]})
@@ -198,12 +194,15 @@ class Resolver:
             self._check_loss_type(by_rule["loss_type"], name)
         options.base = merge(base, algorithm.options)
         self._shard(variant, options)
-        ranks = options.get("parallel.ranks") or max(1, slurm.gpus_per_node)
+        ranks = options.get("parallel.ranks") or slurm.gpus_per_node or 1
         trainers = slurm.nodes - slurm.serving_nodes if online else slurm.nodes
         if not online:
             options.compute("parallel.ranks", ranks, "one rank per GPU of a node")
             if not {"epochs", "max_steps"} & {*options.values, *by_rule, *base}:
                 options.compute("epochs", 3.0, "the default of transformers")
+        if name == "dr_grpo":
+            longest = options.get("sampling.max_tokens") or DEFAULT_COMPLETION
+            options.compute("loss.constant_length", longest, "the longest completion")
         paired = algorithm.command == "align" and name not in ("kto", "bco")
         apply_rules(by_rule, options, ranks * trainers, paired=paired)
         return self._assemble(name, algorithm, options)
@@ -226,15 +225,12 @@ class Resolver:
 
     def _assemble(self, name: str, algorithm: Algorithm, options: Options) -> Tree:
         """Everything in one tree, and what the algorithm needs besides."""
-        tree: Tree = dict(options.base)
+        tree = options.base
         for path, value in options.values.items():
             tree = merge(tree, nest(path.split("."), value))
         for path, what in algorithm.needs.items():
             if value_at(tree, path) is None:
                 raise Refused("algorithm", f"algorithm = {name!r} needs {path}, {what}; give it in rl_config_args")
-        if name == "dr_grpo" and value_at(tree, "trainer.loss.constant_length") is None:
-            longest = value_at(tree, "orchestrator.sampling.max_tokens") or 128
-            tree = merge(tree, {"trainer": {"loss": {"constant_length": longest}}})
         if algorithm.is_online and "inference" not in tree:
             tree["inference"] = {}  # a server of the run's own
         if value_at(tree, "model.name") is None:
@@ -271,7 +267,7 @@ class Resolver:
             raise Refused(
                 key, f"{key} has no meaning for {kind} algorithms such as {algorithm.command}'s; leave it out"
             )
-        elif key in (paths := set(option_paths(CONFIGS[algorithm.command]))):
+        elif key in (paths := [*option_paths(CONFIGS[algorithm.command])]):
             options.set_exactly(key, value, key)
         elif placed(key, online) in paths:
             options.set(key, value, key)
@@ -290,13 +286,11 @@ class Resolver:
         given = variant.section("execution").get("distributed_config")
         if given is None:
             return
-        known = {name.lower(): name for name in DISTRIBUTED}
-        if str(given).lower() not in known:
-            raise Refused(
-                "distributed_config",
-                f"distributed_config = {given!r} is not known; {nearest_of(str(given), DISTRIBUTED)}",
-            )
-        sharding = DISTRIBUTED[known[str(given).lower()]]
+        wanted = str(given)
+        sharding = {name.lower(): sharding for name, sharding in DISTRIBUTED.items()}.get(wanted.lower())
+        if sharding is None:
+            told = f"distributed_config = {given!r} is not known; {nearest_of(wanted, DISTRIBUTED)}"
+            raise Refused("distributed_config", told)
         for name, value in sharding.options.items():
             options.set(f"parallel.{name}", value, "distributed_config")
         options.notes.append(f"distributed_config = {given}: {sharding.meaning}")

@@ -30,9 +30,9 @@ def write_results(output_dir: Path, items: Sequence[Progress]) -> None:
 
 def columns(items: Sequence[Progress]) -> tuple[list[str], list[str]]:
     """Names of what varies, and of the metrics that any run has."""
-    varied = list(dict.fromkeys(name for item in items for name in item.run.varied))
-    metrics = list(dict.fromkeys(name for item in items for name in item.metrics))
-    return varied, metrics
+    varied = dict.fromkeys(name for item in items for name in item.run.varied)
+    metrics = dict.fromkeys(name for item in items for name in item.metrics)
+    return [*varied], [*metrics]
 
 
 def as_csv(items: Sequence[Progress]) -> str:
@@ -100,7 +100,7 @@ def draw(items: Sequence[Progress]) -> str:
 def _curve(item: Progress, metric: str) -> list[tuple[int, float]]:
     lines = [line for line in read_metrics(RunDir(item.run.directory)) if _is_finite(line.get(metric))]
     # A resumed run writes the steps after its checkpoint again: the last line of a step counts.
-    return sorted({line["step"]: float(line[metric]) for line in lines}.items())
+    return sorted({line["step"]: line[metric] for line in lines}.items())
 
 
 def _is_finite(value: Any) -> bool:
@@ -111,11 +111,11 @@ def _panel(title: str, curves: Mapping[str, list[tuple[int, float]]], top: int) 
     points = [point for curve in curves.values() for point in curve]
     last = max((step for step, _ in points), default=1) or 1
     low, high = min((value for _, value in points), default=0.0), max((value for _, value in points), default=1.0)
-    span = (high - low) or 1.0
     bottom = top + TOP + HEIGHT
 
     def place(step: int, value: float) -> str:
-        return f"{LEFT + step / last * WIDTH:.1f},{bottom - (value - low) / span * HEIGHT:.1f}"
+        height = (value - low) / (high - low) * HEIGHT if high > low else 0
+        return f"{LEFT + step / last * WIDTH:.1f},{bottom - height:.1f}"
 
     parts = [
         f'<text x="{LEFT}" y="{top + TOP - 10}" font-weight="bold">{escape(title)}</text>',

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.config.orchestrator import OrchestratorConfig
+from tandem.config.sampling import SamplingConfig
 from tandem.config.shared import num_steps
+from tandem.config.sources import Tree
 from tandem.launch.sweep.arguments import placed
 from tandem.utils.secrets import names_secret
 
 DEFAULT_BATCH_SIZE = 8  # of transformers, for one device
+DEFAULT_GROUP = OrchestratorConfig.model_fields["group_size"].default
+DEFAULT_COMPLETION = SamplingConfig.model_fields["max_tokens"].default
 HELD_OUT = 0.05
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -36,7 +41,7 @@ class Options:
     """Options of ours by dotted path, each with the key of the experiment file that it comes from."""
 
     online: bool
-    base: Mapping[str, Any] = field(default_factory=dict)  # a tree of what holds where nothing is set
+    base: Tree = field(default_factory=dict)  # a tree of what holds where nothing is set
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -105,10 +110,6 @@ def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, 
     for name in CHECKPOINTING:
         if given.get(name) is not None:
             options.set("parallel.gradient_checkpointing", int(given[name]), name)
-    if "data_seed" in given and given["data_seed"] != options.values.get("seed", given["data_seed"]):
-        raise Refused(
-            "data_seed", f"data_seed = {given['data_seed']} differs from seed; there is one seed, leave it out"
-        )
     if not options.online and "precompute_ref_log_probs" in given:
         source = "precomputed" if given["precompute_ref_log_probs"] else "model"
         options.set("loss.reference", source, "precompute_ref_log_probs")
@@ -140,19 +141,19 @@ def _length(given: Mapping[str, Any], options: Options) -> None:
             "num_train_epochs", "num_train_epochs counts passes over rows, and `rl` counts steps; give max_steps"
         )
     if "max_prompt_length" in given and options.online:
-        completion = options.get("sampling.max_tokens") or 128
+        completion = options.get("sampling.max_tokens") or DEFAULT_COMPLETION
         options.set("seq_len", given["max_prompt_length"] + completion, "max_prompt_length")
     if not options.online and {"seq_len", "data.max_prompt_len"} & options.values.keys():
         options.compute("data.on_bad_row", "truncate", "transformers cuts rows that are too long")
 
 
 def _precision(given: Mapping[str, Any], options: Options) -> None:
-    names = [name for name in ("torch_dtype", "dtype") if name in given]
-    for name in names:
-        if given[name] not in ("bfloat16", "float32", "auto"):
+    for name in ("torch_dtype", "dtype"):
+        if given.get(name, "auto") not in ("bfloat16", "float32", "auto"):
             raise Refused(name, f"{name} = {given[name]!r} is not supported; give bfloat16 or float32")
-    if given.get("bf16") or any(given[name] == "bfloat16" for name in names):
-        options.set("model.dtype", "bfloat16", "bf16" if given.get("bf16") else names[0])
+    for name in ("bf16", "torch_dtype", "dtype"):
+        if given.get(name) not in (None, False, "float32", "auto"):
+            options.set("model.dtype", "bfloat16", name)
 
 
 def _optimizer(given: Mapping[str, Any], options: Options) -> None:
@@ -237,7 +238,7 @@ def _adapter(given: Mapping[str, Any], options: Options) -> None:
 
 def _trackers(value: Any) -> list[str]:
     names = value if isinstance(value, list) else [value]
-    if names in (["none"], [[]]):
+    if names == ["none"]:
         return []
     for name in names:
         if name not in TRACKERS:
@@ -256,7 +257,7 @@ def _batch(given: Mapping[str, Any], options: Options, world_size: int, paired: 
         f"= {rows} rows per step"
     )
     if options.online:
-        group = options.get("group_size") or 8
+        group = options.get("group_size") or DEFAULT_GROUP
         if rows % group:
             raise Refused(key, f"{rows} completions per step (see {key}) are not groups of num_generations = {group}")
         options.set("prompts_per_step", rows // group, key)

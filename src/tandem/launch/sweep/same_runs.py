@@ -31,11 +31,10 @@ def idle_keys(same: Sequence[Variant]) -> list[Key]:
 def _by_value(document: Document, variants: Sequence[Variant]) -> Iterator[tuple[Key, list[list[Variant]]]]:
     """For each key with several values, the variants of each value; the n-th of two such lists differ in it alone."""
     in_a_row = len(variants)  # so many have the same value
-    for key, entry in document.entries.items():
-        num_values = len(entry.alternatives)
+    for key in variants[0].labels:
+        num_values = len(document.entries[key].alternatives)
         in_a_row //= num_values
-        if num_values > 1:
-            lists: list[list[Variant]] = [[] for _ in range(num_values)]
-            for number, variant in enumerate(variants):
-                lists[number // in_a_row % num_values].append(variant)
-            yield key, lists
+        lists: list[list[Variant]] = [[] for _ in range(num_values)]
+        for number, variant in enumerate(variants):
+            lists[number // in_a_row % num_values].append(variant)
+        yield key, lists

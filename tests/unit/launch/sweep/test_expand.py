@@ -29,7 +29,7 @@ def test_what_stands_first_changes_slowest(tmp_path: Path) -> None:
 
 
 def test_a_run_alone_is_named_by_its_algorithm(tmp_path: Path) -> None:
-    assert names(tmp_path, "beta: 0.1") == ["dpo"]
+    assert names(tmp_path, "beta: 0.1") == ["dpo"] and names(tmp_path, algorithm="3") == ["3"]
 
 
 def test_a_long_name_is_shortened_and_stays_one_of_its_own(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_long_name_is_shortened_and_stays_one_of_its_own(tmp_path: Path) -> No
 
     assert named(MAX_NAME)[0] == f"dpo-{'k' * (MAX_NAME - 5)}a"
     shortened = named(MAX_NAME + 1)
-    assert {len(name) for name in shortened} == {MAX_NAME} and len(set(shortened)) == 4
+    assert {len(name) for name in shortened} == {MAX_NAME} == {100} and len(set(shortened)) == 4
     assert [name[:50] for name in shortened] == [name[:50] for name in named(MAX_NAME)]
     assert named(MAX_NAME + 1) == shortened
 
@@ -58,3 +58,5 @@ def test_labels_that_are_alike_are_told_apart(tmp_path: Path) -> None:
 def test_the_same_value_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 5: beta has 0\.1 twice, which would be the same run"):
         names(tmp_path, "beta: [0.1, 0.2, 0.1]")
+    with pytest.raises(UserError, match=r"line 5: beta has 1 twice"):
+        names(tmp_path, 'beta: [1, "1"]')

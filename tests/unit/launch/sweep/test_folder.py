@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import shutil
 import subprocess
 from collections import Counter
@@ -22,6 +23,8 @@ from tandem.config.rl import RLConfig
 from tandem.entrypoints import sweep as entrypoint
 from tandem.launch.slurm.job import SITE_TEMPLATES
 from tandem.launch.sweep import folder, resolve
+from tandem.launch.sweep.document import read_document
+from tandem.launch.sweep.expand import expand
 from tandem.launch.sweep.folder import Run, store_jobs, write_sweep
 from tandem.launch.sweep.local import run_here
 from tandem.launch.sweep.results import as_csv, draw, show
@@ -51,7 +54,7 @@ def finish(run: Run, *, step: int = 3) -> None:
 
 
 def test_each_run_has_a_script_and_a_configuration(write: Write, tmp_path: Path) -> None:
-    output_dir, runs = entrypoint.write(write(TWO, slurm=("time: 2:00:00", "account: bsc88")))
+    _, runs = entrypoint.write(write(TWO, slurm=("time: 2:00:00", "account: bsc88")))
     for run in runs:
         script = run.script.read_text()
         assert "#SBATCH --time=2:00:00\n" in script and "#SBATCH --account=bsc88\n" in script
@@ -59,9 +62,71 @@ def test_each_run_has_a_script_and_a_configuration(write: Write, tmp_path: Path)
         assert subprocess.run(["bash", "-n", str(run.script)], check=False).returncode == 0
         config = load_config(AlignConfig, ["@", f"{run.folder}/config.yaml"])
         assert config.output_dir == run.directory and config.optimizer.lr == run.varied["learning_rate"]
-    rows = list(csv.DictReader((output_dir / "runs.csv").read_text().splitlines()))
-    assert [row["name"] for row in rows] == ["lr0.0001", "lr0.0002"]
-    assert "scheduler.type = linear: the default of transformers" in (output_dir / "summary.txt").read_text()
+        assert f"# dpo: learning_rate = {run.varied['learning_rate']}\n" in script
+        assert f"if [ -e {run.directory}/config ]; then" in script, "what is there is continued at any start"
+
+
+def test_what_tells_runs_apart_is_in_a_table_and_in_the_summary(write: Write) -> None:
+    output_dir, (whole, low, high) = entrypoint.write(write("use_peft: [false, true]", "lora_r: [4, 8]"))
+    assert (output_dir / "runs.csv").read_text().splitlines() == [
+        "name,algorithm,use_peft,lora_r,folder",
+        f"use_peftFalse,dpo,False,,{whole.folder}",
+        f"use_peftTrue-lora_r4,dpo,True,4,{low.folder}",
+        f"use_peftTrue-lora_r8,dpo,True,8,{high.folder}",
+    ]
+    notes = [
+        "parallel.ranks = 1: one rank per GPU of a node",
+        "epochs = 3.0: the default of transformers",
+        "scheduler.type = linear: the default of transformers",
+    ]
+    assert (output_dir / "summary.txt").read_text().splitlines() == [
+        *(f"3 runs in {output_dir}", "", "  use_peft: False, True", "  lora_r: 4, 8", ""),
+        *("What names mean here, and what was computed:", *(f"  {note}" for note in notes)),
+        *("  use_peftFalse: makes no use of lora_r, so it is one run for all values of it", "", "Runs:"),
+        *(f"  {run.name}: align @ {run.folder}/config.yaml" for run in (whole, low, high)),
+    ]
+    text = (Path(low.folder) / "config.yaml").read_text()
+    assert text.splitlines()[:5] == [f"# align @ {low.folder}/config.yaml", *(f"# {note}" for note in notes), "loss:"]
+
+
+def test_the_algorithm_has_one_column(write: Write, tmp_path: Path) -> None:
+    folder = tmp_path / "of" / "mine"
+    rest = "environment:\n  WANDB_PROJECT: größe"
+    output_dir, runs = entrypoint.write(write(algorithm="[dpo, kto]", output_dir=str(folder), rest=rest))
+    rows = [f"{run.name},{run.name},{folder}/{run.name}" for run in runs]
+    assert (output_dir / "runs.csv").read_text().splitlines() == ["name,algorithm,folder", *rows]
+    assert "  project: größe\n" in (Path(runs[0].folder) / "config.yaml").read_text()
+
+
+def test_a_run_alone_on_two_nodes_can_be_read_by_all(write: Write) -> None:
+    options: Any = {"algorithm": "grpo", "script": ("env: reverse-text",)}
+    slurm = ("nodes: 2", "account: me", "output: logs.txt", "error: errors.txt", "signal: B:USR1")
+    rest = "evaluation:\n  env: reverse-text"
+    output_dir, (run,) = entrypoint.write(write("max_steps: 2", **options, slurm=slurm, rest=rest))
+    assert "# grpo: the only run\n" in run.script.read_text()
+    evaluation = run.evaluation_script.read_text()
+    assert "#SBATCH --account=me\n" in evaluation and "#SBATCH --signal" not in evaluation
+    assert "logs.txt" not in evaluation and "errors.txt" not in evaluation
+    served = json.loads((Path(run.folder) / "inference.json").read_text())
+    assert served["server"]["api_key_var"] == "TANDEM_API_KEY"
+    files = [path for path in output_dir.rglob("*") if path.is_file()]
+    assert len(files) == 9 and all(path.stat().st_mode & 0o044 for path in files)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"secrets": {"HF_TOKEN": "a"}}, {"evaluation": {"api_key": "a"}}, {"tree": {"env": {"api_key": "a"}}}],
+)
+def test_the_experiment_is_private_if_any_run_has_a_secret(
+    write: Write, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    resolver = resolve.Resolver(read_document(write(TWO, rest="evaluation:\n  env: reverse-text")))
+    first, second = resolver.resolve_all(expand(resolver.document))
+    write_sweep(tmp_path / "sweep", write(), [first, replace(second, **changes)])
+    assert (tmp_path / "sweep" / "experiment.yaml").stat().st_mode & 0o777 == 0o600
+    write_sweep(tmp_path / "sweep", write(), [first, second])
+    assert (tmp_path / "sweep" / "experiment.yaml").stat().st_mode & 0o044
+    assert not (second.folder / "secrets.sh").exists()
 
 
 KEYS = """\
@@ -119,9 +184,15 @@ def test_writing_again_changes_nothing_and_another_configuration_is_refused(
     store_jobs(output_dir, "run", {runs[0].name: "12_0"})
     monkeypatch.setattr("tandem.launch.sweep.folder.jobs_under_way", dict)
     with pytest.raises(
-        UserError, match=r"run 'lr0.0001' was started with another configuration \(loss.beta = 0.3 → 0.4"
+        UserError, match=r"run 'lr0.0001' was started with another configuration \(loss.beta = 0.3 → 0.4\); give"
     ):
         entrypoint.write(write(TWO, "beta: 0.4"))
+    four = [f"{option}: 7" for option in ("max_length", "save_steps", "save_total_limit", "data_seed")]
+    with pytest.raises(UserError) as refused:
+        entrypoint.write(write(TWO, "beta: 0.3", *four))
+    assert str(refused.value).count("→") == 3
+    (Path(runs[0].folder) / "config.yaml").unlink()
+    entrypoint.write(write(TWO, "beta: 0.4"))  # nothing says any more with what it was started
 
 
 def test_nothing_is_rewritten_under_a_job_that_waits(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +212,9 @@ def test_nothing_is_rewritten_under_a_job_that_waits(write: Write, monkeypatch: 
     with pytest.raises(UserError, match=r"'lr0.0002' waits or runs as job 13_1, and evaluate.yaml would change"):
         entrypoint.write(write(TWO, rest=evaluation.format(3)))
     assert {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()} == before
+    runs[1].script.unlink()
+    with pytest.raises(UserError, match=r"'lr0.0002' waits or runs as job 13_1, and job.sh would change"):
+        entrypoint.write(file)
     queue = {}
     entrypoint.write(write(TWO, slurm=("time: 2:00:00",), rest=evaluation.format(3)))
 

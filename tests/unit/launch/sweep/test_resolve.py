@@ -16,12 +16,16 @@ from tandem.launch.sweep.arguments import all_names
 from tandem.launch.sweep.document import read_document
 from tandem.launch.sweep.expand import expand
 from tandem.launch.sweep.resolve import Resolver, SubExperiment
+from tandem.launch.sweep.rules import value_at
 from tandem.utils.errors import UserError
 
 
 def resolve(path: Path) -> list[SubExperiment]:
     resolver = Resolver(read_document(path))
     return resolver.resolve_all(expand(resolver.document))
+
+
+ONLINE: Any = {"algorithm": "grpo", "script": ("env: reverse-text",)}
 
 
 def config_of(path: Path) -> Any:
@@ -211,9 +215,287 @@ def test_no_limit_of_steps_is_as_if_none_was_given(write: Write, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), {"device": "auto", "model.dtype": "float32", "lora": None, "data.on_bad_row": "error"}),
+        ((), {"epochs": 3.0, "parallel.ranks": 1, "scheduler.type": "linear", "eval.every": None}),
+        (("use_cpu: true",), {"device": "cpu"}),
+        (("use_cpu: false",), {"device": "auto"}),
+        (("report_to: wandb",), {"metrics.report_to": ["wandb"]}),
+        (("report_to: none",), {"metrics.report_to": []}),
+        (("data_seed: 5",), {"seed": 5}),
+        (("precompute_ref_log_probs: true",), {"loss.reference": "precomputed"}),
+        (("precompute_ref_log_probs: false",), {"loss.reference": "model"}),
+        (("num_train_epochs: 2", "max_steps: 1"), {"max_steps": 1, "epochs": None}),
+        (("gradient_accumulation_steps: 2",), {"batch_size": 16}),
+        (
+            ("per_device_train_batch_size: 1", "gradient_accumulation_steps: 1", "max_length: 64"),
+            {"batch_size": 1, "tokens_per_microbatch": 2 * 65},
+        ),
+        (("gradient_accumulation_steps: 1", "max_length: 64"), {"tokens_per_microbatch": 2 * 8 * 65}),
+        (("bf16: false", "torch_dtype: float32", "dtype: auto"), {"model.dtype": "float32"}),
+        (("torch_dtype: bfloat16", "dtype: float32"), {"model.dtype": "bfloat16"}),
+        (("torch_dtype: float32", "dtype: bfloat16"), {"model.dtype": "bfloat16"}),
+        (("adam_beta1: 0.8",), {"optimizer.betas": [0.8, 0.999]}),
+        (("lr_scheduler_type: constant",), {"scheduler.type": "constant"}),
+        (("lr_scheduler_type: constant_with_warmup",), {"scheduler.type": "constant"}),
+        (("lr_scheduler_type: linear",), {"scheduler.type": "linear"}),
+        (
+            ("lr_scheduler_type: cosine_with_min_lr", "lr_scheduler_kwargs: {min_lr_rate: 0.1}"),
+            {"scheduler.type": "cosine", "scheduler.min_lr_ratio": 0.1},
+        ),
+        (("eval_strategy: no", "eval_steps: 5"), {"eval.every": None, "data.eval_size": None}),
+        (("evaluation_strategy: no", "eval_steps: 5"), {"eval.every": None}),
+        (("evaluation_strategy: steps", "eval_steps: 5"), {"eval.every": 5, "data.eval_size": 0.05}),
+        (("eval_steps: 5", "data.eval_path: {rows}"), {"eval.every": 5, "data.eval_size": None}),
+        (("save_strategy: no", "save_steps: 5"), {"checkpoint.every": None}),
+        (("save_strategy: steps",), {"checkpoint.every": 25}),
+        (("use_peft: true",), {"lora.rank": 16}),
+        (("parallel.timeout_s: 90",), {"parallel.timeout_s": 90}),
+    ],
+)
+def test_each_argument_says_what_transformers_says(
+    write: Write, tmp_path: Path, arguments: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    config = config_of(write(*(line.replace("{rows}", str(rows)) for line in arguments))).model_dump()
+    assert {path: value_at(config, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments", "expected"),
+    [
+        ("grpo", (), {"inference.engine": "native", "slurm": None, "orchestrator.prompts_per_step": 16}),
+        ("grpo", ("max_prompt_length: 16",), {"seq_len": 16 + 128}),
+        ("grpo", ("max_prompt_length: 1",), {"seq_len": 1 + 128}),
+        ("grpo", ("max_steps: -1", "eval_steps: 1"), {"orchestrator.eval.every": 1}),
+        ("grpo", ("per_device_train_batch_size: 8",), {"orchestrator.prompts_per_step": 1}),
+        ("grpo", ("gradient_accumulation_steps: 2",), {"orchestrator.prompts_per_step": 2}),
+        ("grpo", ("num_train_epochs: 2",), {"max_steps": 5}),
+        ("grpo", ("optimizer.lr: 0.5", "temperature: 0.5"), {"trainer.optimizer.lr": 0.5}),
+        ("grpo", ("updates_per_batch: 2",), {"trainer.updates_per_batch": 2}),
+        ("grpo", ("env_args: {a.b: 1, c: {d: 2}}",), {"orchestrator.env.args": {"a.b": 1, "c": {"d": 2}}}),
+        ("grpo", ("reward_funcs: exact_match",), {"orchestrator.env.reward": "exact_match"}),
+        ("dr_grpo", (), {"trainer.loss.constant_length": 128, "trainer.loss.normalize": "constant"}),
+        ("dr_grpo", ("max_completion_length: 16",), {"trainer.loss.constant_length": 16}),
+        ("dr_grpo", ("loss.constant_length: 9",), {"trainer.loss.constant_length": 9}),
+        ("dapo", (), {"trainer.loss.clip_low": 0.2, "trainer.loss.clip_high": 0.28}),
+        ("reinforce_pp", (), {"trainer.loss.kl.coef": 0.001}),
+        ("ppo", (), {"orchestrator.group_size": 1, "orchestrator.advantage.type": "reward"}),
+        (
+            "distillation",
+            ("trainer.loss.teacher.model: {model}",),
+            {"orchestrator.group_size": 1, "trainer.loss.teacher.coef": 1.0},
+        ),
+    ],
+)
+def test_each_argument_of_online_algorithms_says_what_trl_says(
+    write: Write, tiny_model: Path, algorithm: str, arguments: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    lines = [line.replace("{model}", str(tiny_model)) for line in arguments]
+    limit = () if any(line.startswith("max_steps") for line in lines) else ("max_steps: 5",)
+    config = config_of(write(*limit, *lines, algorithm=algorithm, script=("env: reverse-text",))).model_dump()
+    assert {path: value_at(config, path) for path in expected} == expected
+
+
+DONE_ANYWAY = {
+    True: ("do_train", "do_eval", "assistant_only_loss", "completion_only_loss", "enable_jit_checkpoint"),
+    False: (
+        *("do_predict", "save_only_model", "ignore_data_skip", "auto_find_batch_size", "load_in_8bit", "load_in_4bit"),
+        *("use_dora", "push_to_hub", "load_best_model_at_end", "fp16", "fp16_full_eval", "sync_ref_model"),
+        *("activation_offloading", "batch_eval_metrics", "eval_on_start", "eval_delay", "label_smoothing_factor"),
+    ),
+}
+
+
+def test_what_is_done_anyway_may_be_asked_for_and_the_opposite_is_refused(write: Write) -> None:
+    values = [(name, value) for value, names in DONE_ANYWAY.items() for name in names]
+    assert config_of(write(*(f"{name}: {value}" for name, value in values))) == config_of(write())
+    for name, value in values:
+        with pytest.raises(UserError, match=f"line 11: {name} = {not value} is not supported"):
+            resolve(write(f"{name}: {not value}"))
+    config_of(write("max_steps: 2", "shuffle_dataset: true", **ONLINE))
+    with pytest.raises(UserError, match="line 12: shuffle_dataset = False is not supported"):
+        resolve(write("max_steps: 2", "shuffle_dataset: false", **ONLINE))
+
+
+def test_rows_of_objectives_without_pairs_are_sequences(write: Write) -> None:
+    sizes = ("per_device_train_batch_size: 2", "max_length: 64")
+    for algorithm, sequences in (("sft", 1), ("kto", 1), ("bco", 1), ("cpo", 2)):
+        assert config_of(write(*sizes, algorithm=algorithm)).tokens_per_microbatch == sequences * 2 * 65
+
+
+def test_the_experiment_wins_over_its_base_and_the_algorithm_over_both(write: Write, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text("seed = 5\nmax_steps = 7\n[scheduler]\nwarmup_steps = 5\n[loss]\ntype = 'ipo'\n")
+    second.write_text("max_steps = 8\n")
+    both = f"config: [[{first}, {second}]]"
+    config = config_of(write("seed: 6", "warmup_steps: 0", both))
+    assert (config.seed, config.max_steps, config.scheduler.warmup_steps, config.loss.type) == (6, 8, 0, "dpo")
+    assert config_of(write("warmup_ratio: 0", both)).scheduler.warmup_steps == 0
+
+
+def test_a_mistake_in_the_base_is_told_without_a_line_of_the_experiment(write: Write, tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text("seed = 'x'\n")
+    with pytest.raises(UserError, match=r"config\.yaml: seed = 'x' is not valid"):
+        resolve(write(f"config: {base}"))
+
+
+def test_what_was_computed_or_makes_no_difference_is_noted(write: Write) -> None:
+    options: Any = {"slurm": ("nodes: 2", "inference_nodes: 1")}
+    arguments = ("max_steps: 5", "logging_steps: 1", "per_device_train_batch_size: 8")
+    (run,) = resolve(write(*arguments, **options))
+    assert run.notes == [
+        "inference_nodes: dpo has no inference servers; all nodes train",
+        "logging_steps: every step is logged",
+        "parallel.ranks = 1: one rank per GPU of a node",
+        "scheduler.type = linear: the default of transformers",
+        "batch: 8 per device x 1 accumulated x 2 devices = 16 rows per step",
+    ]
+    (run,) = resolve(write(*arguments, **options, algorithm="dr_grpo", script=("env: reverse-text",)))
+    assert run.notes == [
+        "logging_steps: every step is logged",
+        "trainer.loss.constant_length = 128: the longest completion",
+        "trainer.scheduler.type = linear: the default of transformers",
+        "batch: 8 per device x 1 accumulated x 1 devices = 8 rows per step",
+    ]
+    (run,) = resolve(write("max_steps: 5"))
+    assert len(run.notes) == 2
+
+
+def test_online_algorithms_train_on_the_nodes_that_do_not_serve(write: Write) -> None:
+    arguments = ("max_steps: 5", "per_device_train_batch_size: 2", "num_generations: 4")
+    config = config_of(write(*arguments, **ONLINE, slurm=("nodes: 3", "inference_nodes: 1", "gres: gpu:4")))
+    assert (config.slurm.nodes, config.slurm.inference_nodes) == (3, 1)
+    assert config.orchestrator.prompts_per_step == 2 * 4 * 2 // 4
+    config = config_of(write("max_steps: 5", **ONLINE, slurm=("nodes: 2",)))
+    assert (config.slurm.nodes, config.slurm.inference_nodes) == (2, 1)
+
+
+def test_several_runs_have_their_names_behind_that_of_the_tracker(write: Write) -> None:
+    rest = "environment:\n  WANDB_NAME: mine\n  HF_TOKEN: abc"
+    runs = resolve(write("seed: [1, 2]", rest=rest))
+    assert [run.config.model_dump()["metrics"]["run_name"] for run in runs] == ["mine-seed1", "mine-seed2"]
+    assert (runs[0].environment, runs[0].secrets) == ({"WANDB_NAME": "mine"}, {"HF_TOKEN": "abc"})
+    assert runs[0].evaluation_folder == runs[0].folder / "evaluation"
+
+
+def test_a_virtual_environment_may_be_given_by_a_relative_path(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "3" / "bin").mkdir(parents=True)
+    (tmp_path / "3" / "bin" / "activate").touch()
+    monkeypatch.chdir(tmp_path)
+    (run,) = resolve(write(algorithm="dpo\n  venv: 3", slurm=("venv: other",)))
+    assert run.slurm.venv == tmp_path / "3"
+
+
+def test_models_of_the_hub_are_fetched_unless_it_is_switched_off(
+    write: Write, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Path] = []
+
+    def fetch(name: Path) -> None:
+        fetched.append(name)
+        folder = tmp_path / "hub" / "models--org--tiny"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("abc")
+        (folder / "snapshots").mkdir()
+        (folder / "snapshots" / "abc").symlink_to(tiny_model)
+
+    monkeypatch.setattr("tandem.launch.sweep.resolve.fetch_model", fetch)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"model\.name = 'org/tiny' is not a directory"):
+        resolve(write(model="org/tiny"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    resolve(write())
+    assert fetched == []
+    resolve(write("max_length: 16", model="org/tiny"))
+    assert fetched == [Path("org/tiny")]
+
+
+def test_the_evaluation_takes_the_trained_model(write: Write) -> None:
+    def model_of(*arguments: str, algorithm: str = "grpo", more: str = "") -> str:
+        script = ("env: reverse-text",) if algorithm == "grpo" else None
+        rest = f"evaluation:\n  env: reverse-text{more}"
+        (run,) = resolve(write("max_steps: 5", *arguments, algorithm=algorithm, script=script, rest=rest))
+        assert run.evaluation is not None and run.evaluation["output_dir"] == str(run.evaluation_folder)
+        return run.evaluation["model"].removeprefix(f"{run.folder}/")
+
+    assert model_of() == "run/weights/latest"
+    assert model_of("lora_r: 4") == "run/merged/latest"
+    assert model_of("lora_r: 4", algorithm="dpo") == "run/weights/latest"
+    assert model_of(more="\n  model: [/other]") == "/other"
+
+
+@pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
         ((), {"algorithm": "dpoo"}, "line 2: algorithm = 'dpoo' is not known; did you mean 'dpo'?"),
+        (("num_train_epochs: 2",), ONLINE, "line 11: num_train_epochs counts passes over rows, and `rl` counts steps"),
+        (
+            ("num_generations: 4", "per_device_train_batch_size: 6"),
+            ONLINE,
+            "line 12: 6 completions per step (see per_d",
+        ),
+        (
+            ("num_generations: 5", "gradient_accumulation_steps: 3"),
+            ONLINE,
+            "line 12: 24 completions per step (see grad",
+        ),
+        (("eval_steps: 0.1",), ONLINE, "line 11: eval_steps = 0.1 is a share of max_steps, which is not given"),
+        (
+            ("desirable_weight: 2.0",),
+            ONLINE,
+            "line 11: desirable_weight has no meaning for online algorithms such as r",
+        ),
+        (("use_vllm: false",), {}, "line 11: use_vllm is for online algorithms"),
+        (("torch_dtype: float16",), {}, "line 11: torch_dtype = 'float16' is not supported; give bfloat16 or float32"),
+        (("bf16: true", "model.dtype: float32"), {}, "line 11: bf16 and model.dtype both set model.dtype"),
+        (("dtype: bfloat16", "model.dtype: float32"), {}, "line 11: dtype and model.dtype both set model.dtype"),
+        (("adam_beta1: 0.8", "optimizer.betas: [[0.9, 0.9]]"), {}, "line 11: adam_beta1 and optimizer.betas both set"),
+        (("adam_beta2: 0.8", "optimizer.betas: [[0.9, 0.9]]"), {}, "line 11: adam_beta2 and optimizer.betas both set"),
+        (("lr_scheduler_type: polynomial",), {}, "line 11: lr_scheduler_type = 'polynomial' is not here; valid: const"),
+        (
+            ("lr_scheduler_kwargs: {power: 2}",),
+            {},
+            "line 11: lr_scheduler_kwargs.power is not here; valid: min_lr_rate",
+        ),
+        (("eval_strategy: steps",), {}, "line 11: eval_strategy: steps needs eval_steps"),
+        (
+            ("save_strategy: epoch",),
+            {},
+            "line 11: save_strategy = 'epoch' is not here; give steps and save_steps, or no",
+        ),
+        (("report_to: mlflow",), {}, "line 11: report_to = 'mlflow' is not here; valid: tensorboard, wandb, trackio,"),
+        (("seed: 1", "data_seed: 2"), {}, "line 12: data_seed and seed both set seed, to 2 and 1; give one"),
+        (("max_steps: true",), {}, "line 11: max_steps = True is not a whole number from 1 on"),
+        (("loss_type: IPO",), {}, "use execution.algorithm: ipo"),
+        (
+            ("seed: 1", "num_train_epochs: 2", "data.streaming: true"),
+            {},
+            "line 12: epochs = 2 counts rows, and data.str",
+        ),
+        (("lora_target_modules: [[q_proj, 3]]",), {}, "line 11: lora.targets"),
+        (("config: 3",), {}, "line 11: config file '3' must end in one of"),
+        (
+            (),
+            {"algorithm": "dpo\n  distributed_config: 3"},
+            "line 3: distributed_config = 3 is not known; known: DDP, DS",
+        ),
+        (
+            (),
+            {"algorithm": "distillation", "script": ("env: reverse-text",)},
+            "line 2: algorithm = 'distillation' needs",
+        ),
+        ((), {"slurm": ("inference_nodes: 1",)}, "line 5: inference_nodes = 1 leaves none of nodes = 1 to the trainer"),
+        (
+            (),
+            {"algorithm": "reward", "rest": "evaluation:\n  env: reverse-text"},
+            "line 12: algorithm = 'reward' trains no model that answers; leave it out",
+        ),
         (
             (),
             {"algorithm": "dpo\n  distributed_config: DSZero4"},

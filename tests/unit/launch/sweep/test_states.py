@@ -143,7 +143,7 @@ def test_an_evaluation_begins_when_its_run_is_finished(
     assert look(tmp_path, run, queue, jobs, monkeypatch).evaluation is None, "its run has failed"
     say(run, "sft finished 3")
     assert look(tmp_path, run, queue, jobs, monkeypatch).evaluation == state
-    write_json(run.results, {"results": [{"scores": {"reward": 0.25}}, {"scores": {"reward": 0.5}}]})
+    write_json(run.results, {"results": [{"scores": {"reward": reward}} for reward in (0.25, 0.75, 0.5)]})
     found = look(tmp_path, run, queue, jobs, monkeypatch)
     assert (found.evaluation, found.metrics) == ("finished", {"evaluation/reward": 0.5})
     assert look(tmp_path, replace(run, evaluates=False), queue, jobs, monkeypatch).evaluation is None
@@ -156,3 +156,36 @@ def test_the_last_value_of_each_metric_is_shown_the_most_telling_first(tmp_path:
     found = look(tmp_path, run)
     assert (found.step, found.max_steps) == (2, STEPS)
     assert list(found.metrics.items()) == [("eval/reward", 0.2), ("reward/mean", 0.3)]
+
+
+def test_a_run_whose_files_are_damaged_has_no_step_and_no_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+
+    def fail(_: object) -> Any:
+        raise OSError(5, "Input/output error", f"{run.directory}/metrics.jsonl")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tandem.launch.sweep.states.read_metrics", fail)
+        assert look(tmp_path, run) == Progress(run, "damaged", 0, STEPS, {}, damage="metrics.jsonl: Input/output error")
+    (run.directory / "metrics.jsonl").mkdir()
+    told = "metrics.jsonl is a folder, and a run has a file there; move it away"
+    assert look(tmp_path, run) == Progress(run, "damaged", 0, None, {}, damage=told)
+
+
+@pytest.mark.parametrize("content", [{}, [], {"max_steps": None}, {"max_steps": "many"}, {"max_steps": 1e400}])
+def test_a_damaged_length_is_none(tmp_path: Path, content: Any) -> None:
+    run = make_run(tmp_path)
+    write_json(run.directory / "config" / "rl.json", content)
+    assert look(tmp_path, run).max_steps is None
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_an_evaluation_without_results_is_not_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, evaluates: bool
+) -> None:
+    run = make_run(tmp_path, evaluates=evaluates)
+    if not evaluates:
+        write_json(run.results, {"results": [{"scores": {"reward": 0.5}}]})
+    assert look(tmp_path, run).metrics == {} and caplog.text == ""
