@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -35,11 +36,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def handlers_of_signals() -> None:
-    """Of no test before: environments of verifiers, for one, install their own."""
+def as_if_alone() -> None:
+    """Signal handlers and log level are of no test before: environments of verifiers, for one, install their own."""
     for number, handler in HANDLERS.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def test_the_benchmark_of_the_orchestrator(tmp_path: Path) -> None:
     assert [(row["rollouts"], row["turns"] > 1) for row in figures.values()] == [(32, False), (32, True)]
 
 
-@pytest.mark.parametrize(("section", "num_rows"), [("rollouts", 5), ("training", 2), ("offline", 3), ("rl", 1)])
+@pytest.mark.parametrize(("section", "num_rows"), [("rollouts", 7), ("training", 2), ("offline", 3), ("rl", 1)])
 def test_a_section_of_the_benchmarks(tmp_path: Path, section: str, num_rows: int) -> None:
     output = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARK), "--tiny", "--section", section, "--output", str(output)]

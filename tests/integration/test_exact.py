@@ -154,7 +154,7 @@ def test_with_truncation_too(models: dict[str, Path], dtype: str) -> None:
     with engine_of(models["qwen3"], dtype) as engine:
         together = ask(engine, requests)
         again = [ask(engine, [request])[0] for request in requests]
-    assert [result.samples for result in again] == [result.samples for result in together]
+    assert training_sequences(requests, again) == training_sequences(requests, together)
     packed = pack(training_sequences(requests, together))
     assert packed.kept is not None and (packed.kept.counts[packed.targets] > 0).all()
     model = trainer_of(models["qwen3"], dtype)
