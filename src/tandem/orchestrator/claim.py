@@ -52,6 +52,7 @@ class Hold:
         self._claim = claim
         self.instance: str | None = None  # the start of the server that is held, so far
         self._beating: asyncio.Task[None] | None = None
+        self._asking = asyncio.Lock()  # a claim that is under way could arrive after the release
 
     @property
     def body(self) -> dict[str, str | None]:
@@ -70,12 +71,14 @@ class Hold:
 
     async def release(self) -> None:
         """Another run may have it."""
-        self.end()
-        with suppress(Unreachable):
-            await self._http.send("POST", "/release", {"lease": self._claim.lease}, timeout_s=RELEASE_TIMEOUT_S)
+        async with self._asking:
+            self.end()
+            with suppress(Unreachable):
+                await self._http.send("POST", "/release", {"lease": self._claim.lease}, timeout_s=RELEASE_TIMEOUT_S)
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            with suppress(Unreachable):
-                await self._http.send("POST", "/claim", self.body, timeout_s=BEAT_TIMEOUT_S)
+            async with self._asking:
+                with suppress(Unreachable):
+                    await self._http.send("POST", "/claim", self.body, timeout_s=BEAT_TIMEOUT_S)

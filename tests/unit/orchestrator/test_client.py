@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.tasks import until_alone
 
 from tandem.config.client import ClientConfig
 from tandem.orchestrator import client as client_module
@@ -484,8 +485,7 @@ def test_a_server_is_claimed_before_it_is_given_weights_and_held_until_it_is_giv
             await asyncio.sleep(0)
         await client.release()
         assert no_pauses.count(BEAT_S) >= 3
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "it is not heard of any more"
+        await until_alone()  # it is not heard of any more
         return len(server.claimed)
 
     server.plan = [(200, {})]
@@ -504,8 +504,7 @@ def test_whoever_checks_that_a_server_takes_the_run_holds_it(server: FakeServer,
         assert client._hold.instance == "first"
         assert not server.was_left.is_set()
         await client.close()
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "a client that is closed is not heard of any more"
+        await until_alone()  # a client that is closed is not heard of any more
         assert await asyncio.to_thread(server.was_left.wait, 10)
 
     with_client(server, run, adopted=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import TASKS, FakeEnvironment, FakeServer
+from tests.unit.tasks import until_alone
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
@@ -69,8 +70,7 @@ class Run:
             )
             try:
                 await asyncio.wait_for(loop.run(), 30)
-                await asyncio.sleep(0)  # what was called off ends
-                assert asyncio.all_tasks() <= {asyncio.current_task(), trainer}, "nothing goes on after the run"
+                await until_alone(trainer)  # nothing goes on after the run
             finally:
                 trainer.cancel()
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.unit.tasks import until_alone
 
 from tandem.config.client import ClientConfig, read_servers
 from tandem.orchestrator import replica as replica_module
@@ -201,8 +202,7 @@ def test_the_limit_is_that_of_the_servers_that_are_there(tmp_path: Path) -> None
         assert policy.limit is None
         for server in list(machines):
             policy.remove(server)
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody looks after a server that was removed"
+        await until_alone()  # nobody looks after a server that was removed
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.unit.tasks import until_alone
 
 from tandem.orchestrator import weight_sync
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerGone, ServerLost
@@ -377,8 +378,7 @@ def test_whoever_loses_the_server_tells_the_run(tmp_path: Path) -> None:
         assert not any(task.done() for task in generating)  # no group is blamed for it
         for task in generating:
             task.cancel()
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody looks after the servers any more"
+        await until_alone()  # nobody looks after the servers any more
 
     asyncio.run(run())
 

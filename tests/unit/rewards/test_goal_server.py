@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from tests.ports import free_port
+from tests.unit.tasks import until_alone
 
 from tandem.config.goals import GoalConfig, GoalOptions
 from tandem.rewards import measures, server
@@ -255,8 +256,7 @@ def test_a_service_that_has_ended_leaves_nothing_running() -> None:
     async def run() -> None:
         async with GoalService(options(VOWELS)).running():
             pass
-        await asyncio.sleep(0.01)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await until_alone()
 
     asyncio.run(run())
 

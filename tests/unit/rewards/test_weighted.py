@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 from pydantic import TypeAdapter
+from tests.unit.tasks import until_alone
 
 from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward
@@ -139,8 +140,7 @@ def test_a_reward_that_fails_ends_those_that_still_wait() -> None:
         rewards._calls[0].function = lambda completion, answer: None
         with pytest.raises(BadReward, match="exact_match"):
             await rewards.score(TASK, "2")
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await until_alone()
 
     asyncio.run(broken())
 
