@@ -1,16 +1,15 @@
 """The client against a real server on loopback that misbehaves on request, dies, comes back or is another's."""
 
 import asyncio
-import json
 import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.planned_server import DROP, Plan, PlannedServer
 from tests.unit.tasks import until_alone
 
 from tandem.config.client import ClientConfig
@@ -22,84 +21,49 @@ from tandem.types.identity import BEAT_S, ServerIdentity
 from tandem.types.rollout import Kept, SamplingOptions, SamplingRequest
 from tandem.utils.errors import UserError
 
-DROP = 0  # instead of a status: close the connection without an answer
 RUN = "mine-1"
 CLAIM = RunClaim(RUN, "0123456789abcdef", "/runs/mine on gpu7")
 
 
-class FakeServer:
-    """Answers requests with the planned (status, body) one after the other, the last one again and again; looks at
-    its health, and claims, likewise."""
+class FakeServer(PlannedServer):
+    """Answers requests as planned; looks at its health, and claims, likewise."""
 
     def __init__(self) -> None:
-        self.plan: list[tuple[int, Any]] = [(200, {})]
-        self.health: list[tuple[int, Any]] = [(200, {})]
-        self.metrics: list[tuple[int, Any]] = [(404, {})]
-        self.claims: list[tuple[int, Any]] = [(200, {})]
+        self.plan: Plan = [(200, {})]
+        self.health: Plan = [(200, {})]
+        self.metrics: Plan = [(404, {})]
+        self.claims: Plan = [(200, {})]
         self.identity: ServerIdentity | None = ServerIdentity("first", "models/little", 7, (RUN,))
         self.on_request: Callable[[], None] = lambda: None  # before a request is answered
         self.on_look: Callable[[], None] = lambda: None
         self.num_looks = 0
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.claimed: list[tuple[str, Any]] = []  # and given back
-        self.was_left = threading.Event()  # a connection was closed
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
-        self.thread.start()
+        super().__init__()
 
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join()
+    class Handler(PlannedServer.Handler):
+        def do_POST(self) -> None:
+            body = self.body()
+            if self.path in ("/claim", "/release"):
+                self.fake.claimed.append((self.path, body))
+                self.say(self.fake.claims)
+                return
+            self.fake.requests.append((self.path, dict(self.headers), body))
+            self.fake.on_request()
+            self.say(self.fake.plan)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.say(self.fake.metrics)
+                return
+            assert self.path == "/health"
+            self.fake.num_looks += 1
+            self.fake.on_look()
+            self.say(self.fake.health)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def finish(self) -> None:
-                super().finish()
-                server.was_left.set()
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
-                if self.path in ("/claim", "/release"):
-                    server.claimed.append((self.path, body))
-                    self.answer(server.claims)
-                    return
-                server.requests.append((self.path, dict(self.headers), body))
-                server.on_request()
-                self.answer(server.plan)
-
-            def do_GET(self) -> None:
-                if self.path == "/metrics":
-                    self.answer(server.metrics)
-                    return
-                assert self.path == "/health"
-                server.num_looks += 1
-                server.on_look()
-                self.answer(server.health)
-
-            def answer(self, plan: list[tuple[int, Any]]) -> None:
-                status, answer = plan.pop(0) if len(plan) > 1 else plan[0]
-                if status == DROP:
-                    self.close_connection = True
-                    return
-                text = answer if isinstance(answer, str) else json.dumps(answer)
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                for name, value in (server.identity.to_headers() if server.identity else {}).items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Not on standard error."""
-
-        return Handler
+        def say(self, plan: Plan) -> None:
+            identity = self.fake.identity.to_headers() if self.fake.identity else {}
+            self.answer(plan, {"Content-Type": "application/json", **identity})
 
 
 @pytest.fixture

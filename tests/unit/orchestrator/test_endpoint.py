@@ -1,13 +1,11 @@
 """An endpoint on loopback: what it is asked, what of its answers counts, and what an environment sees of them."""
 
 import asyncio
-import json
-import threading
 from collections.abc import Awaitable, Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests.unit.orchestrator.planned_server import DROP, Plan, PlannedServer
 
 from tandem.config.evaluate import EndpointConfig
 from tandem.envs.model import ChatRefused
@@ -15,55 +13,23 @@ from tandem.orchestrator.endpoint import Answer, ChatEndpoint, EndpointPlayer
 from tandem.utils.errors import UserError
 from tandem.utils.http import RequestFailed
 
-DROP = 0  # instead of a status: close the connection without an answer
 QUESTION = [{"role": "user", "content": "abc"}]
 
 
-class FakeEndpoint:
-    """Answers with the planned (status, body) one after the other, the last one again and again."""
-
+class FakeEndpoint(PlannedServer):
     def __init__(self) -> None:
-        self.plan: list[tuple[int, Any]] = []
+        self.plan: Plan = []
         self.requests: list[tuple[str, str, Any]] = []  # method, path, body
         self.keys: list[str | None] = []
-        self.was_left = threading.Event()  # a connection was closed
-        fake = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    class Handler(PlannedServer.Handler):
+        def do_GET(self) -> None:
+            self.fake.requests.append((self.command, self.path, self.body()))
+            self.fake.keys.append(self.headers["Authorization"])
+            self.answer(self.fake.plan)
 
-            def do_GET(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
-                fake.requests.append((self.command, self.path, body))
-                fake.keys.append(self.headers["Authorization"])
-                status, answer = fake.plan.pop(0) if len(fake.plan) > 1 else fake.plan[0]
-                if status == DROP:
-                    self.close_connection = True
-                    return
-                text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_POST = do_GET
-
-            def finish(self) -> None:
-                super().finish()
-                fake.was_left.set()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Not on standard error."""
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
-        self.thread.start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join()
+        do_POST = do_GET
 
 
 @pytest.fixture
