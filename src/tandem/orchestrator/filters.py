@@ -48,8 +48,8 @@ def _range_of_rewards(env: EnvConfig) -> tuple[float, float] | None:
         return 0.0, 1.0
     if not env.rewards or any(reward.kind not in FROM_0_TO_1 for reward in env.rewards):
         return None
-    ranges = [sorted([0.0, reward.weight]) for reward in env.rewards]
-    return sum(lowest for lowest, _ in ranges), sum(highest for _, highest in ranges)
+    weights = [reward.weight for reward in env.rewards]
+    return sum(min(weight, 0.0) for weight in weights), sum(max(weight, 0.0) for weight in weights)
 
 
 class GroupFilter:

@@ -94,7 +94,7 @@ class Orchestrator:
         self.advantages = make_batch_advantages(config.advantage)
         self.writer = RolloutWriter(self.run_dir.rollouts, config.keep_rollouts)
         self.policy = Policy(
-            [*servers],
+            list(servers),
             config.model.name,
             self.run_dir.weights,
             self.start.step,

@@ -66,7 +66,7 @@ class RolloutMaker:
         first = self._spent.get(sampling.seed, 0)
         for attempt in range(first, self.tries):
             if attempt > first:
-                await asyncio.sleep(self.delays_s[:attempt][-1])
+                await asyncio.sleep(self.delays_s[min(attempt, len(self.delays_s)) - 1])
             seed = request_seed(sampling.seed, "attempt", attempt) if attempt else sampling.seed
             missing = replace(sampling, n=sampling.n - len(rollouts), seed=seed)
             outcomes = await self._attempt(task, prompt_ids, missing, times)

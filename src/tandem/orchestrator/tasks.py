@@ -74,7 +74,7 @@ def _mixed_places(tasks: Sequence[Task], seed: int, weights: Mapping[str, float]
         size = sum(task.environment == name for task in tasks)
         sources.append(Indices(size, seed, shuffle=True, offset=offset))
         offset += size
-    return MixedPlaces(Mixed(sources, [*weights.values()]))
+    return MixedPlaces(Mixed(sources, list(weights.values())))
 
 
 def request_seed(seed: int, purpose: str, order: int) -> int:

@@ -72,7 +72,7 @@ class WeightsPublisher:
         self.config = config
         self.adapter_config = adapter_config
         self.chat_template = chat_template
-        self._flusher = ThreadPoolExecutor(thread_name_prefix="flush weights") if flush_beside else None
+        self._flusher = ThreadPoolExecutor(1, "flush weights") if flush_beside else None
         self._flushing: Future[None] | None = None
 
     def publish(self, tensors: Tensors, version: int) -> Path:
@@ -237,4 +237,4 @@ def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_adapter(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
     """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
     _write_part(on_cpu(dict(cast_each(tensors, torch.float32))), folder / ADAPTER_WEIGHTS)
-    (folder / ADAPTER_CONFIG).write_bytes(json_text({**config}))
+    (folder / ADAPTER_CONFIG).write_bytes(json_text(dict(config)))

@@ -127,13 +127,13 @@ class MemoryFirst:
     def __init__(self, memory: Memory, files: WeightsPublisher) -> None:
         self.memory = memory
         self.files = files
-        self._writer = ThreadPoolExecutor(thread_name_prefix="write weights")
+        self._writer = ThreadPoolExecutor(1, "write weights")
         self._writing: Future[Path] | None = None
 
     def publish(self, tensors: Tensors, version: int) -> None:
         self._wait_for_files()
         held = self.memory.hold(tensors, version, self.files.adapter_config)
-        adapter_config = None if held.adapter_config is None else {**held.adapter_config}
+        adapter_config = None if held.adapter_config is None else dict(held.adapter_config)
         announce(self.files.folder, Announcement(version, held.place, adapter_config))
         held.deliver()
         self._writing = self._writer.submit(self.files.publish, held.tensors, version)

@@ -125,7 +125,7 @@ def _mass_above(row, vocab, divisor, greatest, key, SHIFT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def find_kept(x, i, vocab, divisor, greatest, key, num_ties, ties_before, min_p, SHIFT: tl.constexpr):
+def mark_kept(x, i, vocab, divisor, greatest, key, num_ties, ties_before, min_p, SHIFT: tl.constexpr):
     """Which tokens are kept, of those at the key itself the first `num_ties`; exp(logit - greatest), 0 where a token is
     not kept; how many there were at the key so far."""
     keys = _key(x, SHIFT)
@@ -150,7 +150,7 @@ def _draw_truncated(
     row, vocab, divisor, greatest, total, uniform, top_k, top_p, min_p,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """The token, and what `find_kept` needs to know."""
+    """The token, and what `mark_kept` needs to know."""
     lane = tl.arange(0, BLOCK)
     key, num_ties, kept_mass = tl.full([], LEAST_KEY, tl.int64), vocab, total
     if top_k > 0:
@@ -171,14 +171,14 @@ def _draw_truncated(
     kept_mass, ties = 0.0, 0
     for start in range(0, vocab, BLOCK):
         x = load_logits(row, start + lane, vocab)
-        _, e, ties = find_kept(x, start + lane, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
+        _, e, ties = mark_kept(x, start + lane, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
         kept_mass += tl.sum(e, axis=0)
     target = tl.minimum(uniform * kept_mass, kept_mass * (1 - 1.2e-7))
     begin, before, ties, token, found = 0, 0.0, 0, 0, 0
     while (found == 0) & (begin < vocab):
         i = begin + lane
         x = load_logits(row, i, vocab)
-        _, e, ties = find_kept(x, i, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
+        _, e, ties = mark_kept(x, i, vocab, divisor, greatest, key, num_ties, ties, min_p, SHIFT)
         mass = tl.sum(e, axis=0)
         if mass > 0:
             token = _find(e, i, before, target, vocab)  # or else the last that could be drawn

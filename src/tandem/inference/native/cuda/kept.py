@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.inference.engine import KeptTokens
-from tandem.inference.native.cuda.draw import BLOCK, LOWEST, DrawnOnDevice, find_kept, key_shift, load_logits
+from tandem.inference.native.cuda.draw import BLOCK, LOWEST, DrawnOnDevice, key_shift, load_logits, mark_kept
 from tandem.models.gpu import exact
 from tandem.models.kept import CUT_OFF
 
@@ -44,7 +44,7 @@ def _keep(
     count, num_seen, mass, top = 0, 0, 0.0, tl.full([], LOWEST, tl.float32)
     for start in range(0, vocab, BLOCK):
         i = start + lane
-        kept, _, num_seen = find_kept(
+        kept, _, num_seen = mark_kept(
             load_logits(drawn_from, i, vocab), i, vocab, divisor, greatest, key, num_ties, num_seen, min_p, SHIFT
         )
         x = load_logits(logits, i, vocab)
