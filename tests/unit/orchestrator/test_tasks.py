@@ -91,6 +91,9 @@ def test_an_episode_may_begin_without_a_prompt_and_with_tools_only_where_the_mod
     environment = ReverseText(num_train=4, num_eval=2)
     environment.train_tasks[0] = HeldTask(3, [], "", is_interactive=True)
     assert list(encode_prompts(environment, tokenizer, config(seq_len=64)).train[0]) == []
+    environment.train_tasks[0] = Task(3, [], "")  # no episode: the model begins
+    prompt = encode_prompts(environment, tokenizer, config(seq_len=64)).train[0]
+    assert list(prompt) == tokenizer.encode_chat([], add_generation_prompt=True) != []
     messages = [{"role": "user", "content": "x"}]
     environment.train_tasks[0] = HeldTask(3, messages, "", is_interactive=True, tools=[{"type": "function"}])
     with pytest.raises(UserError, match=r"training task 3: it gives the model tools, .* template has no tools"):

@@ -175,7 +175,7 @@ def truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
     # The likeliest token stays whatever top_p says; a top_p of 1 must cut nothing for want of precision.
     cut = (mass_before >= top_p) & (top_p < 1) | (probs < min_p * probs[:, :1])
     sorted_logprobs.masked_fill_(cut & (rank > 0), -torch.inf)
-    kept = torch.full_like(sorted_logprobs, -torch.inf).scatter_(1, order, sorted_logprobs)
+    kept = torch.empty_like(sorted_logprobs).scatter_(1, order, sorted_logprobs)
     return logprobs.index_copy(0, index, kept)
 
 

@@ -123,3 +123,9 @@ def test_a_table_has_four_metrics_or_as_many_as_there_is_room_for(tmp_path: Path
     item = make_item(tmp_path, "a" * 40, [], metrics)
     lines = shown([replace(item, evaluation="failed")], width)
     assert [name in lines[1] for name in metrics] == [True] * known + [False] * (5 - known)
+
+
+def test_names_of_runs_are_wrapped_before_a_metric_is(tmp_path: Path) -> None:
+    metric = "of_a_name_of_thirty_letters_xy"
+    lines = shown([make_item(tmp_path, "a" * 40, [], {metric: 0.5})], 72)
+    assert f"┃ {metric} ┃" in lines[1]

@@ -214,6 +214,7 @@ def test_a_part_holds_as_much_as_it_may_and_never_nothing() -> None:
         tensors = [(str(number), torch.zeros(size, dtype=torch.float64)) for number, size in enumerate(sizes)]
         return [[len(tensor) for tensor in part.values()] for part in filesystem.divide(tensors, most_bytes=16)]
 
+    assert divided(1, 1, 1) == [[1, 1], [1]], "as many bytes as a part may have"
     assert divided(3, 1, 1, 1, 3) == [[3], [1, 1], [1], [3]]
     assert divided(1, 2, 0, 1) == [[1], [2, 0], [1]]
     assert divided() == [[]], "a model without tensors is one file"
