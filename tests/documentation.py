@@ -7,7 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 OWN = (
     "rl",
     "sft",
@@ -22,6 +22,7 @@ OWN = (
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+MENTIONED = re.compile(r"`((?:benchmarks|docs|examples|scripts|src|tests)/[\w./-]+)`")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -73,8 +74,8 @@ def stray_commands(page: Path) -> list[str]:
 
 
 def dead_links(page: Path) -> list[str]:
-    """Links to files that do not exist, or to headings that a page does not have."""
-    dead = []
+    """Links to files that do not exist, or to headings that a page does not have, and other paths that do not exist."""
+    dead = [path for path in MENTIONED.findall(page.read_text()) if not (ROOT / path).exists()]
     for target, anchor in LINK.findall(FENCE.sub("", page.read_text())):
         path = page.parent / target if target else page
         if "://" not in target and not (path.exists() and (not anchor or anchor in anchors_of(path))):
