@@ -16,8 +16,8 @@ import torch
 from tandem.config.inference import InferenceConfig
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import pack
-from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
-from tandem.inference.native.build import build_engine
+from tandem.engine.build import build_engine
+from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 from tandem.models.runtime import setup_torch
 from tandem.models.trainable import compute_exactly, load_trainable
 from tandem.trainer.model.language_model import Inputs, LanguageModel

@@ -25,8 +25,8 @@ from gpu_rollouts import SHAPES, make_in_process
 from tandem.config.inference import InferenceConfig
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import divide, pack
-from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
-from tandem.inference.native.build import build_engine
+from tandem.engine.build import build_engine
+from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 from tandem.models.runtime import setup_torch
 from tandem.models.trainable import compute_exactly, load_trainable
 from tandem.trainer.model.language_model import Inputs, LanguageModel

@@ -212,8 +212,8 @@ def make_adapter(model: Path) -> Path:
 
 def load_tandem(model: Path, adapter: str | None = None, truncation: dict[str, Any] | None = None) -> Generate:
     from tandem.config.inference import InferenceConfig
-    from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
-    from tandem.inference.native.build import build_engine
+    from tandem.engine.build import build_engine
+    from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 
     engine = build_engine(InferenceConfig.model_validate(settings_of(model)), [], lambda: None, print)  # type: ignore[arg-type]
     engine.start()

@@ -41,8 +41,8 @@ def load_tandem(model: Path, dtype: str, threads: int) -> Generate:
     import torch
 
     from tandem.config.inference import InferenceConfig
-    from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
-    from tandem.inference.native.build import build_engine
+    from tandem.engine.build import build_engine
+    from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 
     torch.set_num_threads(threads)
     settings = {"model": {"name": model, "dtype": dtype}, "seq_len": MAX_LENGTH, "prefix_caching": False}

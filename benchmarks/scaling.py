@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 
 from tandem.config.parallel import ParallelConfig
-from tandem.models.memory import MemoryUse, kv_bytes, num_parameters, serving_memory, training_memory
+from tandem.models.memory_estimate import MemoryUse, kv_bytes, num_parameters, serving_memory, training_memory
 from tandem.models.spec import ModelSpec
 
 GIB = 2**30

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from tandem.inference.engine import Engine, GenerationRequest, GenerationResult, OnPart, Outcome
+from tandem.engine.protocol import Engine, GenerationRequest, GenerationResult, OnPart, Outcome
 
 
 def ask(engine: Engine, request: GenerationRequest, on_part: OnPart | None = None) -> "Future[GenerationResult]":

@@ -22,11 +22,11 @@ from tandem.config.inference import InferenceConfig
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import pack
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.builders import build_native
-from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult, Outcome, Sampling
-from tandem.inference.native.engine import NativeEngine
+from tandem.engine.engine import NativeEngine
+from tandem.engine.protocol import GeneratedSample, GenerationRequest, GenerationResult, Outcome, Sampling
 from tandem.models.runtime import choose_device
 from tandem.models.trainable import load_trainable, whole_tensors
+from tandem.serving.builders import build_native
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import PackedBatch, TrainingSequence

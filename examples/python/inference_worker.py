@@ -2,8 +2,8 @@
 
     python examples/python/two_nodes.py … --work-fn examples.python.inference_worker.run
 
-It answers the messages of `tandem.api.workers`. What the trainer needs of a completion: its tokens, the log-prob that
-each was sampled with, and the version of the weights that sampled it.
+It answers the messages of `tandem.python.workers`. What the trainer needs of a completion: its tokens, the log-prob
+that each was sampled with, and the version of the weights that sampled it.
 """
 
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from tandem.api.workers import Channel
 from tandem.data.tokenizer import Tokenizer
 from tandem.models.attention import PackedAttention
 from tandem.models.hf import load_decoder
 from tandem.models.runtime import choose_device
+from tandem.python.workers import Channel
 
 
 def run(handle: Channel, rank: int, world_size: int) -> None:

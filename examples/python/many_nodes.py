@@ -28,8 +28,8 @@ async def main(args: argparse.Namespace) -> list[dict[str, float]]:
         nodes=[NodeConfig(host, num_workers=args.workers) for host in args.inference_node], address=args.address
     )
     with training_cluster, inference_cluster:
-        training_workers = training_cluster.start(work_fn="tandem.api.workers.train")
-        inference_workers = inference_cluster.start(work_fn="tandem.api.workers.inference")
+        training_workers = training_cluster.start(work_fn="tandem.python.workers.train")
+        inference_workers = inference_cluster.start(work_fn="tandem.python.workers.inference")
         metrics = await run_rl_training(
             backend=ClusterTrainingBackend(
                 training_workers,

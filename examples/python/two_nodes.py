@@ -32,7 +32,7 @@ async def main(args: argparse.Namespace) -> list[dict[str, float]]:
         optimizer={"lr": 2e-4},
     )
 
-    # Node 2: inference. `tandem.api.workers.inference` serves a model with one of our engines; a function of your own
+    # Node 2: inference. `tandem.python.workers.inference` serves a model with one of our engines; a function of yours
     # that answers the same messages does as well: examples/python/inference_worker.py.
     inference_cluster = Cluster(
         nodes=[NodeConfig(host, num_workers=args.workers) for host in args.inference_node], address=args.address
@@ -56,7 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--inference-node", nargs="+", required=True, help="host names or addresses")
     parser.add_argument("--workers", type=int, default=1, help="of each inference node")
-    parser.add_argument("--work-fn", default="tandem.api.workers.inference")
+    parser.add_argument("--work-fn", default="tandem.python.workers.inference")
     parser.add_argument("--address", default="auto", help="of the Ray cluster")
     parser.add_argument("--output-dir", default="outputs/two_nodes")
     parser.add_argument("--steps", type=int, default=20)

@@ -8,33 +8,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.api.backend import PyTorchTrainingBackend, TrainingFailed
-    from tandem.api.cluster_backend import ClusterTrainingBackend
-    from tandem.api.data_buffer import DataBuffer, Prompt
-    from tandem.api.engines import NativeEngine, VLLMEngine
-    from tandem.api.pool import NoSamplersLeft
-    from tandem.api.rewards import MathReward, Reward
-    from tandem.api.rollouts import RemoteRolloutManager, RolloutManager
-    from tandem.api.run import RunFailed, align, evaluate, export, rl, sft
-    from tandem.api.sglang import SGLangEngine
-    from tandem.api.training import RLTrainingConfig, run_rl_training
     from tandem.launch.cluster import Cluster, NodeConfig, WorkerDied
     from tandem.orchestrator.client import InferenceError
+    from tandem.python.backend import PyTorchTrainingBackend, TrainingFailed
+    from tandem.python.cluster_backend import ClusterTrainingBackend
+    from tandem.python.data_buffer import DataBuffer, Prompt
+    from tandem.python.engines import NativeEngine, VLLMEngine
+    from tandem.python.pool import NoSamplersLeft
+    from tandem.python.rewards import MathReward, Reward
+    from tandem.python.rollouts import RemoteRolloutManager, RolloutManager
+    from tandem.python.run import RunFailed, align, evaluate, export, rl, sft
+    from tandem.python.sglang import SGLangEngine
+    from tandem.python.training import RLTrainingConfig, run_rl_training
     from tandem.utils.errors import UserError
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "tandem.api.backend": ("PyTorchTrainingBackend", "TrainingFailed"),
-    "tandem.api.cluster_backend": ("ClusterTrainingBackend",),
-    "tandem.api.data_buffer": ("DataBuffer", "Prompt"),
-    "tandem.api.engines": ("NativeEngine", "VLLMEngine"),
-    "tandem.api.pool": ("NoSamplersLeft",),
-    "tandem.api.rewards": ("MathReward", "Reward"),
-    "tandem.api.rollouts": ("RemoteRolloutManager", "RolloutManager"),
-    "tandem.api.run": ("RunFailed", "align", "evaluate", "export", "rl", "sft"),
-    "tandem.api.sglang": ("SGLangEngine",),
-    "tandem.api.training": ("RLTrainingConfig", "run_rl_training"),
+    "tandem.python.backend": ("PyTorchTrainingBackend", "TrainingFailed"),
+    "tandem.python.cluster_backend": ("ClusterTrainingBackend",),
+    "tandem.python.data_buffer": ("DataBuffer", "Prompt"),
+    "tandem.python.engines": ("NativeEngine", "VLLMEngine"),
+    "tandem.python.pool": ("NoSamplersLeft",),
+    "tandem.python.rewards": ("MathReward", "Reward"),
+    "tandem.python.rollouts": ("RemoteRolloutManager", "RolloutManager"),
+    "tandem.python.run": ("RunFailed", "align", "evaluate", "export", "rl", "sft"),
+    "tandem.python.sglang": ("SGLangEngine",),
+    "tandem.python.training": ("RLTrainingConfig", "run_rl_training"),
     "tandem.launch.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
     "tandem.orchestrator.client": ("InferenceError",),
     "tandem.utils.errors": ("UserError",),

@@ -14,9 +14,9 @@ from tests.ports import free_port
 from tandem.config.inference import InferenceConfig
 from tandem.data.text_stream import TextStream
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
-from tandem.inference.native.build import build_engine
-from tandem.inference.native.engine import NativeEngine
+from tandem.engine.build import build_engine
+from tandem.engine.engine import NativeEngine
+from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir, step_name
 

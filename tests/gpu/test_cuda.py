@@ -17,10 +17,10 @@ from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
 from tandem.data.text_stream import TextStream
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.engine import GenerationRequest, Sampling
-from tandem.inference.grammars import Grammars
-from tandem.inference.native.build import build_engine
-from tandem.inference.structure import Structure
+from tandem.engine.build import build_engine
+from tandem.engine.grammars import Grammars
+from tandem.engine.protocol import GenerationRequest, Sampling
+from tandem.engine.structure import Structure
 from tandem.models.spec import ModelSpec
 from tandem.trainer.build import load_trained
 from tandem.trainer.model.frozen import FrozenModel

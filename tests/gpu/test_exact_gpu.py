@@ -13,8 +13,8 @@ import torch
 from tandem.config.inference import InferenceConfig
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import divide, pack
-from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
-from tandem.inference.native.build import build_engine
+from tandem.engine.build import build_engine
+from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
 from tandem.models.trainable import compute_exactly, load_trainable

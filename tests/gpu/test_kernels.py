@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.inference.engine import GeneratedSample, GenerationRequest, GenerationResult, Sampling
-from tandem.inference.native.attention import KVCache
-from tandem.inference.native.blocks import BlockManager
-from tandem.inference.native.core import EngineCore, EngineParts
-from tandem.inference.native.pieces import cut_contexts
-from tandem.inference.native.runner import Runner
-from tandem.inference.native.sampler import SamplingRows, sample, uniforms
-from tandem.inference.native.scheduler import Scheduler
-from tandem.inference.native.shared_prompts import ROWS_AT_ONCE, find_shared
-from tandem.inference.native.state import Request, SlotState
+from tandem.engine.attention import KVCache
+from tandem.engine.blocks import BlockManager
+from tandem.engine.core import EngineCore, EngineParts
+from tandem.engine.protocol import GeneratedSample, GenerationRequest, GenerationResult, Sampling
+from tandem.engine.runner import Runner
+from tandem.engine.sampler import SamplingRows, sample, uniforms
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.shared_prompts import ROWS_AT_ONCE, find_shared
+from tandem.engine.split_kv import cut_contexts
+from tandem.engine.state import Request, SlotState
 from tandem.models import ops
 from tandem.models.decoder import Projection
 from tandem.models.hf import new_decoder
@@ -29,15 +29,15 @@ from tandem.models.spec import ModelSpec
 
 pytest.importorskip("triton", reason="pip install triton")
 
-from tandem.inference.native.cuda import attention as cuda_attention
-from tandem.inference.native.cuda import draw as drawing
-from tandem.inference.native.cuda import forward, layers, products
-from tandem.inference.native.cuda import kept as keeping
-from tandem.inference.native.cuda import runner as cuda_runner
-from tandem.inference.native.cuda.attention import DecodeRows, SharedRows
-from tandem.inference.native.cuda.inputs import prefill_inputs, upload
-from tandem.inference.native.cuda.prefill import QUERY_TILE, PrefillTiles
-from tandem.inference.native.cuda.runner import CudaRunner
+from tandem.engine.cuda import attention as cuda_attention
+from tandem.engine.cuda import draw as drawing
+from tandem.engine.cuda import forward, gemm, layers
+from tandem.engine.cuda import kept as keeping
+from tandem.engine.cuda import runner as cuda_runner
+from tandem.engine.cuda.attention import DecodeRows, SharedRows
+from tandem.engine.cuda.inputs import prefill_inputs, upload
+from tandem.engine.cuda.prefill import QUERY_TILE, PrefillTiles
+from tandem.engine.cuda.runner import CudaRunner
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -225,10 +225,10 @@ PRODUCTS = [(1, 576, 96, 3), (16, 2048, 1024, 4), (17, 256, 64, 2), (100, 384, 5
 def test_products_of_few_rows(rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
     x, weight = (torch.randn(size, inputs, device=DEVICE).to(dtype) for size in (rows, 2 * outputs))
     exact = F.linear(x.float(), weight.float())
-    found = products.split(x, weight, parts)
+    found = gemm.split(x, weight, parts)
     assert found.shape == (parts, rows, 2 * outputs) and found.dtype == torch.float32
     assert relative_error(found.sum(0), exact) < 1e-5
-    assert relative_error(products.gate_up(x, weight), ops.silu_mul(exact)) < TOLERANCE[dtype]
+    assert relative_error(gemm.gate_up(x, weight), ops.silu_mul(exact)) < TOLERANCE[dtype]
     residual = torch.randn(rows, 2 * outputs, device=DEVICE).to(dtype)
     added = residual + exact.to(dtype)
     normed = layers.add_norm(residual, found, torch.ones(2 * outputs, device=DEVICE).to(dtype), 1e-6)
@@ -254,18 +254,18 @@ def test_queries_keys_and_values_by_one_kernel(rows: int, has_norm: bool, dtype:
         cache = KVCache(1, 4 * rows, block_size, kv_heads, dim, dtype, DEVICE, heads_first=True)
         norms = (scales[0], scales[1], 1e-6) if has_norm else None
         to = layers.Heads(heads, norms, rotary, positions, cells, cache.keys[0], cache.values[0])
-        q = products.qkv(x, weight, to) if is_fused else layers.norm_rotate_write(F.linear(x, weight), to)
+        q = gemm.qkv(x, weight, to) if is_fused else layers.norm_rotate_write(F.linear(x, weight), to)
         found.append([q, cache.keys, cache.values])
     for fused, plain in zip(*found, strict=True):
         assert relative_error(fused, plain) < TOLERANCE[dtype]
 
 
 def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_processors", lambda _: 132)
+    monkeypatch.setattr(gemm, "_processors", lambda _: 132)
 
     def parts(rows: int, inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> int:
         x, weight = (torch.empty(size, inputs, dtype=dtype, device="meta") for size in (rows, outputs))
-        return products.num_parts(x, weight)
+        return gemm.num_parts(x, weight)
 
     assert parts(64, 2048, 1024) == parts(1, 3072, 1024) == 4
     assert parts(65, 2048, 1024) == 4 and parts(256, 2048, 1024) == 2  # 32 and 64 tiles
@@ -276,7 +276,7 @@ def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def serves(rows: int, inputs: int, size: int) -> bool:
         x, weight = (torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, 2 * size))
-        return products.serves_gate_up(x, weight)
+        return gemm.serves_gate_up(x, weight)
 
     assert serves(64, 1024, 3072) and not serves(65, 1024, 3072) and not serves(64, 2560, 9728)
     assert not serves(64, 1000, 3072)
@@ -285,7 +285,7 @@ def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight = (
             torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, num_heads * head_dim)
         )
-        return products.serves_qkv(x, weight, head_dim)
+        return gemm.serves_qkv(x, weight, head_dim)
 
     assert serves_qkv(1, 1024, 32, 128) and serves_qkv(64, 1024, 32, 128) and serves_qkv(256, 576, 15, 64)
     assert not serves_qkv(65, 1024, 32, 128) and not serves_qkv(1, 2048, 32, 128)  # sums that cuBLAS is faster at
@@ -294,7 +294,7 @@ def test_which_products_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_projection_with_a_bias_or_an_adapter_computes_its_product_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_processors", lambda _: 132)
+    monkeypatch.setattr(gemm, "_processors", lambda _: 132)
     x = torch.randn(3, 64, device=DEVICE).bfloat16()
 
     def adapt(_module: object, _inputs: object, output: Tensor) -> Tensor:

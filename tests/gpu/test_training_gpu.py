@@ -12,7 +12,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.models.attention import PackedAttention, Rectangles
 from tandem.models.gpu import flex
-from tandem.models.memory import DEFAULT, LEAST, MOST
+from tandem.models.memory_estimate import DEFAULT, LEAST, MOST
 from tandem.trainer.build import load_trained
 from tandem.trainer.model.memory import MicroBatchSize, free_bytes, plan_tokens
 from tandem.trainer.parallel.ranks import Ranks

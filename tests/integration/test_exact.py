@@ -17,9 +17,9 @@ from tandem.config.inference import InferenceConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
 from tandem.data.packing import divide, pack
-from tandem.inference.engine import ALL_TOKENS, GenerationRequest, GenerationResult, KeptTokens, Sampling
-from tandem.inference.native.build import build_engine
-from tandem.inference.native.engine import NativeEngine
+from tandem.engine.build import build_engine
+from tandem.engine.engine import NativeEngine
+from tandem.engine.protocol import ALL_TOKENS, GenerationRequest, GenerationResult, KeptTokens, Sampling
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
 from tandem.models.trainable import adapter_config, adapter_tensors, compute_exactly, load_trainable

@@ -443,7 +443,7 @@ SLOW_LOADING = """
 import sys
 import torch
 from tandem.entrypoints.inference import run
-from tandem.inference.native import build
+from tandem.engine import build
 
 def load_for_ever(*_):
     print("loading", flush=True)
@@ -507,7 +507,7 @@ def test_a_client_that_goes_away_leaves_nothing_running(model_dir: Path) -> None
 
 
 BROKEN = """
-import tandem.inference.native.runner as runner
+import tandem.engine.runner as runner
 def forward(*arguments): raise RuntimeError("out of luck")
 runner.Runner.forward = forward
 from tandem.entrypoints.inference import main

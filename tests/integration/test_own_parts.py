@@ -12,7 +12,7 @@ from tandem.utils.run_dir import RunDir
 # Everything is told apart from ours by its numbers: rewards of 10 or 20, advantages of 5 or -5.
 MINE = """\
 from tandem.envs.reverse_text import ReverseText
-from tandem.inference.builders import build_native
+from tandem.serving.builders import build_native
 
 class Short(ReverseText):
     def __init__(self):

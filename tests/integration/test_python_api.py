@@ -24,7 +24,7 @@ from tests.documentation import FENCE, ROOT
 from tests.ports import free_port
 
 import tandem
-from tandem.api import training
+from tandem.python import training
 from tandem.types.rollout import Group, TrainBatch
 from tandem.utils.files import read_json_lines
 from tandem.utils.processes import descendants

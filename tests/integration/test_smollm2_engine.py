@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from tandem.config.inference import InferenceConfig
 from tandem.data.text_stream import TextStream
 from tandem.data.tokenizer import Tokenizer
-from tandem.inference.engine import GenerationRequest, GenerationResult, Sampling
-from tandem.inference.native.build import build_engine
-from tandem.inference.native.engine import NativeEngine
+from tandem.engine.build import build_engine
+from tandem.engine.engine import NativeEngine
+from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 
 QUESTIONS = [
     "What is the capital of France?", "Write a haiku about autumn.", "Explain gravity to a child.", "2 + 2 =",

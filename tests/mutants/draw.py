@@ -21,7 +21,7 @@ UNIT = ROOT / "tests" / "unit"
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 SCOPE = (
     *("transport", "orchestrator", "rewards", "trainer/losses", "trainer/checkpoints", "launch/sweep"),
-    *("inference/native/scheduler.py", "inference/native/sampler.py"),
+    *("engine/scheduler.py", "engine/sampler.py"),
 )
 OPERATORS = (
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),

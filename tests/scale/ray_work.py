@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any
 
-from tandem.api.workers import Channel
+from tandem.python.workers import Channel
 
 
 def echo(handle: Channel, rank: int, world_size: int) -> None:

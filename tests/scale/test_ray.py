@@ -20,9 +20,9 @@ from tests.ports import free_port
 from tests.scale.raylets import HEAD, SECOND, THIRD, Raylets, raylets
 
 from tandem import Cluster, NodeConfig, UserError, WorkerDied
-from tandem.api import training
 from tandem.launch.cluster import RemoteWorker
 from tandem.launch.ray_command import Placement
+from tandem.python import training
 from tandem.transport.weights.manifest import MANIFEST
 from tandem.types.rollout import Group, TrainBatch
 from tandem.utils.files import read_json_lines

@@ -21,8 +21,8 @@ from tests.asking import ask
 from transformers import AutoModelForCausalLM
 
 from tandem.config.inference import InferenceConfig
-from tandem.inference.engine import GeneratedSample, GenerationRequest, Sampling
-from tandem.inference.sglang.engine import SGLangEngine, build_engine
+from tandem.engine.protocol import GeneratedSample, GenerationRequest, Sampling
+from tandem.serving.sglang.engine import SGLangEngine, build_engine
 from tandem.transport.weights.manifest import write_manifest
 
 URL = os.environ["SGLANG_URL"]

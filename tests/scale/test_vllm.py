@@ -40,7 +40,7 @@ from tests.scale.vllm_server import (
 from tokenizers import Tokenizer
 
 from tandem import UserError, VLLMEngine
-from tandem.api.pool import Job
+from tandem.python.pool import Job
 from tandem.transport.weights.manifest import write_manifest
 from tandem.types.identity import ServerIdentity
 from tandem.types.rollout import Completion, SamplingRequest

@@ -23,7 +23,7 @@ from tandem.config.colocated import ColocatedConfig, why_copied
 from tandem.config.inference import InferenceConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
-from tandem.inference.builders import build_native
+from tandem.serving.builders import build_native
 from tandem.utils.devices import VISIBLE
 from tandem.utils.log import printable, say, setup_logging
 from tandem.utils.processes import run_entrypoint, run_process
@@ -32,8 +32,8 @@ from tandem.utils.run_dir import RunDir, step_name
 if TYPE_CHECKING:
     import uvicorn
 
-    from tandem.inference.engine import Engine
-    from tandem.inference.native.engine import NativeEngine
+    from tandem.engine.engine import NativeEngine
+    from tandem.engine.protocol import Engine
     from tandem.transport.weights.memory import Memory
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def run(config: ColocatedConfig) -> None:
         inference = of_this_rank(config.inference)
         server, engine, listening = open_server(inference, partial(build_native, releasable_cache=True))
 
-        from tandem.inference.native.engine import NativeEngine
+        from tandem.engine.engine import NativeEngine
         from tandem.trainer.rl.train import EngineBeside, train_rl
 
         run_dir = RunDir(trainer.output_dir)
@@ -106,7 +106,7 @@ def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeE
     """How weights get from one to the other: they are the same, or the engine copies the trainer's."""
     import torch
 
-    from tandem.inference.native.weights import LiveSource, MemorySource
+    from tandem.engine.weights import LiveSource, MemorySource
     from tandem.transport.weights.live import LiveWeights
     from tandem.transport.weights.memory import OwnMemory
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import uvicorn
 
     from tandem.data.tokenizer import Tokenizer
-    from tandem.inference.builders import EngineBuilder
-    from tandem.inference.engine import Engine
-    from tandem.inference.grammars import Grammars
+    from tandem.engine.grammars import Grammars
+    from tandem.engine.protocol import Engine
+    from tandem.serving.builders import EngineBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
 
 def serve_with_vllm(config: InferenceConfig) -> NoReturn:
     """Become vLLM's server: signals, exit code and process id are then its own."""
-    from tandem.inference.vllm.serve import become_server
+    from tandem.serving.vllm.serve import become_server
 
     become_server(config)
 
@@ -98,7 +98,7 @@ def open_server(
 ) -> "tuple[uvicorn.Server, Engine, Socket]":
     """A server that only has to be run on its socket; its engine is started. `build` makes it in place of what
     `config.engine` names."""
-    from tandem.inference.builders import find_builder
+    from tandem.serving.builders import find_builder
 
     api_key = config.server.resolve_api_key()
     check_served_model(config.model)
@@ -112,11 +112,11 @@ def open_server(
     # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
     with importing():
         from tandem.data.tokenizer import Tokenizer
-        from tandem.inference.api.app import create_app
-        from tandem.inference.api.context import ApiOptions
-        from tandem.inference.api.prompts import SamplingDefaults
-        from tandem.inference.roots import weight_roots
-        from tandem.inference.vocabulary import compare_vocabularies
+        from tandem.serving.http.app import create_app
+        from tandem.serving.http.context import ApiOptions
+        from tandem.serving.http.prompts import SamplingDefaults
+        from tandem.serving.roots import weight_roots
+        from tandem.serving.vocabulary import compare_vocabularies
         from tandem.utils.serving.browsers import names_of
         from tandem.utils.serving.protocol import make_server
 
@@ -158,7 +158,7 @@ def find_grammars(config: InferenceConfig, tokenizer: "Tokenizer", vocab_size: i
     if find_spec("llguidance") is None:
         return "it needs llguidance, which is not installed: pip install 'tandem-rl[structured]'"
 
-    from tandem.inference.grammars import Grammars
+    from tandem.engine.grammars import Grammars
 
     return Grammars(tokenizer, vocab_size)
 

@@ -49,12 +49,12 @@ def reward_model_app(config: RewardServerConfig, middleware: "list[Middleware]")
     import torch
 
     from tandem.data.tokenizer import Tokenizer
-    from tandem.inference.reward_model.app import create_app
-    from tandem.inference.reward_model.scores import ScoreModel
-    from tandem.inference.vocabulary import compare_vocabularies
     from tandem.models.cpu import library
     from tandem.models.reward_model import load_scorer
     from tandem.models.runtime import choose_device, in_own_thread, setup_torch
+    from tandem.serving.reward_model.app import create_app
+    from tandem.serving.reward_model.scores import ScoreModel
+    from tandem.serving.vocabulary import compare_vocabularies
 
     assert config.model is not None
     setup_torch(threads=config.threads, seed=0, deterministic=False)

@@ -8,7 +8,7 @@ from tandem.config.rl import RLConfig
 from tandem.launch.deployment import choose_deployment
 from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
 from tandem.launch.plan import SHARED_UTILIZATION
-from tandem.models.memory import (
+from tandem.models.memory_estimate import (
     DEFAULT,
     ITEMSIZE,
     UNKNOWN_GPU_BYTES,

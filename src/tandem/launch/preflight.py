@@ -8,7 +8,6 @@ from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments
-from tandem.inference.vllm.serve import check_vllm
 from tandem.launch.given_servers import check_given_servers
 from tandem.launch.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
@@ -23,6 +22,7 @@ from tandem.models.files import (
 from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.tasks import encode_prompts
+from tandem.serving.vllm.serve import check_vllm
 from tandem.transport import checkpoints
 from tandem.transport.checkpoints import refuse_fewer_steps, require_checkpoint
 from tandem.utils.devices import refuse_missing_gpu

@@ -1,5 +1,5 @@
 """Truncated sampling in the trainer: with top_p, top_k or min_p, a token is drawn from a part of the vocabulary, and
-its log-prob is that among the tokens of this part. The engine says which they were (`native/sampler.py`)."""
+its log-prob is that among the tokens of this part. The engine says which they were (`engine/sampler.py`)."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
 """What a run tells its servers of itself: the name of this start, the key of the lease by which it holds them, and
-where it is. The key is kept with the run, so that its next start gets them back at once (inference/lease.py).
+where it is. The key is kept with the run, so that its next start gets them back at once (serving/lease.py).
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 Every field is honoured or refused: what is not listed here is an error that names the field, and a field that is
 listed with a single value is there because clients send that value. What is only accepted, as OpenAI does, says so.
-Responses are plain dicts, made under `inference/api`.
+Responses are plain dicts, made under `serving/http`.
 """
 
 from typing import Annotated, Any, Literal

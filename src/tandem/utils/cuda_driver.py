@@ -1,7 +1,7 @@
 """CUDA's driver, called by its C names, for what PyTorch has no function for.
 
 Used by the weights that processes share (transport/weights/device.py) and by the engine's KV cache
-(inference/native/mapped_memory.py). Torch-free; the driver is loaded at the first call.
+(engine/mapped_memory.py). Torch-free; the driver is loaded at the first call.
 """
 
 import ctypes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.api.data_buffer import DataBuffer
 from tandem.config.environment import EnvConfig
 from tandem.envs.worker import make, prepare
+from tandem.python.data_buffer import DataBuffer
 from tandem.types.rollout import Task
 
 OWN = """

@@ -13,11 +13,11 @@ from tests.unit.utils.serving.test_protocol import Running, running
 
 from tandem.config.client import ClientConfig
 from tandem.config.rl import RLConfig
-from tandem.inference import lease
 from tandem.launch import given_servers
 from tandem.launch.given_servers import check_given_servers, release_given_servers
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient
+from tandem.serving import lease
 from tandem.utils.errors import UserError
 from tandem.utils.run_dir import RunDir
 

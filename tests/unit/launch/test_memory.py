@@ -14,7 +14,7 @@ from tandem.launch.describe import describe_run
 from tandem.launch.gpus import plan_gpus
 from tandem.launch.memory import estimate_memory, table, trainer_memory
 from tandem.launch.plan import make_plan
-from tandem.models.memory import kv_bytes, num_parameters
+from tandem.models.memory_estimate import kv_bytes, num_parameters
 from tandem.models.spec import ModelSpec
 
 GIB = 2**30

@@ -10,18 +10,18 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.metrics_table import documented, undocumented
-from tests.unit.inference.api.fake_engine import FakeEngine
+from tests.unit.serving.http.fake_engine import FakeEngine
 
 import tandem
 from tandem.config.goals import GoalConfig, GoalOptions
-from tandem.inference.api.metrics import Metrics
 from tandem.rewards.server import GoalService
+from tandem.serving.http.metrics import Metrics
 from tandem.utils.files import write_json
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 SOURCES = Path(tandem.__file__).parent
-WRITERS = ("orchestrator", "trainer", "api", "envs", "rewards")
+WRITERS = ("orchestrator", "trainer", "python", "envs", "rewards")
 NAMES = [name for name in documented() if not name.startswith("tandem_")]
 PROMETHEUS = {name for name in documented() if name.startswith("tandem_")}
 
@@ -71,7 +71,7 @@ def test_every_name_of_a_group_of_metrics_is_on_the_page() -> None:
     groups = {name.partition("/")[0] for name in NAMES if "/" in name and not name.startswith("<")}
     found = {
         text
-        for node in trees("orchestrator", "trainer", "envs", "api")
+        for node in trees("orchestrator", "trainer", "envs", "python")
         if (text := text_of(node)) is not None
         and re.fullmatch(r"[a-z_]+/[a-z_@<>/]*[a-z>]", text)
         and text.partition("/")[0] in groups

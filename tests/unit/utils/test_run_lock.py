@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.api.workers import run_rank
 from tandem.orchestrator.samples import write_samples
+from tandem.python.workers import run_rank
 from tandem.trainer.checkpoints.snapshot import make_room
 from tandem.transport.weights.manifest import Announcement, announce
 from tandem.utils import run_lock

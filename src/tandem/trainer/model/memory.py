@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from tandem.models.decoder import Decoder
-from tandem.models.memory import DEFAULT, USED_SHARE, activation_bytes, fitting_tokens, logits_bytes
+from tandem.models.memory_estimate import DEFAULT, USED_SHARE, activation_bytes, fitting_tokens, logits_bytes
 from tandem.models.precision import WORKING
 from tandem.trainer.model.step import Stepper
 from tandem.trainer.parallel.parts import local_part

@@ -9,7 +9,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
-from tandem.models.memory import DEFAULT
+from tandem.models.memory_estimate import DEFAULT
 from tandem.trainer.build import load_trained
 from tandem.trainer.model.memory import MicroBatchSize, plan_tokens
 from tandem.trainer.model.step import Predictions, Stepper

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tandem.config.losses import LossConfig
 from tandem.data.packing import pack
-from tandem.inference.native.sampler import SamplingRows, sample
+from tandem.engine.sampler import SamplingRows, sample
 from tandem.orchestrator.batches import make_samples
 from tandem.trainer.losses import make_policy_loss
 from tandem.trainer.model.language_model import Inputs, LanguageModel

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.inference.native.weights import FileSource
+from tandem.engine.weights import FileSource
 from tandem.models.hf import load_decoder, stream_tensors
 from tandem.transport.weights import device
 from tandem.transport.weights.device import DeviceMemory, read_announced, shared_memory, views_of

@@ -15,8 +15,8 @@ from tests.unit.transport.weights.fakes import OnGpu
 
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
-from tandem.inference.engine import AdapterRefused, WeightUpdateRefused
-from tandem.inference.native.weights import FileSource, MemorySource
+from tandem.engine.protocol import AdapterRefused, WeightUpdateRefused
+from tandem.engine.weights import FileSource, MemorySource
 from tandem.models.hf import load_decoder, stream_tensors
 from tandem.models.lora import make_adapter, read_adapter
 from tandem.models.trainable import adapter_config, adapter_tensors, load_trainable

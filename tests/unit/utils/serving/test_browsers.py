@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from tests.unit.inference.api.conftest import hello_engine, write_tokenizer
+from tests.unit.serving.http.conftest import hello_engine, write_tokenizer
 
-from tandem.inference.api.app import create_app
-from tandem.inference.api.context import ApiOptions
+from tandem.serving.http.app import create_app
+from tandem.serving.http.context import ApiOptions
 from tandem.utils.serving.browsers import names_of
 
 PORT = 8000

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.unit.inference.api.conftest import hello_engine, write_tokenizer
-from tests.unit.inference.api.fake_engine import FakeEngine
+from tests.unit.serving.http.conftest import hello_engine, write_tokenizer
+from tests.unit.serving.http.fake_engine import FakeEngine
 
-from tandem.inference.api.app import create_app
-from tandem.inference.api.context import ApiOptions
+from tandem.serving.http.app import create_app
+from tandem.serving.http.context import ApiOptions
 from tandem.utils.ports import listen
 from tandem.utils.serving import limits
 from tandem.utils.serving.protocol import make_server
