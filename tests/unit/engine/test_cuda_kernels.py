@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 COMPILE = Path(__file__).with_name("compile_kernels.py")
 HOPPER, ADA = 90, 89  # compute capabilities: H100 and H200; RTX 4090 and L40S
 
