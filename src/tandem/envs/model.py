@@ -3,13 +3,13 @@
 `RemoteModel` lives in the environment's process and asks the orchestrator for every turn (envs/worker.py).
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
 from tandem.envs.tools import Tool, as_schema
+from tandem.isolation.clock import Clock
 from tandem.types.rollout import Message
 from tandem.utils.errors import shown
 
@@ -60,69 +60,6 @@ class Model(Protocol):
 
         Append the reply's message and what follows it, and call again: the model goes on from its own tokens."""
         ...
-
-
-class Clock:
-    """Times the code of a call: it stands still while the model writes. `over` is done, with the reason, when that
-    code, or the whole episode, has taken too long."""
-
-    def __init__(self, timeout_s: float, reason: str, episode_timeout_s: float | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[str] = self._loop.create_future()
-        self._timeout_s = timeout_s
-        self._reason = reason
-        self._episode_timeout_s = episode_timeout_s
-        self._waiting = 0
-        self._turn: asyncio.TimerHandle | None = None
-        self._episode: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        if (timeout_s := self._episode_timeout_s) is not None:
-            self._episode = self._loop.call_later(timeout_s, self._end, over_episode(timeout_s))
-        self._start_turn(self._loop.time() + self._timeout_s)
-
-    def pause(self) -> None:
-        self._waiting += 1
-        self._stop_turn()
-
-    def go_on(self) -> None:
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._start_turn(self._loop.time() + self._timeout_s)
-
-    def charge(self, seconds: float) -> None:
-        """Time that the code took, and the event loop's clock does not count."""
-        if self._turn is not None:
-            end = self._turn.when() - seconds
-            self._stop_turn()
-            self._start_turn(end)
-            if end <= self._loop.time():  # now: code that blocks the loop again at once keeps timers from their turn
-                self._end(self._reason)
-
-    def stop(self) -> None:
-        self.pause()
-        if self._episode is not None:
-            self._episode.cancel()
-
-    def _start_turn(self, end: float) -> None:
-        self._turn = self._loop.call_at(end, self._end, self._reason)
-
-    def _stop_turn(self) -> None:
-        if self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
-
-    def _end(self, reason: str) -> None:
-        if not self.over.done():
-            self.over.set_result(reason)
-
-
-def over_turn(timeout_s: float) -> str:
-    return f"the environment took longer than env.turn_timeout_s = {timeout_s:g} s between turns of the model"
-
-
-def over_episode(timeout_s: float) -> str:
-    return f"the episode took longer than env.episode_timeout_s = {timeout_s:g} s"
 
 
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]

@@ -3,7 +3,7 @@
 score, play ──► the current process (envs/worker_process.py) ──► reward
                     │ lost
                     ▼
-the call that is to blame fails; all others run again in a new process, suspects first (envs/suspects.py)
+the call that is to blame fails; all others run again in a new process, suspects first (isolation/suspects.py)
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.protocol import Player, Score
 from tandem.envs.results import Result
-from tandem.envs.suspects import Suspects
-from tandem.envs.wire import Payload
 from tandem.envs.worker_process import WorkerLost, WorkerProcess
+from tandem.isolation.failures import Failure, UserCodeError
+from tandem.isolation.suspects import Suspects
+from tandem.isolation.wire import Payload
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 

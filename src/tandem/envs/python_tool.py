@@ -7,9 +7,9 @@ from tandem.envs.model import Model
 from tandem.envs.results import Result
 from tandem.envs.small_tasks import TaskArgs, WordProblems, final_number
 from tandem.envs.tools import ToolUnavailable
+from tandem.isolation.sandbox import SandboxUnavailable, run_python, why_unprotected
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten
-from tandem.utils.sandbox import SandboxUnavailable, run_python, why_unprotected
 
 TIMEOUT_S = 10.0
 MAX_OUTPUT = 2000  # characters that the model gets to read

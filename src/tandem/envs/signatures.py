@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.envs.failures import place_of
+from tandem.isolation.failures import place_of
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.signatures import signature_of
 

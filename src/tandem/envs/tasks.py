@@ -12,7 +12,7 @@ import orjson
 
 from tandem.config.environment import EnvConfig
 from tandem.envs.protocol import HasTasks
-from tandem.envs.wire import Payload
+from tandem.isolation.wire import Payload
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shown
 

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.process import EnvironmentProcess, HeldTask, is_played
 from tandem.envs.protocol import Environment
+from tandem.isolation.failures import Failure, UserCodeError
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError, shown
 

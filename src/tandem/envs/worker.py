@@ -32,17 +32,18 @@ from functools import partial
 from typing import Any
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.calls import CALLED_OFF, Calls, Outcome
-from tandem.envs.failures import Failure, failure_of, place_of
-from tandem.envs.fair_loop import FairLoop
-from tandem.envs.marks import Marks
-from tandem.envs.model import Clock, RemoteModel, over_turn
+from tandem.envs.limits import episode_limit, score_limit, turn_limit
+from tandem.envs.model import RemoteModel
 from tandem.envs.protocol import has
 from tandem.envs.registry import make_environment
 from tandem.envs.results import checked_result, checked_score
 from tandem.envs.tasks import EXAMPLES, describe_tasks, fingerprint
 from tandem.envs.tools import as_schema
-from tandem.envs.wire import Payload, frame, messages, receive
+from tandem.isolation.calls import CALLED_OFF, Calls, Outcome
+from tandem.isolation.clock import Clock, FairLoop
+from tandem.isolation.failures import Failure, failure_of, place_of
+from tandem.isolation.marks import Marks
+from tandem.isolation.wire import Payload, frame, messages, receive
 from tandem.rewards.checked import BadReward
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten, shown
@@ -76,7 +77,7 @@ class Worker:
             "train": self.environment.train_tasks,
             "eval": self.environment.eval_tasks,
         }
-        calls = Calls(self.config.score_timeout_s, self.marks)
+        calls = Calls(score_limit(self.config), self.marks)
         async for payload in messages(reader):
             self._take(calls, payload)
             with suppress(ConnectionError):  # the reader tells
@@ -118,8 +119,7 @@ class Worker:
 
     async def _play(self, calls: Calls, payload: Payload) -> None:
         number, function = payload["call"], self.environment.rollout
-        limit_s = self.config.turn_timeout_s
-        clock = Clock(limit_s, over_turn(limit_s), self.config.episode_timeout_s)
+        clock = Clock(turn_limit(self.config), episode_limit(self.config))
         model = RemoteModel(partial(self._ask, number), clock)
         outcome = await calls.play(number, _begun(function, self._task(payload), model), clock)
         self._send_reply(number, reply(function, outcome, lambda value: asdict(checked_result(value))))

@@ -22,13 +22,14 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.calls import over_limit
-from tandem.envs.failures import MAX_TRACEBACK, Failure, UserCodeError, place_in, stack_of
-from tandem.envs.marks import SIZE_BYTES, Marks
-from tandem.envs.model import ChatRefused, ContextFull, over_turn
+from tandem.envs.limits import score_limit, turn_limit
+from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.protocol import Player
-from tandem.envs.wire import AT_ONCE, Payload, frame, messages, receive
 from tandem.envs.worker import STACK_SIGNAL
+from tandem.isolation.clock import Limit
+from tandem.isolation.failures import MAX_TRACEBACK, Failure, UserCodeError, place_in, stack_of
+from tandem.isolation.marks import SIZE_BYTES, Marks
+from tandem.isolation.wire import AT_ONCE, Payload, frame, messages, receive
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.processes import describe_exit, kept, kill_tree
 from tandem.utils.waiting import Deadline
@@ -51,8 +52,7 @@ class WorkerLost(Exception):
 @dataclass
 class Call:
     answer: asyncio.Future[Any]
-    limit_s: float
-    over_limit: str  # what is said of it past the limit
+    limit: Limit
     player: Player | None = None  # of an episode
     asked: set[asyncio.Task[None]] = field(default_factory=set)  # turns of the model that it waits for
 
@@ -121,14 +121,12 @@ class WorkerProcess:
         return answer
 
     async def score(self, request: Payload) -> Any:
-        limit_s = self.config.score_timeout_s
-        _, call = self._call({"method": "score"} | request, limit_s, over_limit(limit_s))
+        _, call = self._call({"method": "score"} | request, score_limit(self.config))
         return await call.answer
 
     async def play(self, request: Payload, player: Player) -> Payload:
-        limit_s = self.config.turn_timeout_s
         request = {"method": "rollout", "arguments": []} | request
-        number, call = self._call(request, limit_s, over_turn(limit_s), player)
+        number, call = self._call(request, turn_limit(self.config), player)
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -137,11 +135,11 @@ class WorkerProcess:
         finally:
             call.end_turns()
 
-    def _call(self, request: Payload, limit_s: float, over: str, player: Player | None = None) -> tuple[int, Call]:
+    def _call(self, request: Payload, limit: Limit, player: Player | None = None) -> tuple[int, Call]:
         assert not self.is_lost, "it would never be answered"
         number = next(self._numbers)
         # It stays there until it is answered, also if no caller waits any more: its code may still hang.
-        call = self._calls[number] = Call(asyncio.get_running_loop().create_future(), limit_s, over, player)
+        call = self._calls[number] = Call(asyncio.get_running_loop().create_future(), limit, player)
         self._send({"call": number} | request)
         return number, call
 
@@ -221,10 +219,10 @@ class WorkerProcess:
                 continue
             still_s += min(looked - before, MAX_WATCH_S)
             call = next(iter(self._calls.values()))
-            if still_s > call.limit_s + GRACE_S:
+            if still_s > call.limit.seconds + GRACE_S:
                 stacks = await self._read_stacks()
                 if self._marks.turns == turns:
-                    self._kill(Failure(call.over_limit, "", stacks, hung=True))
+                    self._kill(Failure(call.limit.reason, "", stacks, hung=True))
 
     def _kill(self, loss: Failure | None) -> None:
         if not self.is_lost:

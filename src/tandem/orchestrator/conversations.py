@@ -13,12 +13,12 @@ from tandem.data.dialogue import Dialogue
 from tandem.data.messages import parse_json, read_messages
 from tandem.data.tokenizer import Tokenizer
 from tandem.data.tool_calls import CallFormat, FoundCall, choose_format, read_text
-from tandem.envs.failures import failure_of
 from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.process import EnvironmentProcess, is_played
 from tandem.envs.protocol import Environment, Stage
 from tandem.envs.results import Result
+from tandem.isolation.failures import failure_of
 from tandem.orchestrator.failures import RolloutFailure
 from tandem.orchestrator.protocols import Generator
 from tandem.orchestrator.tasks import request_seed

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from tandem.envs.failures import failure_of
+from tandem.isolation.failures import failure_of
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.failures import FailureLedger, TaskFailed

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from tandem.config.sampling import EvalConfig
-from tandem.envs.failures import Failure, failure_of, top_reasons
+from tandem.isolation.failures import Failure, failure_of, top_reasons
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.protocols import GroupMaker
 from tandem.orchestrator.samples import write_samples

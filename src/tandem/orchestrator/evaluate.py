@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from tandem.config.evaluate import EvaluateConfig
-from tandem.envs.failures import failure_of
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.results import checked_score, total
+from tandem.isolation.failures import failure_of
 from tandem.orchestrator.endpoint import ChatEndpoint, EndpointPlayer
 from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.envs.failures import Failure, top_reasons
+from tandem.isolation.failures import Failure, top_reasons
 from tandem.types.rollout import Task
 from tandem.utils.errors import shorten
 from tandem.utils.files import append_json_line

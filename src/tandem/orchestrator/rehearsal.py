@@ -6,10 +6,10 @@ Called by `rl` and the orchestrator."""
 
 from tandem.config.orchestrator import EnvPlan, OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.mixture import Mixture
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.trial import TurnCount, try_environment
+from tandem.isolation.failures import Failure, UserCodeError
 from tandem.orchestrator.conversations import ChatFormat, Conversation
 from tandem.types.rollout import Completion, SamplingRequest
 

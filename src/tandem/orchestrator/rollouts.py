@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.failures import failure_of
 from tandem.envs.protocol import Environment
 from tandem.envs.results import checked_score, total
+from tandem.isolation.failures import failure_of
 from tandem.orchestrator.conversations import Episodes
 from tandem.orchestrator.failures import Attempt, RolloutFailure, TaskFailed
 from tandem.orchestrator.protocols import Generator

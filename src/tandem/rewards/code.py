@@ -1,4 +1,4 @@
-"""Programs that the model writes, run in the sandbox (utils/sandbox.py) against the tests of the task."""
+"""Programs that the model writes, run in the sandbox (isolation/sandbox.py) against the tests of the task."""
 
 import ast
 import asyncio
@@ -7,10 +7,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.isolation.sandbox import SandboxResult, run_python
 from tandem.rewards.formats import last_fenced
 from tandem.rewards.functions import NoAnswer
 from tandem.utils.processes import usable_cores
-from tandem.utils.sandbox import SandboxResult, run_python
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 

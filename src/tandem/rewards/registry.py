@@ -18,6 +18,7 @@ from tandem.config.rewards import (
     RewardModelConfig,
     SteeringConfig,
 )
+from tandem.isolation.sandbox import why_unprotected
 from tandem.rewards.calls import Call, load_own
 from tandem.rewards.code import CodeReward
 from tandem.rewards.formats import check_schema, json_schema, regex, xml
@@ -27,7 +28,6 @@ from tandem.rewards.maths import math
 from tandem.rewards.remote import RemoteReward, RewardModelReward
 from tandem.rewards.steering import GoalReward, SteeringReward
 from tandem.utils.errors import UserError
-from tandem.utils.sandbox import why_unprotected
 
 # Those that users bring may be async, which can wait for other services.
 RewardFunction = Callable[[str, str], float | Awaitable[float]]

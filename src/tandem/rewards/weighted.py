@@ -4,16 +4,13 @@ import asyncio
 from collections.abc import Sequence
 
 from tandem.config.rewards import OwnConfig, RewardConfig
+from tandem.isolation.calls import CancelledWaiting
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import BadReward, checked_reward
 from tandem.rewards.judge import Judge
 from tandem.rewards.pool import RewardFailed, RewardPool
 from tandem.rewards.registry import is_slow, make_call, require_installed
 from tandem.types.rollout import Task
-
-
-class RewardsPending(asyncio.CancelledError):
-    """Scoring was cancelled; the text says which rewards it waited for."""
 
 
 class WeightedRewards:
@@ -37,7 +34,7 @@ class WeightedRewards:
             rewards = await asyncio.gather(*scoring)
         except asyncio.CancelledError:
             waited_for = [one.label for one, scored in zip(self.configs, scoring, strict=True) if scored.cancelled()]
-            raise RewardsPending(f"pending: {', '.join(waited_for)} of env.rewards") from None
+            raise CancelledWaiting(f"pending: {', '.join(waited_for)} of env.rewards") from None
         finally:
             for one in scoring:
                 one.cancel()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.model import ChatRefused
 from tandem.envs.process import EnvironmentProcess, open_environment
 from tandem.envs.results import Result
 from tandem.envs.trial import try_environment
+from tandem.isolation.failures import Failure, UserCodeError
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError
 

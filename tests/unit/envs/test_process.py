@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.failures import Failure, UserCodeError
 from tandem.envs.process import EnvironmentProcess, open_environment
+from tandem.isolation.failures import Failure, UserCodeError
 from tandem.utils.errors import UserError
 from tandem.utils.processes import descendants
 

@@ -8,8 +8,8 @@ from tests.unit.envs.scripted import Scripted, call, say
 from tandem.envs import python_tool
 from tandem.envs.python_tool import PythonUse, python
 from tandem.envs.tools import ToolUnavailable, call_tool
+from tandem.isolation.sandbox import SandboxUnavailable
 from tandem.utils.errors import UserError
-from tandem.utils.sandbox import SandboxUnavailable
 
 
 def run(code: str) -> str:

@@ -10,12 +10,12 @@ import pytest
 from tests.unit.envs.scripted import Scripted, call, say
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.failures import failure_of
 from tandem.envs.model import ContextFull, Reply
 from tandem.envs.process import open_environment
 from tandem.envs.registry import make_environment
 from tandem.envs.results import Result
 from tandem.envs.trial import ScriptedPlayer, try_environment
+from tandem.isolation.failures import failure_of
 from tandem.utils.errors import UserError
 
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.failures import UserCodeError, failure_of
 from tandem.envs.trial import try_environment
+from tandem.isolation.failures import UserCodeError, failure_of
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 

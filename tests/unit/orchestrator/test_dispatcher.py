@@ -9,7 +9,7 @@ import pytest
 from tests.unit.orchestrator.fakes import FakePolicy
 
 from tandem.config.filters import CurriculumConfig
-from tandem.envs.failures import Failure
+from tandem.isolation.failures import Failure
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.dispatcher import Dispatcher

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.config.sampling import EvalConfig
-from tandem.envs.failures import Failure
+from tandem.isolation.failures import Failure
 from tandem.orchestrator.evals import Evaluator, MixedEvaluator, describe
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.scores import summarize

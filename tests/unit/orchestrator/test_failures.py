@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.envs.failures import Failure
+from tandem.isolation.failures import Failure
 from tandem.orchestrator.failures import Attempt, FailureLedger, RolloutFailure, TooManyFailures
 from tandem.types.rollout import Task
 from tandem.utils.errors import shorten

@@ -10,10 +10,10 @@ import pytest
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.failures import UserCodeError
 from tandem.envs.mixture import open_environments
 from tandem.envs.process import HeldTask
 from tandem.envs.results import Result
+from tandem.isolation.failures import UserCodeError
 from tandem.orchestrator.conversations import ChatFormat, Conversation
 from tandem.orchestrator.rehearsal import Rehearsal, ScriptedPolicy, try_environments
 from tandem.types.rollout import Completion, SamplingRequest

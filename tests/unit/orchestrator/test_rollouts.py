@@ -10,7 +10,7 @@ import pytest
 from tests.unit.tasks import until_alone
 
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.failures import Failure, UserCodeError
+from tandem.isolation.failures import Failure, UserCodeError
 from tandem.orchestrator.failures import Attempt, TaskFailed
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.tasks import request_seed

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from tandem.isolation.sandbox import why_unprotected
 from tandem.rewards.code import CodeReward, output_lines
 from tandem.rewards.functions import NoAnswer
-from tandem.utils.sandbox import why_unprotected
 
 REASON = why_unprotected()
 GOOD, WRONG = "def double(x): return 2 * x", "def double(x): return x * x + 1"

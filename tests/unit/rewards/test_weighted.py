@@ -16,10 +16,11 @@ from tests.unit.tasks import until_alone
 from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward
 from tandem.envs.results import checked_score
+from tandem.isolation.calls import CancelledWaiting
 from tandem.rewards import pool
 from tandem.rewards.checked import BadReward
 from tandem.rewards.pool import RewardFailed
-from tandem.rewards.weighted import RewardsPending, WeightedRewards
+from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
 from tandem.utils.processes import descendants, process_exists
@@ -152,7 +153,7 @@ def test_what_is_called_off_says_which_rewards_it_waited_for() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         scoring.cancel()
-        with pytest.raises(RewardsPending, match=r"^pending: waits_for_ever of env\.rewards$"):
+        with pytest.raises(CancelledWaiting, match=r"^pending: waits_for_ever of env\.rewards$"):
             await scoring
 
     asyncio.run(called_off())
@@ -182,7 +183,7 @@ def test_a_worker_whose_call_is_called_off_is_killed(tmp_path: Path, when: str) 
         while not (descendants(os.getpid()) if when == "starts" else (tmp_path / "here").exists()):
             await asyncio.sleep(0.001)
         scoring.cancel()
-        with pytest.raises(RewardsPending):
+        with pytest.raises(CancelledWaiting):
             await scoring
         assert not descendants(os.getpid())
         await rewards.close()

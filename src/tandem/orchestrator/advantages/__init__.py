@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tandem.config.advantages import PER_TURN, AdvantageConfig
-from tandem.envs.failures import failure_of
-from tandem.envs.limited import TRIAL_TIMEOUT_S, try_within
+from tandem.isolation.failures import failure_of
+from tandem.isolation.limited import TRIAL_TIMEOUT_S, try_within
 from tandem.orchestrator.advantages.functions import (
     Advantages,
     Groups,

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from tandem.envs.failures import failure_of
+from tandem.isolation.failures import failure_of
 from tandem.trainer.losses.types import Losses, require_losses
 from tandem.utils.errors import UserError
 

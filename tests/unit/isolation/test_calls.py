@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from tandem.envs.calls import Calls, Outcome
-from tandem.envs.fair_loop import FairLoop
-from tandem.envs.marks import SIZE_BYTES, Marks
+from tandem.isolation.calls import Calls, Outcome
+from tandem.isolation.clock import FairLoop, Limit
+from tandem.isolation.marks import SIZE_BYTES, Marks
 
 LIMIT_S = 1.0
+REASON = "it took longer"
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def run_all(marks: Marks, *functions: Callable[[], object]) -> list[Outcome]:
     """The outcomes of calls that run at the same time, in an event loop as the environment's process has it."""
 
     async def run() -> list[Outcome]:
-        calls = Calls(LIMIT_S, marks)
+        calls = Calls(Limit(LIMIT_S, REASON), marks)
         return await asyncio.gather(*(calls.run(number, one, []) for number, one in enumerate(functions, 1)))
 
     with asyncio.Runner(loop_factory=lambda: FairLoop(marks.turn)) as runner:

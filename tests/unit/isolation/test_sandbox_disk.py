@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.utils import sandbox_disk
-from tandem.utils.sandbox_disk import is_over
+from tandem.isolation import sandbox_disk
+from tandem.isolation.sandbox_disk import is_over
 
 
 def test_a_file_that_is_removed_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

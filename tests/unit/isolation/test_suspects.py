@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tandem.envs.suspects import SHARE, Suspects
+from tandem.isolation.suspects import SHARE, Suspects
 
 
 async def settle() -> None:

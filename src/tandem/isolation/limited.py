@@ -1,7 +1,6 @@
 """One call of a user's function before anything starts, within a time limit.
 
-In a thread that is left behind where it does not end: the program that leaves with an error ends it. In a run,
-environments have processes that can be killed instead (envs/process.py)."""
+In a thread that is left behind where it does not end: the program that leaves with an error ends it."""
 
 import sys
 import threading
@@ -9,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tandem.envs.failures import hung_at
+from tandem.isolation.failures import hung_at
 from tandem.utils.errors import UserError
 
 TRIAL_TIMEOUT_S = 60.0

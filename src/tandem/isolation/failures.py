@@ -1,6 +1,6 @@
 """What went wrong in code that users bring: one line, where in their file, and their own traceback. Pure.
 
-Made in the process that runs that code (envs/worker.py), recorded by the orchestrator.
+Made in the process that runs that code, recorded by the orchestrator.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """How much disk a process in the sandbox holds: its folder, and files that are removed but still open or mapped.
 
-Counted from outside, so what takes disk without being seen here is refused by utils/seccomp.py: reserving blocks ahead
+Counted from outside, so what takes disk without being seen here is refused by seccomp.py: reserving blocks ahead
 (fallocate), descriptors in flight between sockets, and threads with descriptors of their own. Linux; elsewhere only the
 folder is counted.
 """

@@ -1,8 +1,8 @@
-"""The process in which untrusted Python runs: it takes away its own rights, then runs the code. See utils/sandbox.py.
+"""The process in which untrusted Python runs: it takes away its own rights, then runs the code. See sandbox.py.
 
 A script on its own, started by its path: nothing of this package can be imported here, or by the code that runs.
 Its one argument is JSON; on its error output it says "ready", or why not, before any of the code runs. Tests of the
-code come over a socket when the code has ended (utils/sandbox_tests.py), and are sandbox_judge.py's.
+code come over a socket when the code has ended (isolation/sandbox_tests.py), and are sandbox_judge.py's.
 """
 
 import base64

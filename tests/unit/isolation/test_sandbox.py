@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tandem.utils import sandbox
+from tandem.isolation import sandbox
+from tandem.isolation.sandbox import SandboxResult, SandboxUnavailable, run_python, why_unprotected
 from tandem.utils.processes import descendants, process_exists
-from tandem.utils.sandbox import SandboxResult, SandboxUnavailable, run_python, why_unprotected
 
 REASON = why_unprotected()
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -370,7 +370,7 @@ def test_a_cancelled_run_ends_its_process() -> None:
 def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(
-        "import asyncio\nfrom tandem.utils.sandbox import run_python\n"
+        "import asyncio\nfrom tandem.isolation.sandbox import run_python\n"
         "asyncio.run(run_python('import time; time.sleep(3600)', timeout_s=3600))\n"
     )
     parent = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "TMPDIR": str(tmp_path)})

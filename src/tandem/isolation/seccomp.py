@@ -1,7 +1,7 @@
 """The system calls that code in the sandbox may make, as a seccomp filter. Pure: bytes for the kernel. Linux only.
 
 An allow-list: what is not named here fails, with EPERM where Python code is likely to meet it, else with ENOSYS, at
-which the C library tries an older call. Files are Landlock's part (utils/sandbox_child.py), except for what it leaves
+which the C library tries an older call. Files are Landlock's part (sandbox_child.py), except for what it leaves
 alone: attributes, owners, times, and cutting off a file that is opened for reading.
 """
 
@@ -37,7 +37,7 @@ getsockopt 55 209; getsockname 51 204; getpeername 52 205
 """
 
 # Each would reach beyond the sandbox (the network, other processes, attributes of files that can be read), or take disk
-# that utils/sandbox_disk.py does not see in time: blocks that nobody writes, files in flight between sockets.
+# that isolation/sandbox_disk.py does not see in time: blocks that nobody writes, files in flight between sockets.
 REFUSED = """
 socket 41 198; connect 42 203; bind 49 200; listen 50 201; accept 43 202; accept4 288 242; fork 57 -; vfork 58 -
 execve 59 221; execveat 322 281; kill 62 129; tkill 200 130; tgkill 234 131; rt_sigqueueinfo 129 138; pidfd_open 434 434

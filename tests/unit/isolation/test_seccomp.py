@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.utils.seccomp import (
+from tandem.isolation.seccomp import (
     ALLOW,
     ALLOWED,
     AND,

@@ -1,4 +1,4 @@
-"""Finds the call that ends the environment's process, where several ran at the same time.
+"""Finds the call that ends a worker process, where several ran at the same time.
 
 All that ran are suspects. They run again before any other call, few at a time: innocent ones are answered, and the one
 that ends the process alone is the culprit.

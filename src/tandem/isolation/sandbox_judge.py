@@ -1,4 +1,4 @@
-"""Runs tests in the sandbox when the program has ended, and says what came of them. See utils/sandbox_tests.py.
+"""Runs tests in the sandbox when the program has ended, and says what came of them. See isolation/sandbox_tests.py.
 
 sandbox_child.py executes this file before the program runs, with globals and builtins that are this file's alone: what
 the program changes in `builtins`, or in the globals of the frames below its own, changes nothing here. It shares the

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from tandem.envs.wire import AT_ONCE, Payload, frame, messages
+from tandem.isolation.wire import AT_ONCE, Payload, frame, messages
 
 
 async def received(reader: asyncio.StreamReader) -> list[Payload]:

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tandem.envs.failures import PACKAGE, Failure, UserCodeError, failure_of, place_in, place_of, stack_of, top_reasons
+from tandem.isolation.failures import (
+    PACKAGE,
+    Failure,
+    UserCodeError,
+    failure_of,
+    place_in,
+    place_of,
+    stack_of,
+    top_reasons,
+)
 from tandem.rewards.pool import RewardFailed
 
 

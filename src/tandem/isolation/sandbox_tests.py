@@ -9,7 +9,7 @@
 
 Every answer begins with the key, which the program finds on no frame while it runs. So it does not pass by leaving
 early, by answering over its descriptors, or by disabling what makes tests fail. One that finds what runs the tests
-(utils/sandbox_judge.py) with `gc`, or lies about the tests alone, shares the interpreter with it and cannot be stopped.
+(sandbox_judge.py) with `gc`, or lies about the tests alone, shares the interpreter with it and cannot be stopped.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ import secrets
 import socket
 from contextlib import suppress
 
-from tandem.utils.sandbox_child import KEY_BYTES
-from tandem.utils.sandbox_judge import LENGTH_BYTES
+from tandem.isolation.sandbox_child import KEY_BYTES
+from tandem.isolation.sandbox_judge import LENGTH_BYTES
 
 
 async def passes(connection: socket.socket, tests: str | None) -> bool:

@@ -4,7 +4,7 @@
     sync function    a thread of its own, left behind at the limit
 
 What does not end by that lingers, and the outcome says so. Code that blocks the event loop, or holds the interpreter
-lock, cannot be ended from here: the owner of the process watches for it and kills it (envs/worker_process.py). Marks
+lock, cannot be ended from here: the owner of the process watches for it and kills it. Marks
 say whose code runs, in the event loop and in threads.
 """
 
@@ -20,11 +20,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.envs.failures import Failure, failure_of, hung_at
-from tandem.envs.fair_loop import MAX_COUNTED_S
-from tandem.envs.marks import Marks
-from tandem.envs.model import Clock
-from tandem.rewards.weighted import RewardsPending
+from tandem.isolation.clock import MAX_COUNTED_S, Clock, Limit
+from tandem.isolation.failures import Failure, failure_of, hung_at
+from tandem.isolation.marks import Marks
 
 # Sync functions at the same time. More would share one interpreter lock, and time out for want of it.
 MAX_THREADS = 8
@@ -35,19 +33,23 @@ CALLED_OFF = "the episode was called off"
 CALL: ContextVar[int] = ContextVar("call", default=0)
 
 
+class CancelledWaiting(asyncio.CancelledError):
+    """A call was cancelled; the text says what it waited for."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     value: Any = None
     failure: Failure | None = None
     lingers: bool = False  # the code did not end with its time: a thread, or a task that is not to be cancelled
-    pending: str = ""  # the rewards that a cancelled call waited for
+    pending: str = ""  # what a cancelled call waited for
 
 
 class Calls:
     """For the event loop that runs when it is made: tasks and threads that it starts from then on are marked."""
 
-    def __init__(self, timeout_s: float, marks: Marks) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, limit: Limit, marks: Marks) -> None:
+        self.limit = limit
         self.marks = marks
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._clocks: dict[int, Clock] = {}
@@ -83,15 +85,15 @@ class Calls:
             del self._clocks[number]
 
     async def _run_async(self, number: int, awaitable: Awaitable[Any]) -> Outcome:
-        return await self.play(number, awaitable, Clock(self.timeout_s, over_limit(self.timeout_s)))
+        return await self.play(number, awaitable, Clock(self.limit))
 
     async def _run_sync(self, number: int, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
         thread, ended = _start_thread(self.marks, number, function, arguments)
-        done, _ = await asyncio.wait([ended], timeout=self.timeout_s)
+        done, _ = await asyncio.wait([ended], timeout=self.limit.seconds)
         if done:
             return ended.result()
         frame = sys._current_frames().get(thread.ident or 0)
-        failure = hung_at(over_limit(self.timeout_s), traceback.extract_stack(frame))
+        failure = hung_at(self.limit.reason, traceback.extract_stack(frame))
         return Outcome(failure=failure, lingers=True)
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, steps: Any, **options: Any) -> asyncio.Task[Any]:
@@ -115,10 +117,6 @@ async def _cancelled(task: asyncio.Task[Outcome], failure: Failure) -> Outcome:
     if done and not task.cancelled() and (pending := task.result().pending):
         failure = replace(failure, reason=f"{failure.reason}; {pending}")
     return Outcome(failure=failure, lingers=not done)
-
-
-def over_limit(timeout_s: float) -> str:
-    return f"the score took longer than env.score_timeout_s = {timeout_s:g} s"
 
 
 def _start_thread(
@@ -155,7 +153,7 @@ async def _settled(awaitable: Awaitable[Any], number: int) -> Outcome:
     CALL.set(number)
     try:
         return Outcome(await awaitable)
-    except RewardsPending as error:
+    except CancelledWaiting as error:
         return Outcome(failure=failure_of(error), pending=str(error))
     except BaseException as error:  # SystemExit would end the event loop, CancelledError a call that was not cancelled
         return Outcome(failure=failure_of(error))

@@ -1,6 +1,6 @@
-"""Whose code runs in an environment's process, and that its event loop turns.
+"""Whose code runs in a worker process, and that its event loop turns.
 
-Both lie in memory that the orchestrator maps too: they can be read while the process is stuck, and after it has died.
+Both lie in memory that its owner maps too: they can be read while the process is stuck, and after it has died.
 """
 
 import mmap
@@ -17,7 +17,7 @@ SIZE_BYTES = TURNS.size + NUM_SLOTS * SLOT.size
 
 
 class Marks:
-    """Written by the environment's process, read by the orchestrator."""
+    """Written by the process, read by its owner."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE_BYTES)

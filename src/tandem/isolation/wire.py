@@ -1,4 +1,4 @@
-"""Messages between the orchestrator and the process of an environment: JSON behind eight bytes of length.
+"""Messages between a worker process and its owner: JSON behind eight bytes of length.
 
 Models and users write numbers beyond 64 bits and halves of surrogate pairs. orjson has neither, so Python's json writes
 such a message; the space in front of it tells the reader, since orjson would round the numbers.

@@ -4,7 +4,7 @@ import tempfile
 import threading
 from contextlib import ExitStack
 
-from tandem.envs.marks import NUM_SLOTS, SIZE_BYTES, Marks
+from tandem.isolation.marks import NUM_SLOTS, SIZE_BYTES, Marks
 
 
 def test_whose_code_runs_is_seen_from_the_other_side() -> None:
