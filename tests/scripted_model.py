@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.filesystem import write_model
 from tandem.utils.files import write_json
+from tandem.weights.files import write_model
 
 EOS = "<|im_end|>"
 CALL = [

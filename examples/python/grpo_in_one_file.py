@@ -28,8 +28,8 @@ from tandem.models.runtime import choose_device
 from tandem.models.trainable import load_trainable, whole_tensors
 from tandem.serving.builders import build_native
 from tandem.trainer.model.language_model import Inputs, LanguageModel
-from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import PackedBatch, TrainingSequence
+from tandem.weights.files import WeightsPublisher
 
 WORDS = ("sun", "moon", "river", "stone", "cloud", "grass", "light", "sand", "wind", "leaf", "snow", "fire")
 PROMPTS = [f"{first} {second}" for first in WORDS for second in WORDS if first != second]

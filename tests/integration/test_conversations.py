@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 from tests.integration.processes import Starter
 
+from tandem.data.batch_files import RolloutReader
 from tandem.data.tokenizer import Tokenizer
-from tandem.transport.rollouts.filesystem import RolloutReader
 from tandem.utils.files import read_json_lines
 from tandem.utils.run_dir import RunDir
 

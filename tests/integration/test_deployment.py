@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tests import ports
 
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.manifest import verify_manifest
 from tandem.utils.run_dir import RunDir, step_name
 
 ON_POLICY = ["--orchestrator.max-staleness", "0", "--deterministic", "--orchestrator.prompts-per-step", "4"]

@@ -30,7 +30,7 @@ from tandem.launch import preflight, ray_plan
 from tandem.launch.sweep.document import read_document
 from tandem.launch.sweep.expand import expand
 from tandem.launch.sweep.resolve import Resolver
-from tandem.transport.checkpoints import newest_checkpoint
+from tandem.trainer.checkpoints.history import newest_checkpoint
 from tandem.utils.run_dir import RunDir
 
 CONFIGS = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig, "trainer": TrainerConfig}

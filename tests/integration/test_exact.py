@@ -24,8 +24,8 @@ from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
 from tandem.models.trainable import adapter_config, adapter_tensors, compute_exactly, load_trainable
 from tandem.trainer.model.language_model import Inputs, LanguageModel
-from tandem.transport.weights.filesystem import write_adapter, write_model
 from tandem.types.rollout import PackedBatch, TrainingSequence
+from tandem.weights.files import write_adapter, write_model
 
 CPU = torch.device("cpu")
 VOCAB = 320

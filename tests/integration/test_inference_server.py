@@ -23,9 +23,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tandem.models.cpu.compiler import Compiler
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.filesystem import write_model
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import write_json
+from tandem.utils.manifest import write_manifest
+from tandem.weights.files import write_model
 
 KEY = "correct-horse"
 AUTH = {"Authorization": f"Bearer {KEY}"}

@@ -12,11 +12,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tandem.data.batch_files import RolloutReader
 from tandem.models.hf_model import lay_out
-from tandem.transport.rollouts.filesystem import RolloutReader
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.types.rollout import PackedBatch
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import verify_manifest
 from tandem.utils.run_dir import RunDir, step_name
 
 LORA = ["--trainer.lora.rank", "8", "--trainer.lora.alpha", "16", "--trainer.optimizer.lr", "4e-3"]

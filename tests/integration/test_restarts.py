@@ -10,7 +10,7 @@ from tests.integration.processes import Starter, children_of, wait_until
 from tests.patience import PATIENCE
 from tests.ports import free_port
 
-from tandem.transport.checkpoints import newest_checkpoint
+from tandem.trainer.checkpoints.history import newest_checkpoint
 from tandem.utils.files import checksum, read_json_lines
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir, step_name

@@ -13,9 +13,9 @@ import pytest
 from tests.integration.processes import ENVIRONMENT, Starter, children_of, is_alive, run_in_turn, wait_until
 from tests.patience import PATIENCE
 
-from tandem.transport.checkpoints import newest_checkpoint
-from tandem.transport.weights.manifest import MANIFEST
+from tandem.trainer.checkpoints.history import newest_checkpoint
 from tandem.utils.files import checksum, read_json_lines
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.run_dir import RunDir, step_name
 
 

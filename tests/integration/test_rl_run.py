@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
 
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.manifest import verify_manifest
 from tandem.utils.run_dir import RunDir, step_name
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.integration.processes import Starter, children_of, is_alive, run_in_turn, wait_until
 
-from tandem.transport.checkpoints import newest_checkpoint
+from tandem.trainer.checkpoints.history import newest_checkpoint
 from tandem.utils.files import checksum, read_json_lines, write_atomic
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_dir import RunDir, step_name

@@ -20,7 +20,16 @@ PACKAGE = ROOT / "src" / "tandem"
 UNIT = ROOT / "tests" / "unit"
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 SCOPE = (
-    *("transport", "orchestrator", "rewards", "trainer/losses", "trainer/checkpoints", "launch/sweep"),
+    *(
+        "weights",
+        "utils/manifest.py",
+        "data/batch_files.py",
+        "orchestrator",
+        "rewards",
+        "trainer/losses",
+        "trainer/checkpoints",
+        "launch/sweep",
+    ),
     *("engine/scheduler.py", "engine/sampler.py"),
 )
 OPERATORS = (

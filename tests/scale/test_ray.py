@@ -23,9 +23,9 @@ from tandem import Cluster, NodeConfig, UserError, WorkerDied
 from tandem.launch.cluster import RemoteWorker
 from tandem.launch.ray_command import Placement
 from tandem.python import training
-from tandem.transport.weights.manifest import MANIFEST
 from tandem.types.rollout import Group, TrainBatch
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.run_dir import RunDir, steps_with
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'tandem-rl[ray]'")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from tandem.config.inference import InferenceConfig
 from tandem.engine.protocol import GeneratedSample, GenerationRequest, Sampling
 from tandem.serving.sglang.engine import SGLangEngine, build_engine
-from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.manifest import write_manifest
 
 URL = os.environ["SGLANG_URL"]
 PROMPT = [5, 6, 7, 8, 9, 10]

@@ -19,9 +19,9 @@ from tests.patience import PATIENCE
 from tests.scale.hosts import Host
 
 from tandem.config.trainer import TrainerConfig
+from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import pack
 from tandem.trainer.rl.train import train_rl
-from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import TrainBatch, TrainingSequence
 from tandem.utils.files import read_json_lines, write_json
 

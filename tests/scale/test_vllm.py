@@ -41,10 +41,10 @@ from tokenizers import Tokenizer
 
 from tandem import UserError, VLLMEngine
 from tandem.python.pool import Job
-from tandem.transport.weights.manifest import write_manifest
 from tandem.types.identity import ServerIdentity
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.files import read_json, read_json_lines, write_json
+from tandem.utils.manifest import write_manifest
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
 LONG_PROMPT = [1, 4, 101, *(6 + i * 7 % 95 for i in range(294)), 2, 101, 5]

@@ -18,7 +18,7 @@ from tandem.config.vllm import adapter_flags
 from tandem.models.decoder import Decoder
 from tandem.models.hf import load_decoder
 from tandem.models.lora_training import adapter_config, adapter_tensors, attach_lora, targets_of
-from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.weights.files import WeightsPublisher
 
 PROMPT = [1, 4, 101, 71, 72, 73, 74, 2, 101, 1, 5, 101]
 NAME = "tandem-policy"

@@ -6,9 +6,9 @@ import torch
 
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.filesystem import copy_side_files, write_model
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import read_json
+from tandem.utils.manifest import write_manifest
+from tandem.weights.files import copy_side_files, write_model
 
 FIRST_TOKEN = 10  # version v of a model that counts its versions says token 10 + v, whatever it is asked
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from tandem.engine.protocol import AdapterRefused, WeightUpdateRefused
 from tandem.models.shards import compare_tensors, read_tensor_headers
-from tandem.transport.weights.manifest import ADAPTER_CONFIG, MANIFEST, DamagedWeights, is_adapter, verify_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
+from tandem.utils.manifest import MANIFEST, DamagedFiles, verify_manifest
+from tandem.weights.versions import ADAPTER_CONFIG, is_adapter
 
 # Keys of config.json that may differ between two sets of weights of one model.
 INCIDENTAL = (
@@ -45,7 +46,7 @@ class ServedModel:
             verify_files(path, version)
             compare_configs(self.config, _shape_of(read_table(path / "config.json")))
             compare_tensors(self.layout, read_tensor_headers(path), tied=self.tied)
-        except (DamagedWeights, OSError, ValueError) as error:
+        except (DamagedFiles, OSError, ValueError) as error:
             raise WeightUpdateRefused(f"{path}: {error}") from error
 
 
@@ -70,7 +71,7 @@ def check_adapter_files(path: Path) -> None:
         read_table(path / ADAPTER_CONFIG)
         if (path / MANIFEST).exists():
             verify_manifest(path)
-    except (DamagedWeights, UserError, OSError) as error:
+    except (DamagedFiles, UserError, OSError) as error:
         raise AdapterRefused(str(error)) from error
 
 

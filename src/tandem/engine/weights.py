@@ -19,12 +19,13 @@ from tandem.models.decoder import Decoder
 from tandem.models.hf import check_tensors, named_tensors, read_tensors
 from tandem.models.lora import AdapterWeights, make_adapter, read_adapter
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.device import read_announced
-from tandem.transport.weights.live import LiveWeights
-from tandem.transport.weights.manifest import MANIFEST, Announcement, find_announced
-from tandem.transport.weights.memory import HeldVersion, OwnMemory
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.run_dir import step_name
 from tandem.utils.waiting import Deadline, wait_for
+from tandem.weights.cuda_ipc import read_announced
+from tandem.weights.in_place import LiveWeights
+from tandem.weights.shared_memory import HeldVersion, OwnMemory
+from tandem.weights.versions import Announcement, find_announced
 
 logger = logging.getLogger(__name__)
 FILES_TIMEOUT_S = 600.0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from tandem.engine.engine import NativeEngine
     from tandem.engine.protocol import Engine
-    from tandem.transport.weights.memory import Memory
+    from tandem.weights.shared_memory import Memory
 
 logger = logging.getLogger(__name__)
 DESCRIPTION = "Trains on the batches of an orchestrator, and serves the model it trains."
@@ -107,8 +107,8 @@ def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeE
     import torch
 
     from tandem.engine.weights import LiveSource, MemorySource
-    from tandem.transport.weights.live import LiveWeights
-    from tandem.transport.weights.memory import OwnMemory
+    from tandem.weights.in_place import LiveWeights
+    from tandem.weights.shared_memory import OwnMemory
 
     folder = RunDir(trainer.output_dir).weights.resolve()
     copied = OwnMemory(getattr(torch, inference.model.dtype))
@@ -151,7 +151,7 @@ def serving(server: "uvicorn.Server", engine: "Engine", listening: socket) -> It
 
 def serve_until_finished(run_dir: RunDir, max_steps: int) -> None:
     """The orchestrator still evaluates the last version."""
-    from tandem.transport.checkpoints import is_finished
+    from tandem.trainer.checkpoints.history import is_finished
 
     logger.info("trained; serving until the orchestrator has finished")
     while not is_finished(run_dir, ["orchestrator"], max_steps):

@@ -38,7 +38,7 @@ def export(config: ExportConfig) -> None:
 
 def find_output(config: ExportConfig) -> tuple[int, Path]:
     """The step whose checkpoint is exported, and where to. UserError where there is none, or something in its place."""
-    from tandem.transport.checkpoints import choose_checkpoint
+    from tandem.trainer.checkpoints.history import choose_checkpoint
 
     run_dir = RunDir(config.run_dir)
     refuse_misshapen(config.run_dir, "run_dir")

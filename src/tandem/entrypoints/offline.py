@@ -11,11 +11,11 @@ from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.ranks import spread_over_ranks
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 from tandem.models.files import check_model, embedding_size, within_positions
-from tandem.transport.checkpoints import how_to_go_on, is_finished, prepare_run, refuse_fewer_steps
-from tandem.transport.weights.manifest import MANIFEST
+from tandem.trainer.checkpoints.history import how_to_go_on, is_finished, prepare_run, refuse_fewer_steps
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.garbage import importing
 from tandem.utils.log import say, setup_logging
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.processes import Stopped, is_first_rank
 from tandem.utils.provenance import own_command, write_run_config

@@ -29,6 +29,7 @@ def own_run(config: OrchestratorConfig) -> None:
 
 
 def orchestrate(config: OrchestratorConfig) -> None:
+    from tandem.data.batch_files import MARKER
     from tandem.data.tokenizer import Tokenizer
     from tandem.envs.mixture import open_environments
     from tandem.orchestrator.advantages import try_advantages
@@ -40,8 +41,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.orchestrator.servers import ServerPool
     from tandem.orchestrator.state import OrchestratorState
     from tandem.orchestrator.tasks import encode_prompts
-    from tandem.transport.checkpoints import start_step
-    from tandem.transport.rollouts.filesystem import MARKER
+    from tandem.trainer.checkpoints.history import start_step
     from tandem.utils.log import setup_logging
     from tandem.utils.metrics import GAVE_UP, RunLog, open_forwarder, refuse_missing_trackers
 

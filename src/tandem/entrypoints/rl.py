@@ -128,7 +128,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch.run_plan import plan_run
     from tandem.launch.summary import print_summary
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
-    from tandem.transport.checkpoints import how_to_go_on, rewind
+    from tandem.trainer.checkpoints.history import how_to_go_on, rewind
     from tandem.utils.console import Console
     from tandem.utils.provenance import own_command, write_run_config
     from tandem.utils.run_dir import RunDir

@@ -11,13 +11,13 @@ from typing import Any
 
 from tandem.config.shared import CheckpointConfig
 from tandem.launch.supervisor import tail
-from tandem.transport.checkpoints import how_to_go_on, is_finished
-from tandem.transport.weights.manifest import MANIFEST
+from tandem.trainer.checkpoints.history import how_to_go_on, is_finished
 from tandem.utils.console import Console
 from tandem.utils.errors import UserError
 from tandem.utils.files import is_number, read_json_lines, read_table
 from tandem.utils.findings import Watch
 from tandem.utils.log import printable, say
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with

@@ -10,13 +10,14 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.config.resume import starting_directory
 from tandem.launch.server import serving
 from tandem.orchestrator.endpoint import ChatEndpoint
-from tandem.transport.weights.manifest import MANIFEST, is_adapter
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 from tandem.utils.http import OK, HttpClient
 from tandem.utils.log import say
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.run_content import refuse_misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with
+from tandem.weights.versions import is_adapter
 
 logger = logging.getLogger(__name__)
 

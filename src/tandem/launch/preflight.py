@@ -23,8 +23,8 @@ from tandem.orchestrator.advantages import try_advantages
 from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.tasks import encode_prompts
 from tandem.serving.vllm.serve import check_vllm
-from tandem.transport import checkpoints
-from tandem.transport.checkpoints import refuse_fewer_steps, require_checkpoint
+from tandem.trainer.checkpoints import history as checkpoints
+from tandem.trainer.checkpoints.history import refuse_fewer_steps, require_checkpoint
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.event_loop import run_beside

@@ -9,7 +9,7 @@ A run that has not made a step yet is not restarted: what fails that early is a 
 
 from collections import Counter
 
-from tandem.transport.checkpoints import newest_checkpoint, rewind
+from tandem.trainer.checkpoints.history import newest_checkpoint, rewind
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import GAVE_UP, RunLog, read_metrics
 from tandem.utils.processes import REFUSED, UNUSABLE

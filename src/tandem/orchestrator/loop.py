@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.data.batch_files import RolloutWriter
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import costs_of
 from tandem.envs.protocol import Environment
@@ -41,8 +42,6 @@ from tandem.orchestrator.shaping import RewardShaping
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import Prompts, TaskOrder, request_seed, sampling_options
 from tandem.orchestrator.weight_sync import Policy
-from tandem.orchestrator.weights import wait_for_whole
-from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import Group, SamplingRequest, Task
 from tandem.utils.errors import UserError, is_unwritable
 from tandem.utils.garbage import collect_by_the_clock
@@ -50,6 +49,7 @@ from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
 from tandem.utils.rate import Rate
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
+from tandem.weights.versions import wait_for_whole
 
 logger = logging.getLogger(__name__)
 

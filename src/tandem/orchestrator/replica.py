@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerLost
 from tandem.orchestrator.protocols import PolicyServer
-from tandem.transport.weights.manifest import is_adapter
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.gate import Gate
 from tandem.utils.metrics import RunLog
+from tandem.weights.versions import is_adapter
 
 logger = logging.getLogger(__name__)
 LOOK_S = 2.0

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 
-from tandem.transport.checkpoints import ORCHESTRATOR
+from tandem.data.batch_files import ORCHESTRATOR
 from tandem.utils.errors import UserError
 from tandem.utils.files import json_text, read_json
 from tandem.utils.run_dir import RunDir, step_name

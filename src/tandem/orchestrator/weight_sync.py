@@ -17,10 +17,10 @@ from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
 from tandem.orchestrator.concurrency import Concurrency, follow_load, make_gate
 from tandem.orchestrator.protocols import PolicyServer
 from tandem.orchestrator.replica import Moved, Replica
-from tandem.transport.weights.manifest import newest_version
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import step_name
+from tandem.weights.versions import newest_version
 
 POLL_S = 0.002
 LOOK_AGAIN_S = 0.02  # the most that a version announced without a change of mtime is late by

@@ -18,17 +18,17 @@ from tandem.config.explain import explain_validation_error
 from tandem.config.full_names import place_keys
 from tandem.config.short_names import TRAINER, keys_of
 from tandem.config.trainer import TrainerConfig
+from tandem.data.batch_files import RolloutWriter
 from tandem.launch.supervisor import last_lines
 from tandem.models.files import check_model
 from tandem.python.callables import import_path, replace_callables
 from tandem.python.gpus import gpu_environment
-from tandem.transport.checkpoints import drop_lines_after, newest_checkpoint, prepare_run
-from tandem.transport.rollouts.filesystem import RolloutWriter
-from tandem.transport.weights.manifest import MANIFEST
+from tandem.trainer.checkpoints.history import drop_lines_after, newest_checkpoint, prepare_run
 from tandem.types.rollout import TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import Follower
 from tandem.utils.hub import fetch_model, is_to_be_fetched
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.metrics import LINE_KEYS, RunLog, parse_metrics_line
 from tandem.utils.processes import SUPERVISOR_PID, describe_exit
 from tandem.utils.provenance import write_run_config

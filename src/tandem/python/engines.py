@@ -24,11 +24,11 @@ from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
 from tandem.python.gpus import gpu_environment
 from tandem.python.pool import Job, SamplerGone
-from tandem.transport.weights.manifest import is_adapter
 from tandem.types.rollout import Completion, Message, SamplingRequest
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient
 from tandem.utils.hub import fetch_model, is_to_be_fetched
+from tandem.weights.versions import is_adapter
 
 SLOTS = 64  # prompts under way in one engine
 OUTAGE_S = 60.0

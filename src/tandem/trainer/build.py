@@ -26,17 +26,17 @@ from tandem.models.trainable import (
     stream_merged,
     stream_tensors,
 )
+from tandem.trainer.checkpoints.history import start_step
 from tandem.trainer.model.language_model import LanguageModel
 from tandem.trainer.model.optimizer import make_optimizer
 from tandem.trainer.model.step import P, Predictions, Stepper
 from tandem.trainer.model.throughput import Throughput
 from tandem.trainer.parallel.ranks import Ranks, joined
 from tandem.trainer.parallel.sharding import home_of, needs_group, prepare
-from tandem.transport.checkpoints import start_step
-from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.run_dir import RunDir
+from tandem.weights.files import WeightsPublisher
 
 TrainingConfig = TrainerConfig | OfflineConfig
 

@@ -1,6 +1,6 @@
 """CUDA's driver, called by its C names, for what PyTorch has no function for.
 
-Used by the weights that processes share (transport/weights/device.py) and by the engine's KV cache
+Used by the weights that processes share (weights/cuda_ipc.py) and by the engine's KV cache
 (engine/mapped_memory.py). Torch-free; the driver is loaded at the first call.
 """
 

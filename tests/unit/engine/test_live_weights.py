@@ -12,9 +12,9 @@ from tests.patience import PATIENCE
 from tandem.engine.engine import NativeEngine
 from tandem.engine.protocol import EngineError, GeneratedSample, GenerationRequest, Sampling, WeightUpdateRefused
 from tandem.engine.weights import FileSource, LiveSource
-from tandem.transport.weights.live import LiveWeights
-from tandem.transport.weights.memory import OwnMemory
 from tandem.utils.run_dir import step_name
+from tandem.weights.in_place import LiveWeights
+from tandem.weights.shared_memory import OwnMemory
 
 MakeEngine = Callable[..., NativeEngine]
 Start = Callable[[NativeEngine, GenerationRequest], "Future[list[GeneratedSample]]"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.engine.blocks import BlockManager, block_keys
 from tandem.engine.engine import NativeEngine
 from tandem.engine.protocol import GeneratedSample, GenerationRequest, GenerationResult, Sampling
-from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.manifest import write_manifest
 
 Generate = Callable[[NativeEngine, list[GenerationRequest]], list[list[GeneratedSample]]]
 GREEDY = Sampling(4, 0.0, ignore_eos=True)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tandem.engine.engine import NativeEngine
 from tandem.engine.protocol import EngineBusy, GeneratedSample, GenerationRequest, Sampling, WeightUpdateRefused
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.files import read_json, write_json
+from tandem.utils.manifest import write_manifest
 
 Generate = Callable[[NativeEngine, list[GenerationRequest]], list[list[GeneratedSample]]]
 HoldAfter = Callable[[NativeEngine, int], threading.Event]

@@ -23,6 +23,7 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.data.batch_files import ORCHESTRATOR
 from tandem.entrypoints import align, export, orchestrator, rl, sft, trainer
 from tandem.launch import preflight
 from tandem.launch.evaluation import models_of
@@ -30,10 +31,9 @@ from tandem.launch.plan import make_plan, run_config
 from tandem.launch.supervisor import Supervisor
 from tandem.trainer.build import agree_on_start
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.checkpoints import ORCHESTRATOR
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils import run_lock
 from tandem.utils.files import remove, write_json
+from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import RunLog
 from tandem.utils.processes import run_entrypoint
 from tandem.utils.provenance import write_run_config

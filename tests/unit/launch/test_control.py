@@ -10,9 +10,9 @@ import pytest
 from tandem.config.shared import CheckpointConfig
 from tandem.launch import control
 from tandem.launch.control import StopRequest, print_status, status_lines, stop_run
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.console import Console
 from tandem.utils.errors import UserError
+from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.run_lock import hold_run

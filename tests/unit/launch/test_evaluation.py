@@ -8,9 +8,9 @@ import pytest
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.launch.evaluation import load_version, models_of, template_of
-from tandem.transport.weights.manifest import MANIFEST
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient, Reply
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 

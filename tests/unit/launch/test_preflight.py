@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tandem.launch import preflight
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_json_lines, write_json
+from tandem.utils.manifest import write_manifest
 from tandem.utils.provenance import write_run_config
 
 

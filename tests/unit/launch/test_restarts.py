@@ -8,9 +8,9 @@ import pytest
 
 from tandem.launch.restarts import MOST_DELAY_S, Restarts
 from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import BrokenRunDirectory
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import GAVE_UP, RunLog
 from tandem.utils.processes import REFUSED, UNUSABLE
 from tandem.utils.run_dir import RunDir, step_name

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tandem.models.hf import WeightMismatch, copy_weights, load_decoder, named_tensors, new_decoder, read_tensors
 from tandem.models.spec import ModelSpec
-from tandem.transport.weights.filesystem import WeightsPublisher, write_model
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
+from tandem.weights.files import WeightsPublisher, write_model
 
 CPU = torch.device("cpu")
 MakeReference = Callable[[str], PreTrainedModel]

@@ -21,9 +21,9 @@ from tandem.models.attention import PackedAttention
 from tandem.models.hf import load_decoder
 from tandem.models.hf_model import HFDecoder, lay_out, load_hf_model
 from tandem.models.trainable import load_trainable
-from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_json
+from tandem.weights.files import WeightsPublisher
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -25,9 +25,9 @@ from tandem.models.lora_training import (
     load_adapter,
     merged_tensors,
 )
-from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
+from tandem.utils.manifest import verify_manifest
+from tandem.weights.files import WeightsPublisher
 
 CPU = torch.device("cpu")
 TOKENS = [5, 9, 33, 12, 60, 7, 21, 40, 11, 3, 64, 90]

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from tandem.models.attention import PackedAttention
 from tandem.models.hf import WeightMismatch
 from tandem.models.reward_model import Scorer, load_scorer, new_scorer, scorer_config
-from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.errors import UserError
+from tandem.weights.files import WeightsPublisher
 
 CPU = torch.device("cpu")
 TEXTS = [[1, 40, 41, 42, 2], [1, 50, 2], [1, 60, 61, 62, 63, 64, 2]]

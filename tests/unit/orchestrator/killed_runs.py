@@ -16,13 +16,13 @@ from typing import Any
 
 from tests.unit.orchestrator.test_loop import Run, publish
 
+from tandem.data.batch_files import MARKER, ORCHESTRATOR
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.state import OrchestratorState
-from tandem.transport.checkpoints import ORCHESTRATOR, newest_checkpoint, rewind, start_step
-from tandem.transport.rollouts.filesystem import MARKER
-from tandem.transport.weights.manifest import write_manifest
+from tandem.trainer.checkpoints.history import newest_checkpoint, rewind, start_step
 from tandem.utils.errors import UserError
 from tandem.utils.files import remove
+from tandem.utils.manifest import write_manifest
 from tandem.utils.run_dir import step_name
 
 MAX_STEPS = 2

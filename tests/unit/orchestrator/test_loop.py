@@ -14,6 +14,7 @@ from tests.unit.orchestrator.fakes import TASKS, FakeEnvironment, FakeServer
 from tests.unit.tasks import until_alone
 
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.data.batch_files import MARKER, RolloutReader
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.failures import TooManyFailures
@@ -21,11 +22,10 @@ from tandem.orchestrator.loop import Orchestrator, cause_of
 from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
-from tandem.transport.rollouts.filesystem import MARKER, RolloutReader
-from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import Completion, Group, SamplingOptions, SamplingRequest, Task, TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline, wait_for

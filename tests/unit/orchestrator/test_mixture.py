@@ -11,16 +11,16 @@ from tests.unit.orchestrator.fakes import TASKS, FakeServer
 
 from tandem.config.environment import EnvConfig
 from tandem.config.orchestrator import OrchestratorConfig
+from tandem.data.batch_files import MARKER
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import Mixture, open_environments
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.rehearsal import try_environments
 from tandem.orchestrator.servers import ServerPool
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts
-from tandem.transport.rollouts.filesystem import MARKER
-from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import Completion, SamplingRequest, Task
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir, step_name
 

@@ -12,9 +12,9 @@ from tandem.orchestrator import weight_sync
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerGone, ServerLost
 from tandem.orchestrator.concurrency import Concurrency, EngineLoad
 from tandem.orchestrator.weight_sync import Policy
-from tandem.transport.weights.manifest import write_manifest
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
 

@@ -8,8 +8,8 @@ import torch
 from tandem.config.trainer import TrainerConfig
 from tandem.trainer.build import agree_on_start
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
+from tandem.utils.manifest import write_manifest
 from tandem.utils.run_dir import RunDir, step_name
 
 ONE = Ranks.single(torch.device("cpu"))

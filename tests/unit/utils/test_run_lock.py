@@ -17,7 +17,6 @@ import pytest
 from tandem.orchestrator.samples import write_samples
 from tandem.python.workers import run_rank
 from tandem.trainer.checkpoints.snapshot import make_room
-from tandem.transport.weights.manifest import Announcement, announce
 from tandem.utils import run_lock
 from tandem.utils.errors import BrokenRunDirectory, UserError
 from tandem.utils.files import staging_directory
@@ -26,6 +25,7 @@ from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.run_holder import Holder, read_holder
 from tandem.utils.run_lock import ROLES, TOKEN, hold_run
+from tandem.weights.versions import Announcement, announce
 
 # Says what became of it, and holds on until it is told to end.
 TAKE = """\

@@ -21,11 +21,11 @@ from tandem.launch.restarts import delay_before_s
 from tandem.launch.slurm.client import job_below, require_slurm, submit
 from tandem.launch.slurm.job import Job, check_venv, in_script, make_log_folders, render
 from tandem.models.files import check_model, check_model_dir
-from tandem.transport.checkpoints import require_checkpoint
-from tandem.transport.weights.manifest import MANIFEST
+from tandem.trainer.checkpoints.history import require_checkpoint
 from tandem.utils.errors import UserError
 from tandem.utils.files import locked, write_atomic, write_config
 from tandem.utils.log import say
+from tandem.utils.manifest import MANIFEST
 from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import refuse_unwritable
 

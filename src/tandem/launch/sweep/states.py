@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tandem.launch.slurm.client import jobs_under_way
 from tandem.launch.sweep.folder import Run, read_jobs
-from tandem.transport.checkpoints import is_end, last_events
+from tandem.trainer.checkpoints.history import is_end, last_events
 from tandem.utils.errors import file_damage
 from tandem.utils.files import is_number, read_json
 from tandem.utils.metrics import read_metrics

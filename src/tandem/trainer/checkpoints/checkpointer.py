@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from tandem.config.shared import CheckpointConfig
+from tandem.trainer.checkpoints.history import TRAINER
 from tandem.trainer.checkpoints.random_state import capture_random_state, restore_random_state, seed_random_state
 from tandem.trainer.checkpoints.shards import ShardIndex, read_shard_index, read_shards
 from tandem.trainer.checkpoints.snapshot import Snapshot, SnapshotWriter
 from tandem.trainer.parallel.parts import is_divided, local_part, reshard
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.checkpoints import TRAINER
 from tandem.utils.errors import UserError
 from tandem.utils.files import json_text, read_json
 from tandem.utils.metrics import RunLog

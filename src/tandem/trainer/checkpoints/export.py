@@ -13,14 +13,14 @@ from tandem.models.files import check_model
 from tandem.models.reward_model import new_scorer, scorer_config
 from tandem.models.trainable import load_trainable, merged_tensors, whole_tensors
 from tandem.trainer.checkpoints.checkpointer import MODEL
+from tandem.trainer.checkpoints.history import TRAINER
 from tandem.trainer.checkpoints.shards import read_whole
-from tandem.transport.checkpoints import TRAINER
-from tandem.transport.weights.filesystem import copy_side_files, write_model
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import publish_directory, read_json, read_table, staging_directory
+from tandem.utils.manifest import write_manifest
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.run_lock import refuse_unwritable
+from tandem.weights.files import copy_side_files, write_model
 
 # The processes that train, by the names of their configurations.
 TRAINERS = ("trainer", "sft", "align")

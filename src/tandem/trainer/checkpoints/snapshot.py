@@ -19,13 +19,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tandem.config.shared import CheckpointConfig
+from tandem.trainer.checkpoints.history import TRAINER, remove_superseded
 from tandem.trainer.checkpoints.shards import write_shards
 from tandem.trainer.parallel.parts import is_divided, local_part
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.checkpoints import TRAINER, remove_superseded
-from tandem.transport.weights.manifest import write_manifest
 from tandem.utils.errors import NOT_WRITABLE
 from tandem.utils.files import publish_directory, write_atomic
+from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir, step_name
 

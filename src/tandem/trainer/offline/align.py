@@ -25,9 +25,9 @@ from tandem.trainer.offline.reference import ReferenceOf, References, no_referen
 from tandem.trainer.offline.reward_model import TrainedScorer, load_trained_scorer
 from tandem.trainer.offline.sft import ProgressLine
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir
+from tandem.weights.files import WeightsPublisher
 
 
 def train_align(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwarder) -> None:

@@ -21,11 +21,11 @@ from tandem.trainer.model.step import Predictions, Stepper
 from tandem.trainer.model.totals import StepMetrics
 from tandem.trainer.offline.data_log import log_data
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.weights.filesystem import WeightsPublisher
 from tandem.types.rollout import PackedBatch, TrainingSequence
 from tandem.utils.findings import Finding
 from tandem.utils.metrics import MetricsForwarder, RunLog
 from tandem.utils.run_dir import RunDir
+from tandem.weights.files import WeightsPublisher
 
 logger = logging.getLogger(__name__)
 LOG_EVERY_S = 2.0

@@ -11,6 +11,7 @@ import torch
 
 from tandem.config.shared import lr_factor
 from tandem.config.trainer import TrainerConfig
+from tandem.data.batch_files import ORCHESTRATOR, RolloutReader
 from tandem.models.precision import WorkingWeights
 from tandem.models.runtime import choose_device
 from tandem.models.trainable import reload_frozen
@@ -23,14 +24,12 @@ from tandem.trainer.model.memory import Room
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner, frozen_model_paths
-from tandem.transport.checkpoints import ORCHESTRATOR
-from tandem.transport.rollouts.filesystem import RolloutReader
-from tandem.transport.weights.device import shared_memory
-from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.live import LiveWeights
-from tandem.transport.weights.memory import Memory, MemoryFirst, OwnMemory
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
+from tandem.weights.cuda_ipc import shared_memory
+from tandem.weights.files import WeightsPublisher
+from tandem.weights.in_place import LiveWeights
+from tandem.weights.shared_memory import Memory, MemoryFirst, OwnMemory
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tandem.rewards.batcher import Batcher
 from tandem.rewards.server import guards_of
 from tandem.serving.reward_model.app import create_app
 from tandem.serving.reward_model.scores import ScoreModel
-from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.weights.files import WeightsPublisher
 
 CPU = torch.device("cpu")
 SEQUENCES = [[1, 40, 41, 42, 2], [1, 50, 2], [1, 60, 61, 62, 63, 64, 2], [1, 2], [1, 70, 71, 2]]

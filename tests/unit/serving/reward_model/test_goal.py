@@ -12,7 +12,7 @@ from tandem.models.reward_model import new_scorer, scorer_config
 from tandem.rewards.server import create_app
 from tandem.serving.reward_model.goal import RewardModelGoal
 from tandem.serving.reward_model.scores import ScoreModel
-from tandem.transport.weights.filesystem import WeightsPublisher
+from tandem.weights.files import WeightsPublisher
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from tests.unit.serving.sglang.fake_server import EOS, FakeSGLang
 
 from tandem.config.inference import InferenceConfig
 from tandem.serving.sglang.engine import SGLangEngine, build_engine
-from tandem.transport.weights.manifest import write_manifest
+from tandem.utils.manifest import write_manifest
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from tandem.serving.updates import ControlPlane
 from tandem.serving.vllm.adapters import Adapters
 from tandem.serving.vllm.backend import VllmBackend
 from tandem.serving.vllm.versions import VersionLedger
-from tandem.transport.weights.manifest import write_manifest
 from tandem.types.openai import LoadAdapterRequest
+from tandem.utils.manifest import write_manifest
 
 OLD, NEW = Path("/weights/old"), Path("/weights/new")
 

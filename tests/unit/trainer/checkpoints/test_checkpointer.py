@@ -23,9 +23,9 @@ from tandem.trainer.checkpoints.shards import read_whole, shard_file
 from tandem.trainer.checkpoints.snapshot import Snapshot, SnapshotWriter
 from tandem.trainer.model.step import Stepper
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_json_lines, write_json
+from tandem.utils.manifest import verify_manifest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 

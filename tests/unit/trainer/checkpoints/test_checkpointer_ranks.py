@@ -12,8 +12,8 @@ from tests.unit.trainer.checkpoints.checkpoint_ranks import everything, load, ma
 
 from tandem.trainer.build import Trained
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json, read_json_lines
+from tandem.utils.manifest import verify_manifest
 
 SINGLE = Ranks.single(torch.device("cpu"))
 

@@ -22,9 +22,9 @@ from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.model.language_model import LanguageModel
 from tandem.trainer.offline.reward_model import ScoringModel
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
+from tandem.utils.manifest import verify_manifest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 

@@ -15,8 +15,8 @@ from tandem.data.packing import pack
 from tandem.data.tokenizer import Tokenizer
 from tandem.trainer.model.step import Predictions
 from tandem.trainer.offline.sft import ProgressLine, sft_loss, train_sft
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import verify_manifest
 from tandem.utils.metrics import MetricsForwarder
 from tandem.utils.run_dir import RunDir
 

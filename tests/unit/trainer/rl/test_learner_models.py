@@ -22,6 +22,7 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.losses import LossConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import divide, pack
 from tandem.models.attention import PackedAttention
 from tandem.models.hf import load_decoder
@@ -32,7 +33,6 @@ from tandem.trainer.offline.sft import sft_loss
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.learner import Learner, frozen_model_paths
 from tandem.trainer.rl.train import train_rl
-from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import TrainBatch, TrainingSequence
 from tandem.utils.errors import Diverged
 from tandem.utils.files import read_json_lines

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tandem.config.losses import LossConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import pack
 from tandem.trainer.losses import ignores_zero_advantages
 from tandem.trainer.losses.trial import try_policy_loss
 from tandem.trainer.rl.train import train_rl
-from tandem.transport.rollouts.filesystem import RolloutWriter
 from tandem.types.rollout import TrainBatch
 from tandem.utils.errors import OutOfMemory, UserError
 from tandem.utils.files import read_json_lines

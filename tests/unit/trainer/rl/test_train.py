@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from tandem.config.trainer import TrainerConfig
+from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import pack
 from tandem.models.hf import load_decoder, named_tensors
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.rl.train import load_policy, train_rl
-from tandem.transport.rollouts.filesystem import RolloutWriter
-from tandem.transport.weights.manifest import verify_manifest
 from tandem.types.rollout import TrainBatch
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json_lines
+from tandem.utils.manifest import verify_manifest
 
 CPU = torch.device("cpu")
 

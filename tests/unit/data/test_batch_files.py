@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.transport.rollouts.filesystem import DamagedBatch, RolloutReader, RolloutWriter
+from tandem.data.batch_files import DamagedBatch, RolloutReader, RolloutWriter
 from tandem.types.rollout import PackedBatch, TrainBatch
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies
 
 from tandem.config.shared import CheckpointConfig
-from tandem.transport import checkpoints
-from tandem.transport.checkpoints import (
+from tandem.trainer.checkpoints import history as checkpoints
+from tandem.trainer.checkpoints.history import (
     choose_checkpoint,
     how_to_go_on,
     is_end,
@@ -25,10 +25,10 @@ from tandem.transport.checkpoints import (
     start_step,
     superseded,
 )
-from tandem.transport.weights.manifest import MANIFEST, write_manifest
 from tandem.utils import files
 from tandem.utils.errors import UserError
 from tandem.utils.files import append_json_line, read_json_lines
+from tandem.utils.manifest import MANIFEST, write_manifest
 from tandem.utils.metrics import RunLog, read_metrics
 from tandem.utils.run_dir import RunDir, step_name, steps_with
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tandem.engine.weights import FileSource
 from tandem.models.hf import load_decoder, stream_tensors
-from tandem.transport.weights import device
-from tandem.transport.weights.device import DeviceMemory, read_announced, shared_memory, views_of
-from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.manifest import Announcement, Place, announce
-from tandem.transport.weights.memory import SharedMemory
 from tandem.utils.cuda_driver import DeviceBytes, DriverError
 from tandem.utils.run_dir import step_name
+from tandem.weights import cuda_ipc as device
+from tandem.weights.cuda_ipc import DeviceMemory, read_announced, shared_memory, views_of
+from tandem.weights.files import WeightsPublisher
+from tandem.weights.shared_memory import SharedMemory
+from tandem.weights.versions import Announcement, Place, announce
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

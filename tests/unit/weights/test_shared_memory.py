@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.transport.weights.fakes import OnGpu
+from tests.unit.weights.fakes import OnGpu
 
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import ModelConfig
@@ -20,10 +20,10 @@ from tandem.engine.weights import FileSource, MemorySource
 from tandem.models.hf import load_decoder, stream_tensors
 from tandem.models.lora import make_adapter, read_adapter
 from tandem.models.trainable import adapter_config, adapter_tensors, load_trainable
-from tandem.transport.weights.filesystem import Tensors, WeightsPublisher
-from tandem.transport.weights.manifest import Announcement, Place, announce, find_announced, is_adapter, newest_version
-from tandem.transport.weights.memory import HeldVersion, MemoryFirst, OwnMemory, SharedMemory, read_shared
 from tandem.utils.run_dir import step_name
+from tandem.weights.files import Tensors, WeightsPublisher
+from tandem.weights.shared_memory import HeldVersion, MemoryFirst, OwnMemory, SharedMemory, read_shared
+from tandem.weights.versions import Announcement, Place, announce, find_announced, is_adapter, newest_version
 
 CPU = torch.device("cpu")
 needs_linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.shared import CheckpointConfig
-from tandem.transport.weights.manifest import MANIFEST, DamagedWeights, verify_manifest, withdraw
 from tandem.utils.errors import UserError
 from tandem.utils.files import keep_lines, read_json_lines, remove
+from tandem.utils.manifest import MANIFEST, DamagedFiles, verify_manifest
 from tandem.utils.metrics import parse_metrics_line
 from tandem.utils.run_content import unfinished
 from tandem.utils.run_dir import RunDir, step_name, step_of, step_of_samples, steps_with
+from tandem.weights.versions import withdraw
 
 logger = logging.getLogger(__name__)
 
 TRAINER = "trainer"
-ORCHESTRATOR = "orchestrator.json"
 # A checkpoint on its way out: no longer a step, and swept up with everything else that is temporary.
 REMOVED = ".removed.tmp"
 
@@ -34,7 +34,7 @@ def newest_checkpoint(run_dir: RunDir) -> int | None:
         folder = run_dir.checkpoints / step_name(step)
         try:
             verify_manifest(folder, step)
-        except DamagedWeights as error:
+        except DamagedFiles as error:
             logger.warning("checkpoint %s is skipped: %s", folder, error)
             continue
         return step
@@ -78,7 +78,7 @@ def choose_checkpoint(run_dir: RunDir, step: int | None) -> int:
         return require_checkpoint(run_dir)
     try:
         verify_manifest(run_dir.checkpoints / step_name(step), step)
-    except DamagedWeights as error:
+    except DamagedFiles as error:
         nearest = min(complete, key=lambda found: abs(found - step))
         raise UserError(f"step = {step}: {error}; the nearest complete checkpoint is of step {nearest}") from error
     return step
@@ -128,7 +128,7 @@ def is_finished(run_dir: RunDir, processes: Sequence[str], max_steps: int) -> bo
         return False
     try:
         verify_manifest(run_dir.weights / step_name(max_steps), max_steps)
-    except DamagedWeights:
+    except DamagedFiles:
         return False
     return True
 

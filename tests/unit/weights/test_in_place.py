@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 
-from tandem.transport.weights import live as live_module
-from tandem.transport.weights.live import LiveWeights, NotOffered
-from tandem.transport.weights.memory import OwnMemory
+from tandem.weights import in_place as live_module
+from tandem.weights.in_place import LiveWeights, NotOffered
+from tandem.weights.shared_memory import OwnMemory
 
 WAIT_S = 5 * PATIENCE
 QUIET_S = 0.02

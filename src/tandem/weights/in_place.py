@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.transport.weights.filesystem import Tensors
-from tandem.transport.weights.memory import HeldVersion, OwnMemory
 from tandem.utils.waiting import Deadline
+from tandem.weights.files import Tensors
+from tandem.weights.shared_memory import HeldVersion, OwnMemory
 
 LOOK_S = 0.2
 BEGIN_TIMEOUT_S = 600.0

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.transport.weights.filesystem import Tensors, WeightsPublisher, cast_each, each
-from tandem.transport.weights.manifest import Announcement, Place, announce, withdraw
 from tandem.utils.files import open_regular
+from tandem.weights.files import Tensors, WeightsPublisher, cast_each, each
+from tandem.weights.versions import Announcement, Place, announce, withdraw
 
 KEPT = 2  # versions in shared memory: one may be read while the next one is published
 DESCRIPTOR = re.compile(r"/proc/\d+/fd/\d+")

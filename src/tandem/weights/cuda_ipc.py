@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.transport.weights.filesystem import Tensors, cast_each, each
-from tandem.transport.weights.manifest import Place
-from tandem.transport.weights.memory import HEADER_BYTES, HeldVersion, Memory, SharedMemory, held_dtype, read_shared
 from tandem.utils.cuda_driver import DeviceBytes, call_driver
+from tandem.weights.files import Tensors, cast_each, each
+from tandem.weights.shared_memory import HEADER_BYTES, HeldVersion, Memory, SharedMemory, held_dtype, read_shared
+from tandem.weights.versions import Place
 
 logger = logging.getLogger(__name__)
 HANDLE = re.compile(r"cuda:([0-9a-f]{128})\+(\d+)")

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tests.unit.transport.weights.fakes import OnGpu
+from tests.unit.weights.fakes import OnGpu
 
 from tandem.models.hf import read_tensors
 from tandem.models.shards import weight_files
-from tandem.transport.weights import filesystem
-from tandem.transport.weights.filesystem import WeightsPublisher
-from tandem.transport.weights.manifest import DamagedWeights, verify_manifest
 from tandem.utils import files
 from tandem.utils.files import read_json, write_json
+from tandem.utils.manifest import DamagedFiles, verify_manifest
+from tandem.weights import files as filesystem
+from tandem.weights.files import WeightsPublisher
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_large_model_is_divided_among_files(model_dir: Path, tmp_path: Path, m
     with (path / "model-00003-of-00004.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\1")
-    with pytest.raises(DamagedWeights, match="model-00003-of-00004"):
+    with pytest.raises(DamagedFiles, match="model-00003-of-00004"):
         verify_manifest(path, 1)
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tandem.transport.checkpoints import ORCHESTRATOR
-from tandem.transport.weights.manifest import DamagedWeights, verify_manifest, write_manifest
 from tandem.types.rollout import PackedBatch, PackedKept, TrainBatch
 from tandem.utils.errors import disk_errors
 from tandem.utils.files import publish_directory, staging_directory, staging_path
+from tandem.utils.manifest import DamagedFiles, verify_manifest, write_manifest
 from tandem.utils.run_dir import remove_old_steps, step_name
 from tandem.utils.waiting import Deadline, wait_for
 
 MARKER = "done.json"
+ORCHESTRATOR = "orchestrator.json"
 BATCH_FILE = "batch.safetensors"
 PACKED_FIELDS = ("token_ids", "positions", "segment_lengths", "segment_parents", "targets", "sequences")
 STREAM, KEPT = "streams.", "kept."
@@ -92,7 +92,7 @@ class RolloutReader:
         folder = self.folder / step_name(step)
         try:
             verify_manifest(folder, step, MARKER)
-        except DamagedWeights as error:
+        except DamagedFiles as error:
             raise DamagedBatch(
                 f"the batch of step {step} is damaged and not trained on: {error}; go on from the newest checkpoint "
                 "with --resume, which makes it again"

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.transport.weights.manifest import ADAPTER_CONFIG, MANIFEST, DamagedWeights, verify_manifest, write_manifest
 from tandem.utils.errors import disk_errors
 from tandem.utils.files import (
     INDEX,
@@ -25,7 +24,9 @@ from tandem.utils.files import (
     read_json,
     staging_directory,
 )
+from tandem.utils.manifest import MANIFEST, DamagedFiles, verify_manifest, write_manifest
 from tandem.utils.run_dir import remove_old_steps, step_name
+from tandem.weights.versions import ADAPTER_CONFIG
 
 # Everything beside the tensors that makes a directory a model.
 SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -104,7 +105,7 @@ class WeightsPublisher:
         final = self.folder / step_name(version)
         try:
             verify_manifest(final, version)
-        except DamagedWeights:
+        except DamagedFiles:
             self.publish(tensors, version)
         else:
             for _ in tensors:  # other ranks go along with whoever takes them
