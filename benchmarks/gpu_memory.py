@@ -19,8 +19,8 @@ import gpu_rl
 from gpu_rollouts import SHAPES, make_in_process
 from tandem.config.base import parse
 from tandem.config.rl import RLConfig
-from tandem.launch.gpus import GpuPlan
-from tandem.launch.memory import estimate_memory, server_memory
+from tandem.launch.local.gpu_memory import estimate_memory, server_memory
+from tandem.launch.local.gpus import GpuPlan
 from tandem.models.spec import ModelSpec
 from tandem.utils.devices import gpu_memory_bytes
 

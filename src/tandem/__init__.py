@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.launch.cluster import Cluster, NodeConfig, WorkerDied
+    from tandem.launch.ray.cluster import Cluster, NodeConfig, WorkerDied
     from tandem.orchestrator.client import InferenceError
     from tandem.python.backend import PyTorchTrainingBackend, TrainingFailed
     from tandem.python.cluster_backend import ClusterTrainingBackend
@@ -35,7 +35,7 @@ _PLACES = {
     "tandem.python.run": ("RunFailed", "align", "evaluate", "export", "rl", "sft"),
     "tandem.python.sglang": ("SGLangEngine",),
     "tandem.python.training": ("RLTrainingConfig", "run_rl_training"),
-    "tandem.launch.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
+    "tandem.launch.ray.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
     "tandem.orchestrator.client": ("InferenceError",),
     "tandem.utils.errors": ("UserError",),
 }

@@ -26,7 +26,8 @@ from tandem.config.short_names import INFERENCE, ORCHESTRATOR, RL, spell_out
 from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
 from tandem.entrypoints.sweep import read_command_line
-from tandem.launch import preflight, ray_plan
+from tandem.launch import preflight
+from tandem.launch.ray import placement
 from tandem.launch.sweep.document import read_document
 from tandem.launch.sweep.expand import expand
 from tandem.launch.sweep.resolve import Resolver
@@ -108,8 +109,8 @@ def check_training(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(*setting.split("=", 1))
     monkeypatch.setattr("sys.argv", [shown.program, *shown.arguments, "--dry-run", *untried])
     monkeypatch.setattr(preflight, "_check_server", lambda config: None)  # of another process, or of vLLM
-    nodes = [ray_plan.RayNode(name, f"10.0.0.{number}", 8) for number, name in enumerate(("node1", "node2"), 1)]
-    monkeypatch.setattr(ray_plan, "ask_nodes", lambda address: nodes)
+    nodes = [placement.RayNode(name, f"10.0.0.{number}", 8) for number, name in enumerate(("node1", "node2"), 1)]
+    monkeypatch.setattr(placement, "ask_nodes", lambda address: nodes)
     importlib.import_module(f"tandem.entrypoints.{shown.program}").main()
 
 

@@ -20,8 +20,8 @@ from tests.ports import free_port
 from tests.scale.raylets import HEAD, SECOND, THIRD, Raylets, raylets
 
 from tandem import Cluster, NodeConfig, UserError, WorkerDied
-from tandem.launch.cluster import RemoteWorker
-from tandem.launch.ray_command import Placement
+from tandem.launch.ray.cluster import RemoteWorker
+from tandem.launch.ray.process import Placement
 from tandem.python import training
 from tandem.types.rollout import Group, TrainBatch
 from tandem.utils.files import read_json_lines

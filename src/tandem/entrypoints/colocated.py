@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def run(config: ColocatedConfig) -> None:
-    from tandem.launch.ranks import spread_over_ranks
+    from tandem.launch.local.ranks import spread_over_ranks
     from tandem.utils.devices import refuse_missing_gpu
     from tandem.utils.registry import load_function
     from tandem.utils.run_lock import hold_run

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from tandem.config.changes import review_changes
 from tandem.config.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
-from tandem.launch.ranks import spread_over_ranks
+from tandem.launch.local.ranks import spread_over_ranks
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 from tandem.models.files import check_model, embedding_size, within_positions
 from tandem.trainer.checkpoints.history import how_to_go_on, is_finished, prepare_run, refuse_fewer_steps

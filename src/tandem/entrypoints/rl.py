@@ -91,7 +91,7 @@ def check(config: RLConfig) -> int:
 
     start = preflight.check(config)
     if config.trainer.loss.is_own:  # its file has imported torch by now
-        from tandem.launch.gpus import count_ranks
+        from tandem.launch.local.gpus import count_ranks
         from tandem.trainer.losses.trial import try_policy_loss
 
         try_policy_loss(config.trainer.loss, "trainer.loss", num_ranks=count_ranks(config))
@@ -100,8 +100,7 @@ def check(config: RLConfig) -> int:
 
 def write_plan(config: RLConfig) -> None:
     """What `--dry-run` leaves, and what it prints."""
-    from tandem.launch.describe import describe_run
-    from tandem.launch.run_plan import plan_run
+    from tandem.launch.run_plan import describe_run, plan_run
     from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
@@ -120,10 +119,10 @@ def run(config: RLConfig, start_step: int) -> None:
     """The run directory is ours, and everything was checked."""
     from tandem.launch import preflight
     from tandem.launch.control import StopRequest
-    from tandem.launch.deployment import MEANINGS
     from tandem.launch.given_servers import release_given_servers
+    from tandem.launch.local.deployment import MEANINGS
     from tandem.launch.progress import make_view
-    from tandem.launch.ray_plan import write_servers
+    from tandem.launch.ray.placement import write_servers
     from tandem.launch.restarts import Restarts
     from tandem.launch.run_plan import plan_run
     from tandem.launch.summary import print_summary

@@ -12,7 +12,7 @@ def main() -> None:
 
 
 def train(config: TrainerConfig) -> None:
-    from tandem.launch.ranks import spread_over_ranks
+    from tandem.launch.local.ranks import spread_over_ranks
     from tandem.utils.devices import refuse_missing_gpu
     from tandem.utils.garbage import importing
     from tandem.utils.log import setup_logging

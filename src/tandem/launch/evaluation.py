@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.resume import starting_directory
-from tandem.launch.server import serving
+from tandem.launch.local.server import serving
 from tandem.orchestrator.endpoint import ChatEndpoint
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.config.rl import RLConfig, storable
 from tandem.config.sources import Tree
 from tandem.config.vllm import adapter_flags
-from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
+from tandem.launch.local.gpus import GpuPlan, server_names, vllm_parallelism
 from tandem.utils.processes import usable_cores
 from tandem.utils.run_dir import RunDir
 

@@ -9,7 +9,7 @@ from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments
 from tandem.launch.given_servers import check_given_servers
-from tandem.launch.gpus import find_gpu_plan
+from tandem.launch.local.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
 from tandem.launch.slurm.nodes import on_this_node
 from tandem.models.files import (

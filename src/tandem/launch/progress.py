@@ -1,7 +1,9 @@
 """What a user sees while a run goes on: a live display on a terminal, prefixed log lines elsewhere."""
 
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 from rich.columns import Columns
@@ -11,7 +13,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tandem.launch.curve import sparkline
 from tandem.launch.plan import ProcessPlan
 from tandem.utils.console import Console
 from tandem.utils.files import Follower
@@ -19,6 +20,7 @@ from tandem.utils.findings import Watch
 from tandem.utils.metrics import parse_metrics_line, read_metrics
 from tandem.utils.run_dir import RunDir
 
+BARS = " ▁▂▃▄▅▆▇█"
 STYLES = {"inference": "cyan", "orchestrator": "green", "trainer": "magenta"}
 WIDTH = 60  # of the bar and the curve, where there is room
 FINDING_STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
@@ -142,3 +144,36 @@ def make_view(
     if show == "live" or (show == "auto" and console.is_terminal):
         return LiveDisplay(console, plans, run_dir, start_step, max_steps)
     return LogLines(console, plans)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One row; each column is the mean of its share of the values, scaled between least and greatest."""
+    columns = resample(values, width)
+    if not columns:
+        return ""
+    low, high = min(columns), max(columns)
+    scale = (len(BARS) - 2) / (high - low) if high > low else 0.0
+    return "".join(BARS[1 + round((value - low) * scale)] for value in columns)
+
+
+def plot(values: Sequence[float], width: int, height: int) -> list[str]:
+    """Rows from top to bottom, with the greatest and least value at the side."""
+    columns = resample(values, width)
+    if not columns:
+        return []
+    low, high = min(columns), max(columns)
+    span = (high - low) or 1.0
+    levels = [(value - low) / span * height for value in columns]
+    rows = []
+    for row in range(height - 1, -1, -1):
+        cells = [BARS[round(min(max(level - row, 0.0), 1.0) * 8)] for level in levels]
+        label = f"{high:.2f}" if row == height - 1 else f"{low:.2f}" if row == 0 else ""
+        rows.append(f"{label:>6} ┤{''.join(cells)}")
+    return rows
+
+
+def resample(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [index * len(values) // width for index in range(width + 1)]
+    return [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]

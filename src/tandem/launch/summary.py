@@ -5,8 +5,7 @@ import sys
 
 from rich.text import Text
 
-from tandem.launch.curve import plot
-from tandem.launch.progress import FINDING_STYLES
+from tandem.launch.progress import FINDING_STYLES, plot
 from tandem.utils.console import Console
 from tandem.utils.findings import Watch
 from tandem.utils.metrics import read_metrics

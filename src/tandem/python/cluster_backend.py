@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.trainer import TrainerConfig
-from tandem.launch.cluster import Cluster, RemoteWorker, WorkerDied
+from tandem.launch.ray.cluster import Cluster, RemoteWorker, WorkerDied
 from tandem.python.backend import PyTorchTrainingBackend
 from tandem.python.workers import train_message
 from tandem.utils.errors import UserError

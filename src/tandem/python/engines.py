@@ -19,7 +19,7 @@ from tandem.config.client import ClientConfig
 from tandem.config.explain import explain_validation_error
 from tandem.config.inference import InferenceConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.launch.server import ServerProcess
+from tandem.launch.local.server import ServerProcess
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient, InferenceError, InstanceChanged, ServerLost
 from tandem.python.gpus import gpu_environment

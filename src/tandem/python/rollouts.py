@@ -14,7 +14,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.process import open_environment
 from tandem.envs.protocol import Environment
 from tandem.envs.trial import try_environment
-from tandem.launch.cluster import WorkerDied
+from tandem.launch.ray.cluster import WorkerDied
 from tandem.orchestrator.conversations import open_episodes
 from tandem.orchestrator.evals import Evaluator
 from tandem.orchestrator.failures import FailureLedger, TaskFailed, TooManyFailures

@@ -11,7 +11,7 @@ import pytest
 from tandem.config.environment import EnvConfig
 from tandem.config.evaluate import EvaluateConfig
 from tandem.entrypoints.evaluate import evaluate_all, refuse_missing_model
-from tandem.launch.server import serving
+from tandem.launch.local.server import serving
 from tandem.orchestrator.endpoint import Answer
 from tandem.orchestrator.evaluate import Outcome, append_samples
 from tandem.utils.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 from tests.ports import free_port
 
 from tandem.entrypoints import rl
-from tandem.launch import gpus
+from tandem.launch.local import gpus
 from tandem.utils.files import read_json
 
 Type = Callable[..., int]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.config.rl import RLConfig
+from tandem.launch.local.ranks import TORCHRUN
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
-from tandem.launch.ranks import TORCHRUN
 from tandem.launch.slurm import srun
 from tandem.launch.slurm.job import RENDEZVOUS, in_job, shutdown_timeout
 from tandem.utils.processes import SUPERVISOR_PID

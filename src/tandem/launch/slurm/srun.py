@@ -17,7 +17,7 @@ import time
 from functools import partial
 from types import FrameType
 
-from tandem.launch.slurm.client import TIMEOUT_S
+from tandem.launch.slurm.commands import TIMEOUT_S
 from tandem.utils.processes import REPEATED_WITHIN_S, die_with_parent, run_entrypoint
 
 MODULE = "tandem.launch.slurm.srun"

@@ -31,7 +31,7 @@ from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree
-from tandem.launch.slurm.client import jobs_under_way
+from tandem.launch.slurm.commands import jobs_under_way
 from tandem.launch.slurm.job import Job, make_log_folders, render
 from tandem.launch.slurm.submission import with_servers
 from tandem.launch.sweep.resolve import SubExperiment

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.launch.slurm.client import jobs_under_way
+from tandem.launch.slurm.commands import jobs_under_way
 from tandem.launch.sweep.folder import Run, read_jobs
 from tandem.trainer.checkpoints.history import is_end, last_events
 from tandem.utils.errors import file_damage

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.launch.slurm.client import max_array_size, require_slurm, submit
+from tandem.launch.slurm.commands import max_array_size, require_slurm, submit
 from tandem.launch.slurm.job import as_pattern, sbatch_lines, usual_output
 from tandem.launch.sweep.folder import EVALUATION, LOCK, SCRIPT, Run, store_jobs
 from tandem.launch.sweep.states import UNFINISHED, progress_of

@@ -1,6 +1,6 @@
 """`rl` over a Ray cluster: which process of the run goes to which node. The plan is made before anything starts.
 
-Asked of a process of its own (`python -m tandem.launch.ray_plan ADDRESS`): Ray stays out of the supervisor.
+Asked of a process of its own (`python -m tandem.launch.ray.placement ADDRESS`): Ray stays out of the supervisor.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.rl import RLConfig
-from tandem.launch.gpus import server_names
+from tandem.launch.local.gpus import server_names
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
-from tandem.launch.ray_command import Placement
+from tandem.launch.ray.process import Placement
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_atomic
 from tandem.utils.log import say
@@ -144,7 +144,7 @@ def find(nodes: Sequence[RayNode], host: str, option: str) -> RayNode:
 
 def ask_nodes(address: str) -> list[RayNode]:
     """The live nodes of the cluster, in the order of their addresses."""
-    command = [sys.executable, "-m", "tandem.launch.ray_plan", address]
+    command = [sys.executable, "-m", "tandem.launch.ray.placement", address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, env=dict(os.environ), check=False)
     except subprocess.TimeoutExpired as error:
@@ -155,7 +155,7 @@ def ask_nodes(address: str) -> list[RayNode]:
 
 
 def main() -> None:
-    from tandem.launch.cluster import connect
+    from tandem.launch.ray.cluster import connect
 
     try:
         ray = connect(sys.argv[1])

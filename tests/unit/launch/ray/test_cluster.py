@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from tests.ports import free_port
 
-from tandem.launch import cluster
+from tandem.launch.ray import cluster
 from tandem.utils.errors import UserError
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tandem.launch.ray_host import Host, decode
+from tandem.launch.ray.host import Host, decode
 from tandem.utils.errors import UserError, shorten
 
 if TYPE_CHECKING:

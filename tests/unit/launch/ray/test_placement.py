@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tandem.config.rl import RLConfig
-from tandem.launch import ray_plan
-from tandem.launch.describe import describe_run
-from tandem.launch.gpus import find_gpu_plan
+from tandem.launch.local.gpus import find_gpu_plan
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan, make_plan
-from tandem.launch.ray_command import Placement, announce, live_hosts, node_configs
-from tandem.launch.ray_plan import RayNode, ask_nodes, find_places, place_on_ray, write_servers
+from tandem.launch.ray import placement as placement_module
+from tandem.launch.ray.placement import RayNode, ask_nodes, find_places, place_on_ray, write_servers
+from tandem.launch.ray.process import Placement, announce, live_hosts, node_configs
+from tandem.launch.run_plan import describe_run
 from tandem.utils.errors import UserError
 
 NODES = [RayNode("a", "10.0.0.1", 8), RayNode("b", "10.0.0.2", 8), RayNode("c", "10.0.0.3", 0)]
@@ -21,7 +21,7 @@ NODES = [RayNode("a", "10.0.0.1", 8), RayNode("b", "10.0.0.2", 8), RayNode("c", 
 
 @pytest.fixture(autouse=True)
 def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_plan, "ask_nodes", lambda address: NODES)
+    monkeypatch.setattr(placement_module, "ask_nodes", lambda address: NODES)
     monkeypatch.setattr("socket.gethostname", lambda: "a")
 
 
@@ -44,7 +44,7 @@ def plan(config: RLConfig) -> dict[str, ProcessPlan]:
 
 
 def placement(one: ProcessPlan) -> Placement:
-    assert one.command[1:3] == ["-m", "tandem.launch.ray_command"]
+    assert one.command[1:3] == ["-m", "tandem.launch.ray.process"]
     return Placement(**json.loads(one.command[3]))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tandem.config.rl import RLConfig
-from tandem.launch import gpus
-from tandem.launch.gpus import GpuPlan, find_gpu_plan, plan_gpus
+from tandem.launch.local import gpus
+from tandem.launch.local.gpus import GpuPlan, find_gpu_plan, plan_gpus
 from tandem.launch.plan import make_plan
 from tandem.utils.errors import UserError
 

@@ -9,11 +9,11 @@ import pytest
 from tests.shapes import QWEN3_0_6B, QWEN3_4B
 
 from tandem.config.rl import RLConfig
-from tandem.launch.deployment import colocate
-from tandem.launch.describe import describe_run
-from tandem.launch.gpus import plan_gpus
-from tandem.launch.memory import estimate_memory, table, trainer_memory
+from tandem.launch.local.deployment import colocate
+from tandem.launch.local.gpu_memory import estimate_memory, table, trainer_memory
+from tandem.launch.local.gpus import plan_gpus
 from tandem.launch.plan import make_plan
+from tandem.launch.run_plan import describe_run
 from tandem.models.memory_estimate import kv_bytes, num_parameters
 from tandem.models.spec import ModelSpec
 

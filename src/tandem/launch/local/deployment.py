@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.rl import Deployment, RLConfig
-from tandem.launch.gpus import GpuPlan
+from tandem.launch.local.gpus import GpuPlan
 from tandem.launch.plan import ProcessPlan
 
 MEANINGS: dict[Deployment, str] = {

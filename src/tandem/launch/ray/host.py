@@ -56,7 +56,7 @@ class Handle:
 
 
 class Host:
-    """A Ray actor. Its methods are called by `tandem.launch.cluster` only."""
+    """A Ray actor. Its methods are called by `tandem.launch.ray.cluster` only."""
 
     def __init__(self) -> None:
         self._outbox: deque[bytes] = deque()

@@ -9,7 +9,7 @@ servers file is changed; ranks end together, and the supervisor has them go on f
 this process's own node dies, Ray ends all that it has started on others and places nothing more for it: it ends, and
 the supervisor starts it again.
 
-    python -m tandem.launch.ray_command '{"address": …}' MODULE ARGUMENTS…
+    python -m tandem.launch.ray.process '{"address": …}' MODULE ARGUMENTS…
 """
 
 import json
@@ -28,15 +28,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tandem.launch.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
-from tandem.launch.ray_host import Closed, Handle
+from tandem.launch.ray.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
+from tandem.launch.ray.host import Closed, Handle
 from tandem.utils.errors import UserError
 from tandem.utils.files import MAX_LINE_BYTES, locked, write_atomic
 from tandem.utils.log import say
 from tandem.utils.processes import SUPERVISOR_PID, describe_exit, run_entrypoint
 
 logger = logging.getLogger(__name__)
-WORK_FN = "tandem.launch.ray_command:work"
+WORK_FN = "tandem.launch.ray.process:work"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 PASSED_ON = ("TANDEM_", "HF_", "OMP_", "WANDB_", "NCCL_", "GLOO_", "PYTHONUNBUFFERED")
 NODE_GONE_S = 120.0  # Ray takes half a minute to notice that a node is gone
@@ -60,7 +60,7 @@ class Placement:
         return self.port is not None
 
     def command(self, module: str, arguments: list[str]) -> list[str]:
-        return [sys.executable, "-m", "tandem.launch.ray_command", json.dumps(asdict(self)), module, *arguments]
+        return [sys.executable, "-m", "tandem.launch.ray.process", json.dumps(asdict(self)), module, *arguments]
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.deployment import choose_deployment, deploy
-from tandem.launch.gpus import plan_gpus
+from tandem.launch.local.deployment import choose_deployment, deploy
+from tandem.launch.local.gpus import plan_gpus
 from tandem.launch.plan import make_plan
 from tandem.launch.run_plan import plan_run
 

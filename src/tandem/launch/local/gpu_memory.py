@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from tandem.config.colocated import why_copied
 from tandem.config.rl import RLConfig
-from tandem.launch.deployment import choose_deployment
-from tandem.launch.gpus import GpuPlan, server_names, vllm_parallelism
+from tandem.launch.local.deployment import choose_deployment
+from tandem.launch.local.gpus import GpuPlan, server_names, vllm_parallelism
 from tandem.launch.plan import SHARED_UTILIZATION
 from tandem.models.memory_estimate import (
     DEFAULT,
