@@ -28,17 +28,17 @@ from tandem.data.packing import divide, pack
 from tandem.engine.build import build_engine
 from tandem.engine.protocol import GenerationRequest, GenerationResult, Sampling
 from tandem.models.runtime import setup_torch
-from tandem.models.trainable import compute_exactly, load_trainable
+from tandem.models.trainable import load_trainable, make_batch_invariant
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.types.rollout import PackedBatch, TrainingSequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a CPU only to try the script itself
 
 
-def generate(model: Path, args: argparse.Namespace, exactly: bool) -> tuple[float, PackedBatch]:
+def generate(model: Path, args: argparse.Namespace, batch_invariant: bool) -> tuple[float, PackedBatch]:
     """Seconds of the second run, and what it generated."""
     tree = {"model": {"name": model, "dtype": "bfloat16"}, "seq_len": args.prompt_tokens + args.new_tokens}
-    tree |= {"deterministic": exactly, "max_sequences": args.prompts * args.samples, "prefix_caching": False}
+    tree |= {"deterministic": batch_invariant, "max_sequences": args.prompts * args.samples, "prefix_caching": False}
     engine = build_engine(InferenceConfig.model_validate(tree), [], lambda: None, print)  # type: ignore[arg-type,return-value]
     vocab_size, rng = engine.core.decoder.spec.vocab_size, random.Random(0)
     prompts = [[rng.randrange(3, vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.prompts)]
@@ -62,11 +62,11 @@ def generate(model: Path, args: argparse.Namespace, exactly: bool) -> tuple[floa
     return seconds, pack(sequences)
 
 
-def train(model: Path, args: argparse.Namespace, exactly: bool, batch: PackedBatch) -> tuple[float, Any]:
+def train(model: Path, args: argparse.Namespace, batch_invariant: bool, batch: PackedBatch) -> tuple[float, Any]:
     """Seconds of the second run, and the differences of log-probs."""
     decoder = load_trainable(ModelConfig(name=model, dtype="bfloat16"), DEVICE)
-    if exactly:
-        compute_exactly(decoder, DEVICE)
+    if batch_invariant:
+        make_batch_invariant(decoder, DEVICE)
     language_model = LanguageModel(decoder)
     parts = divide(batch, 0, 1, args.tokens_per_microbatch)
     seconds, differences = 0.0, []
@@ -99,14 +99,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         model = make_in_process(args.shape, Path(name) / args.shape)
-        for exactly in (mode == "exact" for mode in args.modes):
-            setup_torch(threads=None, seed=0, deterministic=exactly)
-            generated_s, batch = generate(model, args, exactly)
+        for batch_invariant in (mode == "exact" for mode in args.modes):
+            setup_torch(threads=None, seed=0, deterministic=batch_invariant)
+            generated_s, batch = generate(model, args, batch_invariant)
             print(f"{batch.num_loss_tokens / generated_s:,.0f} tokens/s generated", flush=True)
-            trained_s, differences = train(model, args, exactly, batch)
+            trained_s, differences = train(model, args, batch_invariant, batch)
             rows.append(
                 {
-                    "exact": exactly,
+                    "exact": batch_invariant,
                     "generated_tokens_per_s": round(batch.num_loss_tokens / generated_s),
                     "trained_tokens_per_s": round(batch.num_tokens / trained_s),
                     "tokens": len(differences),

@@ -9,7 +9,7 @@ import torch
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import CheckpointConfig, ModelConfig, OptimizerConfig
 from tandem.models.runtime import whole
-from tandem.trainer.build import Trained, load_trained
+from tandem.trainer.build import TrainState, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer, copy_to_cpu, new_group
 from tandem.trainer.checkpoints.shards import read_shards, write_shards
 from tandem.trainer.model.optimizer import make_optimizer
@@ -21,18 +21,18 @@ from tandem.utils.run_dir import RunDir
 OPTIMIZER = OptimizerConfig(lr=1e-2)
 
 
-def load(model: Path, parallel: ParallelConfig, ranks: Ranks) -> Trained:
+def load(model: Path, parallel: ParallelConfig, ranks: Ranks) -> TrainState:
     return load_trained(ModelConfig(name=model), OPTIMIZER, parallel, ranks)
 
 
-def update(trained: Trained, step: int) -> None:
+def update(trained: TrainState, step: int) -> None:
     for parameter in trained.model.parameters():
         parameter.grad = torch.sin(parameter.detach() * 100 * step)
     trained.optimizer.step()
     trained.optimizer.zero_grad()
 
 
-def make_checkpointer(trained: Trained, root: Path, ranks: Ranks) -> Checkpointer:
+def make_checkpointer(trained: TrainState, root: Path, ranks: Ranks) -> Checkpointer:
     run_dir = RunDir(root)
     run_log = RunLog(run_dir, "trainer", enabled=False)
     return Checkpointer(run_dir, CheckpointConfig(), ranks, trained.model, trained.optimizer, run_log, max_steps=9)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.engine.attention import KVCache
 from tandem.engine.blocks import BlockManager
 from tandem.engine.core import EngineCore, EngineParts
+from tandem.engine.kv_cache import KVCache
 from tandem.engine.protocol import GeneratedSample, GenerationRequest, GenerationResult, Sampling
 from tandem.engine.runner import Runner
 from tandem.engine.sampler import SamplingRows, sample, uniforms
@@ -35,6 +35,7 @@ from tandem.engine.cuda import forward, gemm, layers
 from tandem.engine.cuda import kept as keeping
 from tandem.engine.cuda import runner as cuda_runner
 from tandem.engine.cuda.attention import DecodeRows, SharedRows
+from tandem.engine.cuda.graphs import StepGraphs
 from tandem.engine.cuda.inputs import prefill_inputs, upload
 from tandem.engine.cuda.prefill import QUERY_TILE, PrefillTiles
 from tandem.engine.cuda.runner import CudaRunner
@@ -387,7 +388,7 @@ def test_kept_tokens_are_those_of_the_sampler(
     drawn = drawing.draw(drawn_from, int32(range(num_rows)), draw_rows(rows), int32([0] * num_rows))
     temperature, min_p = (torch.from_numpy(x[asking]).to(DEVICE) for x in (rows.temperature, rows.min_p))
     asked = keeping.KeptRows(int32(asking), int32(asking), temperature, min_p)
-    found = keeping.keep(logits, drawn_from, asked, drawn, lambda x: x.cpu(), exactly=False)()
+    found = keeping.keep(logits, drawn_from, asked, drawn, lambda x: x.cpu(), batch_invariant=False)()
     expected = sample(logits.cpu(), rows, None if adjusted is None else adjusted.cpu())
     counts = {len(kept.token_ids) for kept in found}
     assert min(counts) == 1 and max(counts) > 3
@@ -451,12 +452,17 @@ class Computed:
             self.drawn.words.copy_(drawn.words)
 
 
-class ReplayingRunner(CudaRunner):
+class ComputedGraphs(StepGraphs):
     def _record(self, compute: Callable[[], drawing.DrawnOnDevice | None]) -> Any:
-        if ON_GPU:
-            return super()._record(compute)
         graph = Computed(compute)
         return graph, graph.drawn
+
+
+class ReplayingRunner(CudaRunner):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if not ON_GPU:
+            self.graphs = ComputedGraphs(self.device)
 
 
 def make_core(
@@ -464,11 +470,11 @@ def make_core(
     device: torch.device,
     *,
     with_kernels: bool,
-    exactly: bool = False,
+    batch_invariant: bool = False,
     graphs: bool = False,
 ) -> EngineCore:
     decoder = new_decoder(spec, seed=0).requires_grad_(False).to(device)
-    assert not exactly or decoder.compute_exactly(device)
+    assert not batch_invariant or decoder.make_batch_invariant(device)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(10 if parameter.ndim > 1 else 1)  # the next token is then far from uniform
@@ -479,7 +485,7 @@ def make_core(
     adapters = AdapterBank(decoder)
     launcher = None
     if with_kernels:
-        graph_tokens = 64 if graphs and not exactly else 0
+        graph_tokens = 64 if graphs and not batch_invariant else 0
         launcher = ReplayingRunner(
             decoder, adapters, cache, state, device, use_graphs=graphs, graph_tokens=graph_tokens
         )
@@ -520,7 +526,7 @@ def generate(core: EngineCore, requests: list[GenerationRequest]) -> list[Genera
 
 
 @pytest.mark.parametrize(
-    ("architecture", "exactly", "graphs"),
+    ("architecture", "batch_invariant", "graphs"),
     [
         ("Qwen3ForCausalLM", False, False),
         ("Qwen2ForCausalLM", False, True),
@@ -528,7 +534,7 @@ def generate(core: EngineCore, requests: list[GenerationRequest]) -> list[Genera
     ],
 )
 def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
-    architecture: str, exactly: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
+    architecture: str, batch_invariant: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Head norms and biases; chunked prompts, groups that share theirs, steps launched ahead, a row that is drawn from
     other logits than the model's."""
@@ -552,8 +558,12 @@ def test_an_engine_of_kernels_draws_what_the_plain_one_draws(
             (9, 1.0, 7, 2, 0, 0.0),
         ]
     ]
-    expected = generate(make_core(spec, torch.device("cpu"), with_kernels=False, exactly=exactly), requests)
-    found = generate(make_core(spec, DEVICE, with_kernels=True, exactly=exactly, graphs=graphs), requests)
+    expected = generate(
+        make_core(spec, torch.device("cpu"), with_kernels=False, batch_invariant=batch_invariant), requests
+    )
+    found = generate(
+        make_core(spec, DEVICE, with_kernels=True, batch_invariant=batch_invariant, graphs=graphs), requests
+    )
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)

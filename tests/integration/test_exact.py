@@ -22,7 +22,7 @@ from tandem.engine.engine import NativeEngine
 from tandem.engine.protocol import ALL_TOKENS, GenerationRequest, GenerationResult, KeptTokens, Sampling
 from tandem.models.hf import named_tensors, new_decoder
 from tandem.models.spec import ModelSpec
-from tandem.models.trainable import adapter_config, adapter_tensors, compute_exactly, load_trainable
+from tandem.models.trainable import adapter_config, adapter_tensors, load_trainable, make_batch_invariant
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.types.rollout import PackedBatch, TrainingSequence
 from tandem.weights.files import write_adapter, write_model
@@ -113,7 +113,7 @@ def training_sequences(requests: list[GenerationRequest], results: list[Generati
 
 def trainer_of(model: Path, dtype: str, lora: LoRAConfig | None = None) -> LanguageModel:
     decoder = load_trainable(ModelConfig(name=model, dtype=dtype), CPU, lora)  # type: ignore[arg-type]
-    compute_exactly(decoder, CPU)
+    make_batch_invariant(decoder, CPU)
     assert decoder.exact
     return LanguageModel(decoder)
 

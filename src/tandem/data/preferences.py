@@ -84,12 +84,12 @@ def _with_turns(row: Fields, answers: Sequence[str]) -> Fields:
     prompt = row.get("prompt", "")
     if not isinstance(prompt, str):
         return row
-    turned: dict[str, list[Message]] = {}
+    converted: dict[str, list[Message]] = {}
     if "prompt" in row:
         turns = read_turns(prompt, "prompt")
-        turned["prompt"] = turns[:-1] if turns[-1]["role"] == "assistant" else turns  # the answer's turn, begun
-    turned |= {name: read_turns(prompt + row[name], name) for name in answers if isinstance(row[name], str)}
-    return {**row, **turned}
+        converted["prompt"] = turns[:-1] if turns[-1]["role"] == "assistant" else turns  # the answer's turn, begun
+    converted |= {name: read_turns(prompt + row[name], name) for name in answers if isinstance(row[name], str)}
+    return {**row, **converted}
 
 
 def _split_texts(row: Fields) -> tuple[str, dict[str, str]]:

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 import torch
 
 from tandem.config.inference import InferenceConfig
-from tandem.engine.attention import KVCache
 from tandem.engine.blocks import BlockManager
 from tandem.engine.core import EngineCore, EngineParts, NewText
 from tandem.engine.engine import NativeEngine
+from tandem.engine.kv_cache import KVCache
 from tandem.engine.mapped_memory import MappedMemory
 from tandem.engine.runner import Runner
 from tandem.engine.scheduler import Scheduler
@@ -45,11 +45,11 @@ def build_engine(
     dtype = getattr(torch, config.model.dtype)
     decoder = load_decoder(config.model.name, dtype, device).requires_grad_(False).eval()
     spec = decoder.spec
-    exactly = config.deterministic and decoder.compute_exactly(device)
+    batch_invariant = config.deterministic and decoder.make_batch_invariant(device)
     if sum(weight.nbytes for weight in decoder.parameters()) < free_bytes_on(device) // PACKED_SHARE:
         decoder.pack()
-    # What a row computes must not depend on the rows beside it: in exact mode it never does.
-    is_alone = config.deterministic and not exactly
+    # What a row computes must not depend on the other rows of the batch: in exact mode it never does.
+    is_alone = config.deterministic and not batch_invariant
     num_blocks = cache_blocks(config, spec, dtype.itemsize, cache_bytes(config, spec, dtype.itemsize, device))
     cache = new_cache(spec, num_blocks, config.block_size, dtype, device, is_releasable=releasable_cache)
     state = SlotState(config.max_sequences, config.seq_len, config.block_size)
@@ -75,7 +75,7 @@ def build_engine(
             state,
             device,
             use_graphs=use_graphs,
-            graph_tokens=0 if exactly else config.tokens_per_step,
+            graph_tokens=0 if batch_invariant else config.tokens_per_step,
             share_prompts=not config.deterministic,
         )
         launcher.prepare()
@@ -93,7 +93,7 @@ def build_engine(
         "native engine on %s, %s%s, KV cache of %d tokens",
         device,
         config.model.dtype,
-        ", exact" if exactly else "",
+        ", exact" if batch_invariant else "",
         num_blocks * config.block_size,
     )
     core = EngineCore(parts, eos_token_ids)
@@ -127,7 +127,7 @@ def new_cache(
 
 def cache_bytes(config: InferenceConfig, spec: ModelSpec, element_bytes: int, device: torch.device) -> int:
     """How much memory the KV cache may take: a quarter of what is free; or, with gpu_memory_utilization, what that
-    share of the GPU leaves beside what is loaded already and what a step needs."""
+    share of the GPU leaves after what is loaded already and what a step needs."""
     free = free_bytes_on(device)
     if config.gpu_memory_utilization is None or device.type != "cuda":
         return free // CACHE_SHARE

@@ -31,7 +31,7 @@ class Constraints:
         self._masks: Future[None] | None = None
 
     def begin(self, rows: Rows) -> None:
-        """Have the masks of these rows computed beside what follows."""
+        """Start computing the masks of these rows in the background."""
         matchers = [matcher for matcher in self._matchers(rows) if matcher.mask is None]
         if matchers:
             # Not at the top: only a request with a grammar proves that the extra is installed.

@@ -1,6 +1,6 @@
 """What the engine does in a step, and between two steps. Single-threaded; `engine.py` runs it in a thread.
 
-schedule ─► forward (masks of grammars beside it) ─► fork groups ─► draw ─► tell who listens ─► finish
+schedule ─► forward (masks of grammars in the background) ─► fork groups ─► draw ─► tell who listens ─► finish
 
 On a GPU a step is only launched, and the one before it is read meanwhile (`inflight.py`).
 """
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.data.text_stream import TextStream
-from tandem.engine.attention import KVCache
 from tandem.engine.blocks import Key
 from tandem.engine.constraints import Constraints
 from tandem.engine.inflight import InflightStep, Launcher
+from tandem.engine.kv_cache import KVCache
 from tandem.engine.logit_processors import adjust
 from tandem.engine.protocol import (
     ALL_TOKENS,

@@ -241,7 +241,7 @@ class NativeEngine:
 
     def _gather(self, num_sent: int) -> None:
         """Wait until no sample has been asked for a moment (the more there are, the longer), or all rows can be filled.
-        A prompt is launched as hundreds of kernels, each of which gives up the interpreter's lock: beside an event
+        A prompt is launched as hundreds of kernels, each of which gives up the interpreter's lock: with an event
         loop that reads requests without a pause, one step would take as long as the whole burst. `num_sent`: before
         the first of them."""
         began = last = monotonic()

@@ -6,7 +6,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.engine.attention import KVCache, plan_attention, plan_exact_attention
+from tandem.engine.attention import plan_attention, plan_exact_attention
+from tandem.engine.kv_cache import KVCache
 from tandem.engine.prompt_logprobs import record_prompt_logprobs
 from tandem.engine.sampler import Drawn, sample, sampling_rows
 from tandem.engine.state import Rows, SlotState
@@ -58,7 +59,7 @@ class Runner:
 
     def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
         """A token for each row. `adjusted`: logits to draw from, where they are others."""
-        return sample(logits, sampling_rows(self.state, rows), adjusted, exactly=self.decoder.exact)
+        return sample(logits, sampling_rows(self.state, rows), adjusted, batch_invariant=self.decoder.exact)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)

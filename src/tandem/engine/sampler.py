@@ -90,9 +90,11 @@ def sampling_rows(state: SlotState, rows: Rows) -> SamplingRows:
     )
 
 
-def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None, *, exactly: bool = False) -> Drawn:
+def sample(
+    logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None, *, batch_invariant: bool = False
+) -> Drawn:
     """A token for each row of logits (rows, vocab). `adjusted`: logits to draw from, where they are others.
-    `exactly`: log-probs as exact mode has them (`models/exact.py`)."""
+    `batch_invariant`: log-probs as exact mode has them (`models/exact.py`)."""
     u = uniforms(rows.seed, rows.sample_index, rows.position)
     fast = kernels.find(logits)
     if fast is not None and adjusted is None and rows.are_plain:
@@ -111,13 +113,13 @@ def sample(logits: Tensor, rows: SamplingRows, adjusted: Tensor | None = None, *
     if rows.raw_logprobs.any():
         is_raw = torch.from_numpy(rows.raw_logprobs).to(logits.device)
         logprobs = torch.where(is_raw[:, None], torch.log_softmax(logits, dim=1), logprobs)
-    if exactly:
+    if batch_invariant:
         temperature = torch.from_numpy(np.where(rows.raw_logprobs, 1, rows.temperature))
         chosen = exact.token_logprobs(given, tokens[:, 0], temperature.to(logits.device))[:, None]
     else:
         chosen = logprobs.gather(1, tokens)
     top = _top(logprobs, rows.num_top) if rows.num_top.any() else NO_TOP
-    kept = find_kept(given, truncated, tokens[:, 0], rows, exactly=exactly)
+    kept = find_kept(given, truncated, tokens[:, 0], rows, batch_invariant=batch_invariant)
     return Drawn(_on_host(tokens[:, 0]), _on_host(chosen[:, 0]), *top, kept)
 
 
@@ -180,7 +182,7 @@ def truncate(logprobs: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def find_kept(
-    logits: Tensor, truncated: Tensor, tokens: Tensor, rows: SamplingRows, *, exactly: bool
+    logits: Tensor, truncated: Tensor, tokens: Tensor, rows: SamplingRows, *, batch_invariant: bool
 ) -> list[KeptTokens | None]:
     """The kept tokens of rows that ask, and the log-prob of the drawn token among them, by the model's own logits."""
     if not rows.wants_kept.any():
@@ -191,7 +193,7 @@ def find_kept(
     is_kept = (truncated[index] > -torch.inf).scatter_(1, drawn, True)
     left = logits[index].masked_fill_(~is_kept, CUT_OFF)
     temperature = rows.temperature[asking]
-    if exactly:
+    if batch_invariant:
         chosen = exact.token_logprobs(left, drawn[:, 0], torch.from_numpy(temperature).to(logits.device))
     else:
         chosen = log_softmax(left.float(), temperature).gather(1, drawn)[:, 0]

@@ -93,7 +93,7 @@ class Scheduler:
         self.num_waiting += len(samples)
 
     def prepare_step(self) -> None:
-        """Make room for the running sequences, then admit what fits beside them."""
+        """Make room for the running sequences, then admit what fits next to them."""
         if not self._make_room():
             self._admit()
 

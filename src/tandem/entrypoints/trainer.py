@@ -21,7 +21,7 @@ def train(config: TrainerConfig) -> None:
 
     setup_logging(config.log_level)
     refuse_missing_gpu(config.device, "device")
-    config.model.read_chat_template()  # it is written beside the weights
+    config.model.read_chat_template()  # it is written next to the weights
     if config.loss.is_own:
         load_function(config.loss.type, config.loss.options, "loss")
     with hold_run(config.output_dir, "trainer", ["trainer"]):

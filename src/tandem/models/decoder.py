@@ -47,7 +47,7 @@ class Projection(nn.Linear):
     exact = False
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.linear(input, self.weight, self.bias, self.packed, exactly=self.exact)
+        return ops.linear(input, self.weight, self.bias, self.packed, batch_invariant=self.exact)
 
 
 class Attention(nn.Module):
@@ -128,9 +128,9 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (tokens, hidden) -> (tokens, vocab)."""
-        return ops.linear(hidden, self.output_weight, None, self.packed_output, exactly=self.exact)
+        return ops.linear(hidden, self.output_weight, None, self.packed_output, batch_invariant=self.exact)
 
-    def compute_exactly(self, device: torch.device) -> bool:
+    def make_batch_invariant(self, device: torch.device) -> bool:
         """Switch exact mode on, if there are kernels for it on this device; returns whether there are."""
         self.exact = exact.serves(self.spec, device)
         for module in self.modules():
@@ -146,8 +146,8 @@ class Decoder(nn.Module):
         """Lay the weights out for fast products without gradients, where that helps; takes their memory again."""
         for module in self.modules():
             if isinstance(module, Projection):
-                module.packed = ops.pack(module.weight, exactly=self.exact)
-        self.packed_output = ops.pack(self.output_weight, exactly=self.exact)
+                module.packed = ops.pack(module.weight, batch_invariant=self.exact)
+        self.packed_output = ops.pack(self.output_weight, batch_invariant=self.exact)
 
     def repack(self) -> None:
         """After the weights have changed."""

@@ -1,7 +1,7 @@
 """Exact mode: the log-probs of a token are the same to the bit wherever it is computed, by the engine or the trainer.
 
 Rounding depends on the order in which numbers are added up. Libraries choose that order by the shapes of a batch, so
-a token that is decoded beside 7 others gets other log-probs than in a micro-batch of 8,000. Here every sum has one
+a token that is decoded in a batch of 8 gets other log-probs than in a micro-batch of 8,000. Here every sum has one
 order, which depends on nothing but the token and its context: matrix products, attention over any layout, and the
 log-sum-exp of the logits. Norms, rotation and SwiGLU are computed row by row in any mode (`ops.py`).
 

@@ -127,7 +127,8 @@ def check_positions(model_dir: Path, seq_len: int) -> None:
 
 
 def within_positions(config: C, model_dir: Path) -> C:
-    """The config with a seq_len the model has positions for: one that was given is refused, the default gives way."""
+    """The config with a seq_len the model has positions for: one that was given is refused; if unset, it is clamped to
+    max_position_embeddings."""
     seq_len: int = getattr(config, "seq_len")  # noqa: B009
     if "seq_len" in config.model_fields_set:
         check_positions(model_dir, seq_len)

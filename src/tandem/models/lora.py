@@ -30,7 +30,7 @@ FUSED = {
     "up_proj": "gate_up_proj",
 }
 LARGEST_ALPHA = 1e6
-# What PEFT can add beside two matrices per projection, with the value that means it does not.
+# What PEFT can add to two matrices per projection, with the value that means it does not.
 UNSUPPORTED = {
     "bias": "none",
     "use_dora": False,

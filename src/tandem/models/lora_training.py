@@ -48,11 +48,11 @@ class LoRALinear(Projection):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        out = ops.linear(input, self.weight, self.bias, None, exactly=self.exact)
+        out = ops.linear(input, self.weight, self.bias, None, batch_invariant=self.exact)
         for part, rows in self.parts.items():
             x = F.dropout(input, self.dropout, self.training)
-            down = ops.linear(x, self.lora_A[part], None, None, exactly=self.exact)
-            up = ops.linear(down, self.lora_B[part], None, None, exactly=self.exact)
+            down = ops.linear(x, self.lora_A[part], None, None, batch_invariant=self.exact)
+            up = ops.linear(down, self.lora_B[part], None, None, batch_invariant=self.exact)
             if self.exact:
                 out[..., rows].add_(scaled(up, self.scale))
             else:

@@ -19,21 +19,23 @@ from tandem.models.precision import rounded
 PACKED_FOR_ROWS = 64  # the layout serves any number of rows; this many it suits best
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None, *, exactly: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None, *, batch_invariant: bool = False
+) -> Tensor:
     """x·weightᵀ + bias; `packed` is what `pack` made of the weight, if it made anything."""
-    if exactly:
+    if batch_invariant:
         return exact.linear(x, rounded(weight, x), None if bias is None else rounded(bias, x), packed)
     if packed is None:
         return F.linear(x, rounded(weight, x), None if bias is None else rounded(bias, x))
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def pack(weight: Tensor, *, exactly: bool = False) -> Tensor | None:
+def pack(weight: Tensor, *, batch_invariant: bool = False) -> Tensor | None:
     """A copy of the weight, laid out as this machine's matrix unit reads it, for products without gradients.
 
     On a CPU only, in bfloat16 or for exact mode: without it each product lays the weight out anew.
     """
-    if exactly:
+    if batch_invariant:
         return exact.pack(weight)
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if not on_cpu or not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -67,7 +69,7 @@ def heads(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value heads (tokens, heads, head_dim) of one projection, the first two normalized and turned.
+    """Query, key and value heads (tokens, heads, head_dim) of a projection, the first two RMS-normalized, RoPE applied.
 
     `shape` is the number of query heads, that of key heads, and head_dim.
     """
@@ -80,7 +82,7 @@ def heads(
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (tokens, heads, head_dim): every head normalized, where there is a weight, then turned."""
+    """x (tokens, heads, head_dim): every head RMS-normalized, where there is a weight, then RoPE applied."""
     fast = kernels.find(x)
     if fast is None or x.shape[-1] > kernels.MAX_HEAD_DIM or cos.dtype != x.dtype:
         return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
@@ -91,7 +93,7 @@ def norm_and_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, s
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (tokens, heads, head_dim): the two halves of a head form the pairs that are turned.
+    """Rotary embedding of x (tokens, heads, head_dim): the two halves of a head form the pairs that are rotated.
 
     The sign of the turn is in `sin`: one pass over memory less than negating half of x.
     """

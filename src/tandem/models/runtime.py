@@ -57,7 +57,7 @@ def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     OpenMP keeps workers for each thread that has ever computed in parallel, as long as it lives. Where that made more
     of them than cores, they went to sleep after every operation, and decoding took a third longer (docs/log.md). For
-    whatever computes beside the thread that runs the model, such as loading it.
+    whatever computes in the background of the thread that runs the model, such as loading it.
     """
 
     @functools.wraps(function)

@@ -47,9 +47,9 @@ def reload_frozen(decoder: Trainable, model: ModelConfig, device: torch.device) 
             parameter.data = weights[name].data
 
 
-def compute_exactly(decoder: Trainable, device: torch.device) -> None:
+def make_batch_invariant(decoder: Trainable, device: torch.device) -> None:
     """Exact mode (`exact.py`), for models that have it on the device they compute on; said where one does not."""
-    if isinstance(decoder, HFDecoder) or not decoder.compute_exactly(device):
+    if isinstance(decoder, HFDecoder) or not decoder.make_batch_invariant(device):
         logger.warning("no kernels of exact mode for this model on %s: %s", device.type, NOT_EXACT)
 
 
@@ -92,7 +92,7 @@ def adapter_tensors(decoder: Trainable) -> dict[str, Tensor]:
 
 
 def adapter_config(decoder: Trainable, lora: LoRAConfig, base_model: Path) -> dict[str, Any]:
-    """What PEFT and the engines have to know of the adapter beside its tensors."""
+    """What PEFT and the engines have to know of the adapter besides its tensors."""
     if isinstance(decoder, HFDecoder):
         return decoder.adapter_config(lora, base_model)
     return lora_training.adapter_config(lora, base_model, lora_training.targets_of(lora))

@@ -21,8 +21,8 @@ from tandem.models.trainable import (
     Trainable,
     adapter_config,
     adapter_tensors,
-    compute_exactly,
     load_trainable,
+    make_batch_invariant,
     stream_merged,
     stream_tensors,
 )
@@ -68,7 +68,7 @@ Publish = Callable[[Iterable[tuple[str, Tensor]], int], object]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainState:
     """A model in training, with the module that holds its weights."""
 
     config: ModelConfig
@@ -126,13 +126,13 @@ def load_trained(
     seed: int = 0,
     entropy_gradient: bool = False,
     critic: PpoConfig | None = None,
-    exactly: bool = False,
-) -> Trained:
+    batch_invariant: bool = False,
+) -> TrainState:
     """The model in float32 whatever it computes in, spread as the configuration says; a critic gets a value head."""
     home = home_of(parallel, ranks.device)
     decoder = load_trainable(model_config, home, lora, seed)
-    if exactly:
-        compute_exactly(decoder, ranks.device)
+    if batch_invariant:
+        make_batch_invariant(decoder, ranks.device)
     head = None if critic is None else new_value_head(decoder.spec.hidden_size, home)
     model = LanguageModel(decoder, head, keep_logits=keeps_logits(parallel.gradient_checkpointing))
     stepper = make_stepper(
@@ -146,7 +146,7 @@ def load_trained(
         value_head_lr=critic.critic_lr if critic else None,
         entropy_gradient=entropy_gradient,
     )
-    return Trained(model_config, lora, decoder, model, stepper.optimizer, stepper)
+    return TrainState(model_config, lora, decoder, model, stepper.optimizer, stepper)
 
 
 def make_stepper(

@@ -16,8 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tandem.engine.attention import KVCache
 from tandem.engine.cuda import attention, draw, gemm, kept, layers, prefill
+from tandem.engine.kv_cache import KVCache
 from tandem.models.gpu import autograd, exact, kernels, logprobs
 from tandem.models.gpu.tiles import Tiles
 
@@ -72,8 +72,8 @@ def compile_logits(vocab: int, dtype: torch.dtype) -> None:
     logits, zeros, ones = torch.zeros(4, vocab, dtype=dtype), int32(0, 0, 0, 0), torch.ones(4)
     drawn = draw.draw(logits, zeros, draw.DrawRows(zeros, ones, ones, ones, ones, zeros, zeros, zeros), zeros)
     asked = kept.KeptRows(zeros, zeros, ones, ones)
-    for exactly in (False, True):
-        kept.keep(logits, logits, asked, drawn, torch.clone, exactly=exactly)
+    for batch_invariant in (False, True):
+        kept.keep(logits, logits, asked, drawn, torch.clone, batch_invariant=batch_invariant)
     exact.token_logprobs(logits, zeros.long(), ones)
     hidden, weight = torch.zeros(4, 16, dtype=dtype, requires_grad=True), torch.zeros(vocab, 16, dtype=dtype)
     logprob, entropy = logprobs.token_logprobs(hidden, weight, zeros.long(), 0.7, True)

@@ -138,9 +138,9 @@ def test_answers_do_not_depend_on_when_tokens_are_read(
     ]
     size = {"tokens_per_step": tokens_per_step, "max_sequences": max_sequences, "kv_cache_tokens": kv_cache_tokens}
     # Batches differ between the two; rounded otherwise, a draw at the edge of two tokens would take the other one.
-    exactly = size | {"deterministic": True}
-    expected = generate(make_engine(**exactly), asked)
-    engine = make_engine(**exactly)
+    batch_invariant = size | {"deterministic": True}
+    expected = generate(make_engine(**batch_invariant), asked)
+    engine = make_engine(**batch_invariant)
     launch_ahead(engine)
     found = generate(engine, asked)
     engine.inspect(engine.core.scheduler.check_invariants)

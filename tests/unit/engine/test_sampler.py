@@ -96,15 +96,15 @@ def test_exact_log_probs_are_those_of_exact_mode(raw: bool) -> None:
     logits = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0)) * 3
     settings = rows(300, temperature=0.7, top_k=5, raw=raw, kept=True)
     settings.wants_kept[0] = False
-    usual, exactly = sample(logits, settings), sample(logits, settings, exactly=True)
-    assert (exactly.tokens == usual.tokens).all()
-    assert exactly.logprobs == pytest.approx(usual.logprobs, abs=1e-5)
+    usual, batch_invariant = sample(logits, settings), sample(logits, settings, batch_invariant=True)
+    assert (batch_invariant.tokens == usual.tokens).all()
+    assert batch_invariant.logprobs == pytest.approx(usual.logprobs, abs=1e-5)
     temperature, tokens = torch.full((300,), 1.0 if raw else 0.7), torch.from_numpy(usual.tokens)
     expected = exact.token_logprobs(logits, tokens, temperature)
-    assert exactly.logprobs.tolist() == expected.tolist() != usual.logprobs.tolist()
+    assert batch_invariant.logprobs.tolist() == expected.tolist() != usual.logprobs.tolist()
     left = torch.full_like(logits, -torch.inf).scatter_(1, (top := logits.topk(5)).indices, top.values)
     expected = exact.token_logprobs(left, tokens, torch.full((300,), 0.7)).tolist()
-    assert [kept and kept.logprob for kept in exactly.kept] == [None, *expected[1:]]
+    assert [kept and kept.logprob for kept in batch_invariant.kept] == [None, *expected[1:]]
     assert [kept and kept.logprob for kept in usual.kept] != [None, *expected[1:]]
 
 

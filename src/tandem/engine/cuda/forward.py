@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import KVCache
 from tandem.engine.cuda import gemm
 from tandem.engine.cuda import layers as kernels
 from tandem.engine.cuda.attention import DecodeRows
 from tandem.engine.cuda.prefill import PrefillTiles
+from tandem.engine.kv_cache import KVCache
 from tandem.models import exact
 from tandem.models.decoder import Decoder, DecoderLayer, Projection
 from tandem.models.gpu.tiles import Tiles
@@ -81,7 +81,7 @@ def is_plain(module: Projection) -> bool:
 
 
 @dataclass(frozen=True)
-class ExactAttention:
+class TiledExactAttention:
     """The attention context of one step in exact mode (`models/exact.py`)."""
 
     cache: KVCache
@@ -96,7 +96,7 @@ class ExactAttention:
 
 class ExactDecoder(FusedDecoder):
     def __call__(self, x: Tensor, positions: Tensor, cells: Tensor, attention: Attention) -> Tensor:
-        decoder, context = self.decoder, ExactAttention(self.cache, cells, attention.tiles)
+        decoder, context = self.decoder, TiledExactAttention(self.cache, cells, attention.tiles)
         cos, sin = decoder.rotary(positions, x.dtype)
         for layer in decoder.layers:
             x = layer(x, cos, sin, context)

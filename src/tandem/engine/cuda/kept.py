@@ -83,7 +83,7 @@ def keep(
     drawn: DrawnOnDevice,
     copy: Callable[[Tensor], Tensor],
     *,
-    exactly: bool,
+    batch_invariant: bool,
 ) -> Callable[[], list[KeptTokens]]:
     """The kept tokens of rows that ask, with the log-prob of the drawn token among them by the model's `logits`. `copy`
     brings a tensor to the host without waiting for it; the function that is returned is called when it is there."""
@@ -92,13 +92,14 @@ def keep(
     num_words = triton.cdiv(vocab, block) * (block // BITS.value)
     found = torch.empty(count, 2 + ROOM, dtype=torch.int32, device=logits.device)
     bits = torch.empty(count, num_words, dtype=torch.int32, device=logits.device)
-    left = logits.new_empty(count, vocab) if exactly else logits
+    left = logits.new_empty(count, vocab) if batch_invariant else logits
     _keep[(count,)](
         drawn_from, logits, rows.at, rows.drawn_at, rows.temperature, rows.min_p, drawn.keys, drawn.ties,
         drawn.greatests, drawn.tokens, found, bits, left, drawn_from.stride(0), logits.stride(0), vocab, num_words,
-        ROOM=ROOM, SHIFT=key_shift(drawn_from), BLOCK=block, WRITES_LEFT=exactly, CUT_OFF=CUT_OFF, num_warps=WARPS,
+        ROOM=ROOM, SHIFT=key_shift(drawn_from), BLOCK=block, WRITES_LEFT=batch_invariant, CUT_OFF=CUT_OFF,
+        num_warps=WARPS,
     )  # fmt: skip
-    if exactly:
+    if batch_invariant:
         found[:, 1] = exact.token_logprobs(left, drawn.tokens[rows.drawn_at], rows.temperature).view(torch.int32)
     on_host = copy(found)
 

@@ -83,7 +83,7 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.c
 
 @triton.jit
 def norm_rotate(a, b, weight_a, weight_b, c, s, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads as two halves (·, head_dim / 2), normalized and turned by the angles whose cosines and sines are given."""
+    """Heads as two halves (·, head_dim / 2), RMS-normalized, RoPE applied by the cosines and sines given."""
     dtype = a.dtype
     exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
     if HAS_NORM:
@@ -194,8 +194,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def norm_rotate_write(qkv: Tensor, heads: Heads) -> Tensor:
-    """Queries (tokens, heads, head_dim) of qkv (tokens, all heads · head_dim), normalized where there are norms and
-    turned; keys, likewise, and values go to their cells of the cache."""
+    """Queries (tokens, heads, head_dim) of qkv (tokens, all heads · head_dim), RMS-normalized where there are norms,
+    RoPE applied; keys, likewise, and values go to their cells of the cache."""
     _, block_size, num_kv_heads, head_dim = heads.keys.shape
     tokens, num_heads = len(qkv), heads.num_heads
     q = qkv.new_empty(tokens, num_heads, head_dim)

@@ -3,26 +3,34 @@
     decoding rows   inputs ─► CUDA graph: embedding, layers, LM head, draw ─┐
     prompts         inputs ─► CUDA graph without the draw ─► draw ──────────┴─► pinned memory, read a step later
 
-The token a row drew stays on the GPU, by slot, where its next step finds it. A graph replays fixed shapes on fixed
-buffers, so rows, or tokens of prompts, are rounded up to a bucket; padding writes to the scratch block. Prompts of more
-tokens than any bucket keep the GPU busy while their kernels are launched one by one. Weights change in
-place, so graphs stay true when they do. Where rows share prompts, another graph reads these once for several rows.
-Where all go through one adapter, yet another does so; rows of different adapters are computed without a graph.
+The token a row drew stays on the GPU, by slot, where its next step finds it. Rows, or tokens of prompts, are
+rounded up to the size of a graph (`graphs.py`); padding writes to the scratch block. Prompts of more tokens than any
+graph has keep the GPU busy while their kernels are launched one by one. Weights change in place, so graphs stay true
+when they do. Where rows share prompts, another graph reads these once for several rows. Where all go through one
+adapter, yet another does so; rows of different adapters are computed without a graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.engine.attention import KVCache, to_device
 from tandem.engine.cuda.attention import num_pieces
 from tandem.engine.cuda.draw import DrawnOnDevice, DrawRows, draw
 from tandem.engine.cuda.forward import ExactDecoder, FusedDecoder
+from tandem.engine.cuda.graphs import (
+    PREFILL_TOKENS_PER_ROW,
+    GraphKey,
+    StepGraph,
+    StepGraphs,
+    buckets,
+    find_prefill_bucket,
+    graph_keys,
+)
 from tandem.engine.cuda.inputs import (
     DecodeInputs,
     PrefillInputs,
@@ -37,6 +45,7 @@ from tandem.engine.cuda.inputs import (
 )
 from tandem.engine.cuda.kept import KeptRows, keep
 from tandem.engine.cuda.prefill import QUERY_TILE
+from tandem.engine.kv_cache import KVCache, to_device
 from tandem.engine.prompt_logprobs import record_prompt_logprobs
 from tandem.engine.protocol import KeptTokens
 from tandem.engine.sampler import NO_TOP, Drawn, sampling_rows
@@ -46,14 +55,10 @@ from tandem.models.decoder import Decoder
 from tandem.models.gpu import exact
 from tandem.models.gpu.tiles import tokens_per_tile
 from tandem.models.lora import AdapterBank
-from tandem.models.memory_estimate import MOST_GRAPH_TOKENS
 
 # Of a layer's keys and values. The kernel that reads shared prompts costs as much as reading a quarter of that.
 WORTH_SHARING_BYTES = 2**25
 FEWEST_SHARING_ROWS = 16  # of a graph: fewer read too little
-# Fewer tokens take as long as the first; those of prompts that take long are rounded up by less.
-PREFILL_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, MOST_GRAPH_TOKENS)
-TOKENS_PER_ROW = 8  # of these, at least
 NOTHING_SHARED = SharedPrompts(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
@@ -63,19 +68,6 @@ class Launched:
 
     logits: Tensor  # (rows whose last token was computed, vocab); true until the next launch
     drawn: DrawnOnDevice | None  # a token for each of them, where the graph drew it
-
-
-class GraphKey(NamedTuple):
-    kind: Literal["decode", "shared", "prefill"]  # shared: decoding rows, some of which share prompts
-    size: int  # rows, or tokens of prompts
-    place: int = 0  # of the weights of the adapter that all rows go through (`AdapterBank.places`); 0: of none
-
-
-@dataclass(frozen=True)
-class StepGraph:
-    graph: torch.cuda.CUDAGraph
-    drawn: DrawnOnDevice | None  # None: of prompts
-    words: Tensor  # what the step is told
 
 
 class CudaRunner:
@@ -92,8 +84,8 @@ class CudaRunner:
         share_prompts: bool = True,
     ) -> None:
         """The last block of `cache` must be one that no sequence is ever given. `graph_tokens`: up to so many tokens of
-        prompts are computed by a graph. `share_prompts`: what a row computes may depend, in its rounding, on the rows
-        beside it."""
+        prompts are computed by a graph. `share_prompts`: what a row computes may depend, in its rounding, on the
+        other rows of the batch."""
         self.decoder, self.adapters, self.cache, self.state, self.device = decoder, adapters, cache, state, device
         self.fused = (ExactDecoder if decoder.exact else FusedDecoder)(decoder, cache, state.tokens.shape[1])
         spec = decoder.spec
@@ -107,7 +99,7 @@ class CudaRunner:
         self.block_bytes = 2 * cache.keys[0, 0].numel() * cache.keys.element_size()  # in a layer
         num_logits = len(self.sources) if use_graphs else 0
         self.logits = cache.keys.new_empty(num_logits, decoder.spec.vocab_size)  # of a graph's rows
-        self.graphs: dict[GraphKey, StepGraph] = {}
+        self.graphs = StepGraphs(device)
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -116,8 +108,9 @@ class CudaRunner:
         self.state.block_table[slot] = self.spare_block
         self.launch(slot, np.full(1, 2), slot)
         self._launch_decode(slot, adapter=None)
-        for key in self._graph_keys() if self.use_graphs else ():
-            self._graph(key)
+        if self.use_graphs:
+            for key in graph_keys(self.graph_tokens, self.state.num_slots, self._may_share):
+                self._graph(key)
         self.state.block_table[slot] = 0
         torch.cuda.synchronize(self.device)
 
@@ -186,7 +179,7 @@ class CudaRunner:
         arrays = [at.astype(np.int32), asking.astype(np.int32), state.temperature[of_rows], state.min_p[of_rows]]
         asked = KeptRows(*upload(arrays, self.device))
         drawn_from = logits if adjusted is None else adjusted
-        read_asking = keep(logits, drawn_from, asked, drawn, self._to_host, exactly=self.decoder.exact)
+        read_asking = keep(logits, drawn_from, asked, drawn, self._to_host, batch_invariant=self.decoder.exact)
 
         def read() -> list[KeptTokens | None]:
             found: list[KeptTokens | None] = [None] * len(rows)
@@ -197,7 +190,7 @@ class CudaRunner:
         return read
 
     def sample(self, rows: Rows, logits: Tensor, adjusted: Tensor | None) -> Drawn:
-        """By the kernels that draw plain rows, so that what a row draws does not depend on the rows beside it."""
+        """By the kernels that draw plain rows, so that a row draws the same whatever the other rows are."""
         if adjusted is None:
             return self.draw(rows, Launched(logits, None), None)()
         drawn = self._draw(rows, adjusted, None)
@@ -247,28 +240,17 @@ class CudaRunner:
     def _place(self, adapter: int | None) -> int:
         return self.adapters.places[adapter] if adapter else 0
 
-    def _graph_keys(self) -> Iterator[GraphKey]:
-        """Of all graphs without an adapter, the largest first: the others find room in its memory."""
-        for size in reversed(prefill_buckets(self.graph_tokens)):
-            yield GraphKey("prefill", size)
-        for size in reversed(buckets(self.state.num_slots)):
-            if self._may_share(size):
-                yield GraphKey("shared", size)
-            yield GraphKey("decode", size)
-
     def _prefill_size(self, num_rows: int, num_tokens: int, adapter: int | None) -> int | None:
         """Of the graph that computes so much of prompts; None: no graph does."""
         if not self.use_graphs or adapter is None:
             return None
-        sizes = prefill_buckets(self.graph_tokens)
-        return next((size for size in sizes if size >= max(num_tokens, num_rows * TOKENS_PER_ROW)), None)
+        return find_prefill_bucket(self.graph_tokens, num_rows, num_tokens)
 
     def _graph(self, key: GraphKey) -> StepGraph:
         """Those of an adapter are captured when they are first wanted, in a forward pass that is routed to it."""
         if key not in self.graphs:
-            places = {0, *self.adapters.places.values()}
-            self.graphs = {known: graph for known, graph in self.graphs.items() if known.place in places}
-            self.graphs[key] = self._capture(key)
+            self.graphs.keep({0, *self.adapters.places.values()})
+            self._capture(key)
         return self.graphs[key]
 
     def _may_share(self, num_rows: int) -> bool:
@@ -318,9 +300,9 @@ class CudaRunner:
         return prefill_arrays(self.state, rows, chunk, wanted, self.query_tile, self.spare_block, sizes)
 
     def _prefill_rows(self, size: int) -> int:
-        return min(size // TOKENS_PER_ROW, self.state.num_slots)
+        return min(size // PREFILL_TOKENS_PER_ROW, self.state.num_slots)
 
-    def _capture(self, key: GraphKey) -> StepGraph:
+    def _capture(self, key: GraphKey) -> None:
         """Of padding alone, so that nothing that rows have is touched."""
         nothing = np.zeros(0, np.int64)
         if key.kind == "prefill":
@@ -340,35 +322,8 @@ class CudaRunner:
                 return None
             return self._decode(decode_inputs(parts, self.arrived), logits)[1]
 
-        return StepGraph(*self._record(compute), words)
-
-    def _record(self, compute: Callable[[], DrawnOnDevice | None]) -> tuple[torch.cuda.CUDAGraph, DrawnOnDevice | None]:
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            compute()  # products choose their plans before the graph is captured
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        memory = next((known.graph.pool() for known in self.graphs.values()), None)  # they take turns in it
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            drawn = compute()
-        return graph, drawn
+        self.graphs.capture(key, words, compute)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
         return host.copy_(tensor, non_blocking=True)
-
-
-def buckets(num_slots: int) -> list[int]:
-    """Numbers of rows that graphs are captured for: doublings, and from 64 on their halves between."""
-    sizes = [1]
-    while sizes[-1] < num_slots:
-        size = sizes[-1]
-        power = 1 << (size.bit_length() - 1)
-        sizes.append(size + power // 2 if size >= 64 else size * 2)
-    return sizes
-
-
-def prefill_buckets(most: int) -> list[int]:
-    """Numbers of tokens of prompts that graphs are captured for, up to `most`."""
-    return [size for size in PREFILL_BUCKETS if size <= most]

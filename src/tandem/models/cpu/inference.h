@@ -16,8 +16,8 @@ void NAME(rms_norm)(const ELEMENT *x, int64_t x_stride, const ELEMENT *weight, E
     }
 }
 
-/* Every head of x (tokens, heads, head_dim): normalized if there is a weight, then turned by the token's angles.
-   cosine and sine (tokens, head_dim); the sign of the turn is in the sine. */
+/* Every head of x (tokens, heads, head_dim): RMS-normalized if there is a weight, then RoPE applied.
+   cosine and sine (tokens, head_dim); the sign of the rotation is in the sine. */
 void NAME(norm_rotate)(const ELEMENT *x, int64_t x_stride, const ELEMENT *weight, const ELEMENT *cosine,
                        const ELEMENT *sine, ELEMENT *out, int64_t tokens, int64_t heads, int64_t head_dim, float eps,
                        int threads) {

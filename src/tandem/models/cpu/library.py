@@ -109,13 +109,13 @@ def _share_openmp() -> str:
 
 
 def _openmp_runtimes() -> list[str]:
-    """The runtimes that may be PyTorch's, its own first: what it has loaded, then what lies beside it."""
+    """The runtimes that may be PyTorch's, its own first: what it has loaded, then what lies in the same folder."""
     package = Path(torch.__file__).parent
     loaded = [path for path in _loaded_libraries() if _is_openmp(path)]
     own = [path for path in loaded if path.startswith(str(package))]
     folders = (package / "lib", Path(sys.prefix) / "lib")
-    beside = [str(path) for folder in folders for path in sorted(folder.glob("lib*omp*")) if _is_openmp(str(path))]
-    return [*own, *loaded, *beside]
+    neighbours = [str(path) for folder in folders for path in sorted(folder.glob("lib*omp*")) if _is_openmp(str(path))]
+    return [*own, *loaded, *neighbours]
 
 
 def _is_openmp(path: str) -> bool:

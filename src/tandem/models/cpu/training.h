@@ -59,15 +59,15 @@ int norm_rotate_backward_f32(const float *x, int64_t x_stride, const float *weig
             for (int64_t head = 0; head < heads; head++) {
                 const float *g = grad + (token * heads + head) * head_dim;
                 float *to = dx + token * dx_stride + head * head_dim;
-                float turned[MAX_HEAD_DIM];
-                float *back = weight == NULL ? to : turned;
+                float rotated[MAX_HEAD_DIM];
+                float *back = weight == NULL ? to : rotated;
 #pragma omp simd
                 for (int64_t i = 0; i < half; i++) {
                     back[i] = g[i] * c[i] + g[half + i] * s[half + i];
                     back[half + i] = g[half + i] * c[half + i] + g[i] * s[i];
                 }
                 if (weight != NULL)
-                    norm_backward_row(x + token * x_stride + head * head_dim, weight, turned, to,
+                    norm_backward_row(x + token * x_stride + head * head_dim, weight, rotated, to,
                                       parts + part * head_dim, head_dim, eps);
             }
         }

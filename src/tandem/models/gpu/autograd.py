@@ -58,7 +58,7 @@ class AddNorm(Function):
 
 
 class Heads(Function):
-    """qkv (tokens, (heads + 2 kv_heads) · head_dim) -> query and key heads, normalized and turned, and value heads."""
+    """qkv (tokens, (heads + 2 kv_heads) · head_dim) -> query and key heads (normalized, RoPE applied), value heads."""
 
     @staticmethod
     def forward(

@@ -59,7 +59,7 @@ def heads_forward(
     qkv, q_weight, k_weight, cos, sin, q, k, num_q: tl.constexpr, num_k: tl.constexpr, half: tl.constexpr, stride, eps,
     HAS_NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The query and key heads of a token, normalized and turned. `sin` carries the sign of the turn."""
+    """The query and key heads of a token, RMS-normalized, RoPE applied. `sin` carries the sign of the rotation."""
     token = tl.program_id(0).to(tl.int64)
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < num_q + num_k) & (i < half)

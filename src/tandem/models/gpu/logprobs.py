@@ -28,13 +28,13 @@ def token_logprobs(
     labels: Tensor,
     temperature: float,
     entropy_gradient: bool,
-    exactly: bool = False,
+    batch_invariant: bool = False,
     keep_logits: bool = True,
     kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`exactly`: log-probs as exact mode has them (`models/exact.py`). `kept`: of truncated distributions."""
+    """`batch_invariant`: log-probs as exact mode has them (`models/exact.py`). `kept`: of truncated distributions."""
     keep = keep_logits and torch.is_grad_enabled()
-    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, exactly, keep, kept)
+    return LogProbs.apply(hidden, weight, labels, temperature, entropy_gradient, batch_invariant, keep, kept)
 
 
 class LogProbs(Function):
@@ -48,24 +48,24 @@ class LogProbs(Function):
         labels: Tensor,
         temperature: float,
         entropy_gradient: bool,
-        exactly: bool,
+        batch_invariant: bool,
         keep: bool,
         sets: KeptSets | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         copy = rounded(weight, hidden)
-        temperatures = torch.full_like(logprobs, temperature) if exactly else logprobs
+        temperatures = torch.full_like(logprobs, temperature) if batch_invariant else logprobs
         rows, num_kept = plan_chunks(len(hidden), len(weight) * hidden.element_size(), memory_of(hidden.device))
         kept: list[Tensor | None] = []
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
-            logits = exact.linear(hidden[part], copy, None) if exactly else F.linear(hidden[part], copy)
+            logits = exact.linear(hidden[part], copy, None) if batch_invariant else F.linear(hidden[part], copy)
             logits = logits if sets is None else sets.cut(logits, first)
             kernels.logprobs_forward[len(logits),](
                 *(logits, labels[part], logprobs[part], entropy[part], lse[part], len(weight), 1 / temperature),
                 **_options(len(weight)),
             )
-            if exactly:
+            if batch_invariant:
                 exact.token_logprobs(logits, labels[part], temperatures[part], out=logprobs[part])
             kept.append(logits if keep and len(kept) < num_kept else None)
         ctx.save_for_backward(hidden, weight, labels, entropy, lse)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig
-from tandem.models.trainable import compute_exactly, load_frozen
+from tandem.models.trainable import load_frozen, make_batch_invariant
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.sharding import home_of, prepare
@@ -15,11 +15,13 @@ from tandem.types.rollout import PackedBatch
 class FrozenModel:
     """Computes as the trained one does, and is spread over the ranks like it."""
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig, ranks: Ranks, *, exactly: bool = False) -> None:
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig, ranks: Ranks, *, batch_invariant: bool = False
+    ) -> None:
         self.device = ranks.device
         decoder = load_frozen(model, home_of(parallel, ranks.device))
-        if exactly:
-            compute_exactly(decoder, ranks.device)
+        if batch_invariant:
+            make_batch_invariant(decoder, ranks.device)
         self.model = LanguageModel(decoder)
         parallel = parallel.model_copy(update={"gradient_checkpointing": 0})
         prepare(self.model, decoder.layers, parallel, ranks, getattr(torch, model.dtype))

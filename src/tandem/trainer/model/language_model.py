@@ -70,8 +70,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, inputs: Inputs, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, ...]:
         """Of each target, (loss tokens,): its log-prob, the entropy it was drawn with, its value where there is one."""
-        exactly = bool(self.decoder.exact)
-        attention = inputs.attention.exact if exactly else inputs.attention
+        batch_invariant = bool(self.decoder.exact)
+        attention = inputs.attention.exact if batch_invariant else inputs.attention
         hidden = self.decoder(inputs.token_ids, inputs.positions, attention).index_select(0, inputs.sources)
         logprobs, entropy = token_logprobs(
             hidden,
@@ -79,7 +79,7 @@ class LanguageModel(nn.Module):
             inputs.labels,
             temperature,
             entropy_gradient=entropy_gradient,
-            exactly=exactly,
+            batch_invariant=batch_invariant,
             keep_logits=self.keep_logits,
             kept=inputs.kept,
         )

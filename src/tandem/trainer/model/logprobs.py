@@ -21,26 +21,28 @@ def token_logprobs(
     temperature: float,
     *,
     entropy_gradient: bool = False,
-    exactly: bool = False,
+    batch_invariant: bool = False,
     keep_logits: bool = True,
     kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden (tokens, hidden), labels (tokens,) -> log-prob of each label and entropy, both (tokens,), float32.
 
-    The entropy carries a gradient only where asked: it takes as much memory again. `exactly`: in exact mode.
+    The entropy carries a gradient only where asked: it takes as much memory again. `batch_invariant`: in exact mode.
     `keep_logits`: on a GPU, for the backward pass, as far as there is room. `kept`: what can be drawn.
     """
     if has_kernels(hidden):
         from tandem.models.gpu import logprobs as gpu
 
         return gpu.token_logprobs(
-            hidden, output_weight, labels, temperature, entropy_gradient, exactly, keep_logits, kept
+            hidden, output_weight, labels, temperature, entropy_gradient, batch_invariant, keep_logits, kept
         )
     rows = max(1, MAX_LOGITS // output_weight.shape[0])
     copy = rounded(output_weight, hidden).detach()
     if len(labels) <= rows:
-        return _chunk_logprobs(hidden, output_weight, copy, labels, 0, kept, temperature, entropy_gradient, exactly)
-    options = kept, temperature, entropy_gradient, exactly
+        return _chunk_logprobs(
+            hidden, output_weight, copy, labels, 0, kept, temperature, entropy_gradient, batch_invariant
+        )
+    options = kept, temperature, entropy_gradient, batch_invariant
     parts = [
         checkpoint(_chunk_logprobs, h, output_weight, copy, y, number * rows, *options, use_reentrant=False)
         for number, (h, y) in enumerate(zip(hidden.split(rows), labels.split(rows), strict=True))
@@ -58,11 +60,11 @@ def _chunk_logprobs(
     kept: KeptSets | None,
     temperature: float,
     entropy_gradient: bool,
-    exactly: bool,
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """`first`: the number of the first prediction in `kept`."""
     weight = output_weight if output_weight.dtype == hidden.dtype else RoundedBefore.apply(output_weight, copy)
-    rounded_logits = ops.linear(hidden, weight, None, None, exactly=exactly)  # (tokens, vocab)
+    rounded_logits = ops.linear(hidden, weight, None, None, batch_invariant=batch_invariant)  # (tokens, vocab)
     if kept is not None:
         rounded_logits = kept.cut(rounded_logits, first)
     logits = rounded_logits.float()
@@ -70,7 +72,7 @@ def _chunk_logprobs(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
     logprobs = -F.nll_loss(distribution, labels, reduction="none")
-    if exactly:
+    if batch_invariant:
         temperatures = torch.full((len(labels),), temperature, device=logits.device)
         own = exact.token_logprobs(rounded_logits.detach(), labels, temperatures)
         logprobs = exact.InPlaceOf.apply(logprobs, own).clone()  # FSDP wants outputs that are not views

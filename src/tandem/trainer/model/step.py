@@ -114,7 +114,7 @@ class Stepper(Generic[P]):
     def evaluate(
         self, micro_batches: Sequence[PackedBatch], loss: MicroBatchLoss[P], denominator: float
     ) -> StepMetrics:
-        """The loss over `denominator` and the metrics beside it, without an update."""
+        """The loss over `denominator` and its metrics, without an update."""
         totals = Totals()
         for micro_batch in micro_batches:
             predictions = self.infer(micro_batch)

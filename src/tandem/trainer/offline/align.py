@@ -10,7 +10,7 @@ from tandem.config.align import AlignConfig
 from tandem.config.shared import lr_factor
 from tandem.data.dataset import Dataset
 from tandem.models.reward_model import scorer_config
-from tandem.trainer.build import Trained, agree_on_start, joined_ranks, load_trained
+from tandem.trainer.build import TrainState, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses.unpaired import RewardShift
@@ -83,7 +83,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
             progress.show(step, summary(stats, speed["tokens_per_s"]) + forwarder.remarks, stats)
 
         trained.publish(weights.publish, version=config.max_steps)
-        if isinstance(trained, Trained):
+        if isinstance(trained, TrainState):
             trained.save_adapter(run_dir.adapter, version=config.max_steps)
         checkpoints.finish(config.max_steps, asdict(aligner.shift))
     run_log.event("data", **data.summary)
@@ -92,7 +92,7 @@ def _train(config: AlignConfig, data: Dataset[AlignRow], forwarder: MetricsForwa
 
 
 class Batches:
-    """The rows of each step, and the mismatched ones beside them, with their reference where that is precomputed."""
+    """The rows of each step, and the mismatched pairs, with their reference where that is precomputed."""
 
     def __init__(
         self, config: AlignConfig, data: Dataset[AlignRow], stepper: Stepper[Any], size: MicroBatchSize
@@ -128,7 +128,7 @@ class Batches:
         yield from self.held_out()
 
 
-def load(config: AlignConfig, ranks: Ranks) -> Trained | TrainedScorer:
+def load(config: AlignConfig, ranks: Ranks) -> TrainState | TrainedScorer:
     if config.loss.type == "reward":
         return load_trained_scorer(config.model, config.optimizer, config.parallel, ranks, config.seed)
     return load_trained(config.model, config.optimizer, config.parallel, ranks, lora=config.lora, seed=config.seed)

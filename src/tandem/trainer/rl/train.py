@@ -15,7 +15,7 @@ from tandem.data.batch_files import ORCHESTRATOR, RolloutReader
 from tandem.models.precision import WorkingWeights
 from tandem.models.runtime import choose_device
 from tandem.models.trainable import reload_frozen
-from tandem.trainer.build import Publish, Trained, agree_on_start, joined_ranks, load_trained
+from tandem.trainer.build import Publish, TrainState, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
 from tandem.trainer.losses import needs_entropy_gradient
@@ -54,12 +54,14 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
         memory = shared_memory(getattr(torch, config.model.dtype), choose_device(config.device))
     run_dir = RunDir(config.output_dir)
     start = agree_on_start(config, ranks, "trainer")
-    exactly = config.deterministic and not config.parallel.compile
-    trained = load_policy(config, ranks, exactly=exactly)
+    batch_invariant = config.deterministic and not config.parallel.compile
+    trained = load_policy(config, ranks, batch_invariant=batch_invariant)
     live = memory if isinstance(memory, LiveWeights) else None
     working = None if live is None else compute_with(trained, live)
     frozen_models = {
-        stream: FrozenModel(config.model.model_copy(update={"name": path}), config.parallel, ranks, exactly=exactly)
+        stream: FrozenModel(
+            config.model.model_copy(update={"name": path}), config.parallel, ranks, batch_invariant=batch_invariant
+        )
         for stream, path in frozen_model_paths(config.loss, config.model.name).items()
     }
     learner = Learner(config, trained.stepper, frozen_models, None if engine is None else engine.room)
@@ -126,7 +128,7 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: EngineBeside | None) -> 
     run_log.event("finished", step=config.max_steps)
 
 
-def load_policy(config: TrainerConfig, ranks: Ranks, *, exactly: bool) -> Trained:
+def load_policy(config: TrainerConfig, ranks: Ranks, *, batch_invariant: bool) -> TrainState:
     """The model that is trained, with what its objective wants of it."""
     return load_trained(
         config.model,
@@ -137,11 +139,11 @@ def load_policy(config: TrainerConfig, ranks: Ranks, *, exactly: bool) -> Traine
         seed=config.seed,
         entropy_gradient=needs_entropy_gradient(config.loss),
         critic=config.loss.ppo if config.loss.type == "ppo" else None,
-        exactly=exactly,
+        batch_invariant=batch_invariant,
     )
 
 
-def new_publisher(config: TrainerConfig, trained: Trained, memory: Memory | None) -> WeightsPublisher | MemoryFirst:
+def new_publisher(config: TrainerConfig, trained: TrainState, memory: Memory | None) -> WeightsPublisher | MemoryFirst:
     """Of every version: files, and before them the memory that engines read, where there is one."""
     files = WeightsPublisher(
         RunDir(config.output_dir).weights,
@@ -155,14 +157,14 @@ def new_publisher(config: TrainerConfig, trained: Trained, memory: Memory | None
     return files if memory is None else MemoryFirst(memory, files)
 
 
-def publish_merged(config: TrainerConfig, trained: Trained) -> None:
+def publish_merged(config: TrainerConfig, trained: TrainState) -> None:
     """The model with the adapter in it, once, at the end."""
     folder, model = RunDir(config.output_dir).merged, config.model
     merged = WeightsPublisher(folder, model.name, model.dtype, keep=1, chat_template=model.read_chat_template())
     trained.publish(merged.publish, version=config.max_steps)
 
 
-def compute_with(trained: Trained, live: LiveWeights) -> WorkingWeights:
+def compute_with(trained: TrainState, live: LiveWeights) -> WorkingWeights:
     """Have the trainer compute with the weights that an engine serves, and write to them when that holds still. With
     LoRA nothing is written to them."""
     working = WorkingWeights(trained.decoder, live.tensors)
@@ -177,7 +179,7 @@ def compute_with(trained: Trained, live: LiveWeights) -> WorkingWeights:
     return working
 
 
-def hold_on_every_rank(memory: OwnMemory, trained: Trained, ranks: Ranks) -> Publish:
+def hold_on_every_rank(memory: OwnMemory, trained: TrainState, ranks: Ranks) -> Publish:
     """Each rank has an engine, which takes what its own rank holds: nobody hears of a version before all of them do."""
     if ranks.size > 1:
         memory.when_held = lambda: ranks.all_max(torch.zeros(1, device=ranks.device))

@@ -16,7 +16,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import CheckpointConfig, ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
 from tandem.models.runtime import whole
-from tandem.trainer.build import Trained, load_trained
+from tandem.trainer.build import TrainState, load_trained
 from tandem.trainer.checkpoints import snapshot
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.model.optimizer import make_optimizer
@@ -26,7 +26,7 @@ from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 
-def load(model: Path, strategy: str, ranks: Ranks) -> Trained:
+def load(model: Path, strategy: str, ranks: Ranks) -> TrainState:
     """`strategy` may end in +offload: the optimizer's state apart, as on a GPU."""
     parallel = ParallelConfig.model_validate({"strategy": strategy.partition("+")[0]})
     config = OptimizerConfig(lr=1e-2)
@@ -36,13 +36,13 @@ def load(model: Path, strategy: str, ranks: Ranks) -> Trained:
     return replace(trained, optimizer=make_optimizer(trained.model, config, offload=True))
 
 
-def make_checkpointer(trained: Trained, root: Path, ranks: Ranks) -> Checkpointer:
+def make_checkpointer(trained: TrainState, root: Path, ranks: Ranks) -> Checkpointer:
     run_dir = RunDir(root)
     run_log = RunLog(run_dir, "trainer", enabled=False)
     return Checkpointer(run_dir, CheckpointConfig(), ranks, trained.model, trained.optimizer, run_log, max_steps=9)
 
 
-def update(trained: Trained, step: int) -> None:
+def update(trained: TrainState, step: int) -> None:
     """A step whose gradients depend on the step and the parameter only, not on ranks."""
     for parameter in trained.model.parameters():
         parameter.grad = torch.sin(parameter.detach() * 100 * step)
@@ -50,7 +50,7 @@ def update(trained: Trained, step: int) -> None:
     trained.optimizer.zero_grad()
 
 
-def everything(trained: Trained) -> dict[str, Tensor]:
+def everything(trained: TrainState) -> dict[str, Tensor]:
     """Weights and optimizer state, whole. Every rank has to ask."""
     found: dict[str, Tensor] = {}
     for name, parameter in trained.model.named_parameters():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tests.unit.trainer.checkpoints.checkpoint_ranks import everything, load, make_checkpointer, update
 
-from tandem.trainer.build import Trained
+from tandem.trainer.build import TrainState
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.utils.files import read_json, read_json_lines
 from tandem.utils.manifest import verify_manifest
@@ -57,7 +57,7 @@ def test_from_one_rank_to_several_and_back(tiny_model: Path, tmp_path: Path, cou
         check(tiny_model, tmp_path / strategy, first, expected_draw, count)
 
 
-def check(tiny_model: Path, several: Path, first: Trained, expected_draw: torch.Tensor, count: int) -> None:
+def check(tiny_model: Path, several: Path, first: TrainState, expected_draw: torch.Tensor, count: int) -> None:
     """What the ranks loaded is `first`, and what they saved can be loaded by one."""
     assert_same(load_file(several / "loaded.safetensors"), everything(first))
     draws = [load_file(several / f"rank_{rank}.safetensors") for rank in range(count)]

@@ -85,12 +85,12 @@ def test_the_gradient_of_the_entropy_is_that_of_the_plain_softmax(case, monkeypa
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_exact_mode_has_the_same_gradient(case, temperature: float) -> None:
-    def run(exactly: bool) -> tuple[torch.Tensor, ...]:
+    def run(batch_invariant: bool) -> tuple[torch.Tensor, ...]:
         hidden, weight, labels = case
         hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, entropy = token_logprobs(hidden, weight, labels, temperature, exactly=exactly)
+        logprobs, entropy = token_logprobs(hidden, weight, labels, temperature, batch_invariant=batch_invariant)
         assert not logprobs._is_view(), "FSDP loses its hook where a view is written to"
         return logprobs, entropy, *torch.autograd.grad((logprobs * torch.arange(1.0, 12.0)).sum(), (hidden, weight))
 
-    for ours, expected in zip(run(exactly=True), run(exactly=False), strict=True):
+    for ours, expected in zip(run(batch_invariant=True), run(batch_invariant=False), strict=True):
         torch.testing.assert_close(ours, expected)

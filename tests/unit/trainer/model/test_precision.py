@@ -22,7 +22,7 @@ from tandem.models import ops
 from tandem.models.cpu import kernels
 from tandem.models.hf import copy_weights, load_decoder, named_tensors
 from tandem.models.precision import WorkingWeights
-from tandem.trainer.build import Trained, load_trained
+from tandem.trainer.build import TrainState, load_trained
 from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.language_model import Inputs
@@ -47,7 +47,7 @@ def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kernels, "find", lambda x: None)
 
 
-def load(model: ModelConfig, *, lora: bool = False, checkpointing: Checkpointing = 0, **options: Any) -> Trained:
+def load(model: ModelConfig, *, lora: bool = False, checkpointing: Checkpointing = 0, **options: Any) -> TrainState:
     parallel = ParallelConfig(gradient_checkpointing=checkpointing)
     adapter = LoRAConfig(rank=4) if lora else None
     return load_trained(model, OptimizerConfig(lr=1e-2), parallel, RANKS, lora=adapter, **options)
@@ -67,7 +67,7 @@ def make_samples(longest: int) -> list[TrainingSequence]:
     return samples
 
 
-def take_a_step(trained: Trained, samples: list[TrainingSequence]) -> None:
+def take_a_step(trained: TrainState, samples: list[TrainingSequence]) -> None:
     """Away from weights that bfloat16 can hold exactly, and from an adapter of zeros."""
     batch = pack(samples)
     trained.stepper.step([batch], lambda _, said: LossOutput(-said.logprobs.sum(), {}), batch.num_loss_tokens)

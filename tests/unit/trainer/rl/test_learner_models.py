@@ -26,7 +26,7 @@ from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import divide, pack
 from tandem.models.attention import PackedAttention
 from tandem.models.hf import load_decoder
-from tandem.trainer.build import Trained, load_trained
+from tandem.trainer.build import TrainState, load_trained
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.totals import StepMetrics
 from tandem.trainer.offline.sft import sft_loss
@@ -78,7 +78,7 @@ def settings(models: dict[str, Path], loss: dict[str, Any], **options: Any) -> T
     return TrainerConfig.model_validate(tree | {"parallel": {"strategy": "ddp"}} | options)
 
 
-def load(config: TrainerConfig, ranks: Ranks = ALONE) -> tuple[Trained, Learner]:
+def load(config: TrainerConfig, ranks: Ranks = ALONE) -> tuple[TrainState, Learner]:
     """As the trainer does, but with plain SGD and no bound on the gradient."""
     optimizer = OptimizerConfig(max_grad_norm=1e9)
     critic = config.loss.ppo if config.loss.type == "ppo" else None
@@ -338,7 +338,7 @@ def test_there_is_dropout_in_learning_only(models, samples) -> None:
     lora = LoRAConfig(rank=4, dropout=0.5)
     loss = {"type": "grpo", "old_logprobs": "recomputed"}
 
-    def begin(dropout: float) -> tuple[Trained, Learner]:
+    def begin(dropout: float) -> tuple[TrainState, Learner]:
         options = {"lora": lora.model_copy(update={"dropout": dropout}), "epochs_per_batch": 2}
         trained, learner = load(settings(models, loss, **options))
         generator = torch.Generator().manual_seed(4)

@@ -60,7 +60,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("critic_lr", [None, 0.25])
 def test_a_critic_has_the_learning_rate_that_was_asked_for(tiny_model: Path, tmp_path: Path, critic_lr) -> None:
     loss = {"type": "ppo", "ppo": {"critic_lr": critic_lr}}
-    trained = load_policy(config(tiny_model, tmp_path, loss=loss), Ranks.single(CPU), exactly=False)
+    trained = load_policy(config(tiny_model, tmp_path, loss=loss), Ranks.single(CPU), batch_invariant=False)
     head = trained.model.value_head
     assert head is not None and (head.weight == 0).all()
     head.weight.grad = torch.ones_like(head.weight)
@@ -71,7 +71,7 @@ def test_a_critic_has_the_learning_rate_that_was_asked_for(tiny_model: Path, tmp
 
 def test_only_ppo_has_a_critic(tiny_model: Path, tmp_path: Path) -> None:
     loss = {"type": "grpo", "ppo": {"critic_lr": 0.25}}
-    trained = load_policy(config(tiny_model, tmp_path, loss=loss), Ranks.single(CPU), exactly=False)
+    trained = load_policy(config(tiny_model, tmp_path, loss=loss), Ranks.single(CPU), batch_invariant=False)
     assert trained.model.value_head is None
 
 
