@@ -31,8 +31,8 @@ def main() -> None:
 def launch(config: EvaluateConfig) -> None:
     from tandem.launch.guard import guarded
     from tandem.launch.slurm.submission import is_to_be_submitted, submit_evaluation
-    from tandem.orchestrator.compare import read_results, read_samples, show_comparison, show_results
-    from tandem.orchestrator.evaluate import RESULTS
+    from tandem.orchestrator.evaluation.compare import read_results, read_samples, show_comparison, show_results
+    from tandem.orchestrator.evaluation.evaluate import RESULTS
     from tandem.utils.log import setup_logging
 
     setup_logging(config.log_level)
@@ -77,9 +77,9 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
     `earlier` results are refused."""
     from tandem.envs.process import open_environment
     from tandem.envs.trial import try_environment
-    from tandem.launch.evaluation import targets
-    from tandem.orchestrator.compare import refuse_other_tasks
-    from tandem.orchestrator.evaluate import (
+    from tandem.launch.local.server import serving
+    from tandem.orchestrator.evaluation.compare import refuse_other_tasks
+    from tandem.orchestrator.evaluation.evaluate import (
         RESULTS,
         SAMPLES,
         append_samples,
@@ -89,6 +89,7 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
         keep_earlier,
         results_of,
     )
+    from tandem.orchestrator.evaluation.models import targets
     from tandem.utils.files import write_json
     from tandem.utils.run_lock import refuse_unwritable
     from tandem.utils.secrets import hidden
@@ -103,7 +104,7 @@ async def evaluate_all(config: EvaluateConfig, earlier: dict[str, Any] | None = 
             refuse_other_tasks(config.compare, earlier, {str(task.index): fingerprint(task) for task in tasks})
         with refuse_unwritable(config.output_dir):
             config.output_dir.mkdir(parents=True, exist_ok=True)
-        async for target, endpoint in targets(config):
+        async for target, endpoint in targets(config, serving):
             outcomes = await evaluate(config, environment, endpoint, tasks, target)
             result = results_of(target, outcomes, config.solved_reward)
             if not results and (kept := keep_earlier(config.output_dir)):

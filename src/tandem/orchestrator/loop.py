@@ -31,7 +31,7 @@ from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.conversations import open_episodes
 from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.dispatcher import Dispatcher
-from tandem.orchestrator.evals import Evaluator, MixedEvaluator
+from tandem.orchestrator.evaluation.evaluator import Evaluator, MixedEvaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
 from tandem.orchestrator.filters import GroupFilter
 from tandem.orchestrator.protocols import ServedVersion

@@ -16,7 +16,7 @@ from tandem.envs.protocol import Environment
 from tandem.envs.trial import try_environment
 from tandem.launch.ray.cluster import WorkerDied
 from tandem.orchestrator.conversations import open_episodes
-from tandem.orchestrator.evals import Evaluator
+from tandem.orchestrator.evaluation.evaluator import Evaluator
 from tandem.orchestrator.failures import FailureLedger, TaskFailed, TooManyFailures
 from tandem.orchestrator.filters import GroupFilter
 from tandem.orchestrator.rollouts import RolloutMaker

@@ -28,7 +28,7 @@ from tandem.config.short_names import EVALUATE, MODEL, RL, TRAINER, keys_of
 from tandem.config.sources import Tree, read_config_file
 from tandem.entrypoints.export import find_output
 from tandem.entrypoints.rl import launch
-from tandem.orchestrator.evaluate import RESULTS
+from tandem.orchestrator.evaluation.evaluate import RESULTS
 from tandem.python.callables import import_path, replace_callables
 from tandem.utils.errors import UserError, shown
 from tandem.utils.files import read_json

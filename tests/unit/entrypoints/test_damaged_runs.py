@@ -26,9 +26,9 @@ from tandem.config.trainer import TrainerConfig
 from tandem.data.batch_files import ORCHESTRATOR
 from tandem.entrypoints import align, export, orchestrator, rl, sft, trainer
 from tandem.launch import preflight
-from tandem.launch.evaluation import models_of
 from tandem.launch.plan import make_plan, run_config
 from tandem.launch.supervisor import Supervisor
+from tandem.orchestrator.evaluation.models import models_of
 from tandem.trainer.build import agree_on_start
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.utils import run_lock

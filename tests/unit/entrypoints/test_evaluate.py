@@ -12,8 +12,8 @@ from tandem.config.environment import EnvConfig
 from tandem.config.evaluate import EvaluateConfig
 from tandem.entrypoints.evaluate import evaluate_all, refuse_missing_model
 from tandem.launch.local.server import serving
-from tandem.orchestrator.endpoint import Answer
-from tandem.orchestrator.evaluate import Outcome, append_samples
+from tandem.orchestrator.evaluation.endpoint import Answer
+from tandem.orchestrator.evaluation.evaluate import Outcome, append_samples
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_json_lines
 
@@ -70,11 +70,11 @@ def test_earlier_results_are_kept_under_a_number(tmp_path: Path, monkeypatch: py
     )
 
     def evaluate(text: str) -> None:
-        async def targets(_: EvaluateConfig) -> AsyncIterator[tuple[str, FakeEndpoint]]:
+        async def targets(*_: Any) -> AsyncIterator[tuple[str, FakeEndpoint]]:
             for version in ("old", "new"):
                 yield version, FakeEndpoint(text)
 
-        monkeypatch.setattr("tandem.launch.evaluation.targets", targets)
+        monkeypatch.setattr("tandem.orchestrator.evaluation.models.targets", targets)
         asyncio.run(evaluate_all(config))
 
     evaluate("first")
@@ -112,11 +112,11 @@ def test_those_who_wait_are_told_how_far_it_is(
                 await asyncio.sleep(0.001)
             return await super().ask(messages, n=n, seed=seed)
 
-    async def targets(_: EvaluateConfig) -> AsyncIterator[tuple[str, FakeEndpoint]]:
+    async def targets(*_: Any) -> AsyncIterator[tuple[str, FakeEndpoint]]:
         yield "new", SlowEndpoint("text")
 
-    monkeypatch.setattr("tandem.launch.evaluation.targets", targets)
-    monkeypatch.setattr("tandem.orchestrator.evaluate.EVERY_S", 0.01)
+    monkeypatch.setattr("tandem.orchestrator.evaluation.models.targets", targets)
+    monkeypatch.setattr("tandem.orchestrator.evaluation.evaluate.EVERY_S", 0.01)
     env = EnvConfig(id="reverse-text")
     asyncio.run(
         evaluate_all(

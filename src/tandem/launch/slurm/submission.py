@@ -15,12 +15,12 @@ from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree
 from tandem.data.dataset import check_sources
 from tandem.envs.registry import check_names
-from tandem.launch.evaluation import models_of
 from tandem.launch.plan import API_KEY_VAR, SGLANG_KEY_VAR, make_plan, run_config
 from tandem.launch.restarts import delay_before_s
 from tandem.launch.slurm.commands import job_below, require_slurm, submit
 from tandem.launch.slurm.job import Job, check_venv, in_script, make_log_folders, render
 from tandem.models.files import check_model, check_model_dir
+from tandem.orchestrator.evaluation.models import models_of
 from tandem.trainer.checkpoints.history import require_checkpoint
 from tandem.utils.errors import UserError
 from tandem.utils.files import locked, write_atomic, write_config

@@ -9,7 +9,7 @@ from tests.unit.orchestrator.planned_server import DROP, Plan, PlannedServer
 
 from tandem.config.evaluate import EndpointConfig
 from tandem.envs.model import ChatRefused
-from tandem.orchestrator.endpoint import Answer, ChatEndpoint, EndpointPlayer
+from tandem.orchestrator.evaluation.endpoint import Answer, ChatEndpoint, EndpointPlayer
 from tandem.utils.errors import UserError
 from tandem.utils.http import RequestFailed
 

@@ -1,4 +1,4 @@
-"""Evaluation on held-out tasks."""
+"""Evaluation of a run on its held-out tasks. Called by the loop."""
 
 import asyncio
 import logging
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from tandem.config.sampling import EvalConfig
 from tandem.isolation.failures import Failure, failure_of, top_reasons
+from tandem.orchestrator.evaluation.scores import summarize
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.protocols import GroupMaker
 from tandem.orchestrator.samples import write_samples
-from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import ALL_TOKENS, Group, SamplingOptions, SamplingRequest, Task
 from tandem.utils.metrics import RunLog

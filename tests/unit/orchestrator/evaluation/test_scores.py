@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.orchestrator.scores import confidence, pass_at, passes, summarize
+from tandem.orchestrator.evaluation.scores import confidence, pass_at, passes, summarize
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), st.data())

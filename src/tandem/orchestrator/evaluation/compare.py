@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from tandem.config.evaluate import EvaluateConfig
-from tandem.orchestrator.scores import confidence
+from tandem.orchestrator.evaluation.scores import confidence
 from tandem.utils.console import Console
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import read_json, read_json_lines

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.config.evaluate import EvaluateConfig
-from tandem.orchestrator.compare import (
+from tandem.orchestrator.evaluation.compare import (
     compare,
     read_results,
     read_samples,
@@ -15,8 +15,8 @@ from tandem.orchestrator.compare import (
     show_comparison,
     show_results,
 )
-from tandem.orchestrator.evaluate import Outcome, append_samples, fingerprint, results_of
-from tandem.orchestrator.scores import confidence
+from tandem.orchestrator.evaluation.evaluate import Outcome, append_samples, fingerprint, results_of
+from tandem.orchestrator.evaluation.scores import confidence
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.files import write_json

@@ -9,9 +9,9 @@ import pytest
 
 from tandem.config.sampling import EvalConfig
 from tandem.isolation.failures import Failure
-from tandem.orchestrator.evals import Evaluator, MixedEvaluator, describe
+from tandem.orchestrator.evaluation.evaluator import Evaluator, MixedEvaluator, describe
+from tandem.orchestrator.evaluation.scores import summarize
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
-from tandem.orchestrator.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Group, SamplingOptions, SamplingRequest, Task
 from tandem.utils.files import read_json_lines

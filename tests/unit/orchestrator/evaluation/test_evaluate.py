@@ -11,8 +11,8 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.envs.process import HeldTask
 from tandem.envs.protocol import Player, Score
 from tandem.envs.results import Result
-from tandem.orchestrator.endpoint import Answer
-from tandem.orchestrator.evaluate import (
+from tandem.orchestrator.evaluation.endpoint import Answer
+from tandem.orchestrator.evaluation.evaluate import (
     Outcome,
     append_samples,
     choose_tasks,
@@ -21,7 +21,7 @@ from tandem.orchestrator.evaluate import (
     keep_earlier,
     results_of,
 )
-from tandem.orchestrator.scores import summarize
+from tandem.orchestrator.evaluation.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError

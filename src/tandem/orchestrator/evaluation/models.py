@@ -1,15 +1,14 @@
 """The models that `evaluate` asks: an endpoint that is there, or a server that is started for them."""
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.resume import starting_directory
-from tandem.launch.local.server import serving
-from tandem.orchestrator.endpoint import ChatEndpoint
+from tandem.orchestrator.evaluation.endpoint import ChatEndpoint
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json
 from tandem.utils.http import OK, HttpClient
@@ -22,7 +21,11 @@ from tandem.weights.versions import is_adapter
 logger = logging.getLogger(__name__)
 
 
-async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoint]]:
+Serve = Callable[[dict[str, Any], Path], AbstractAsyncContextManager[HttpClient]]
+"""Starts a server of this configuration, whose files go to the folder, for as long as the context is open."""
+
+
+async def targets(config: EvaluateConfig, serve: Serve) -> AsyncIterator[tuple[str, ChatEndpoint]]:
     """Each model with its name, ready to be asked."""
     if config.endpoint.base_url is not None:
         async with _asking(config, config.endpoint.base_url) as endpoint:
@@ -36,7 +39,7 @@ async def targets(config: EvaluateConfig) -> AsyncIterator[tuple[str, ChatEndpoi
         **config.model_dump(mode="json", include={"device", "threads", "seed", "deterministic", "log_level"}),
     }
     say(f"evaluate: starting a server for {base}", error=True)
-    async with serving(server, config.output_dir) as http, _asking(config, http.base_url) as endpoint:
+    async with serve(server, config.output_dir) as http, _asking(config, http.base_url) as endpoint:
         await endpoint.find_model()
         for version, path in versions:
             if path == base or await load_version(http, version, path):

@@ -14,8 +14,8 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.results import checked_score, total
 from tandem.isolation.failures import failure_of
-from tandem.orchestrator.endpoint import ChatEndpoint, EndpointPlayer
-from tandem.orchestrator.scores import summarize
+from tandem.orchestrator.evaluation.endpoint import ChatEndpoint, EndpointPlayer
+from tandem.orchestrator.evaluation.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, naming_file
@@ -68,7 +68,7 @@ async def evaluate(
         async with limit:
             try:
                 samples = await _samples(config, environment, endpoint, order, task)
-            except Exception as error:  # of the environment's code, or of the endpoint: it is told by task
+            except Exception as error:  # answers: the environment's or the endpoint's error is the task's result
                 return Outcome(task.index, [], error=str(failure_of(error)))
         return Outcome(task.index, [sample["reward"] for sample in samples], fingerprint(task), samples)
 
