@@ -30,7 +30,7 @@ SCOPE = (
         "trainer/checkpoints",
         "launch/sweep",
     ),
-    *("engine/scheduler.py", "engine/sampler.py"),
+    *("engine/scheduler.py", "engine/sampler.py", "utils/server_pool.py"),
 )
 OPERATORS = (
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),

@@ -38,7 +38,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
     from tandem.orchestrator.rehearsal import try_environments
-    from tandem.orchestrator.servers import ServerPool
+    from tandem.orchestrator.servers import ServerList
     from tandem.orchestrator.state import OrchestratorState
     from tandem.orchestrator.tasks import encode_prompts
     from tandem.trainer.checkpoints.history import start_step
@@ -62,7 +62,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
             forwarder = open_forwarder(run_dir, **config.metrics.model_dump(), config=known, start_step=step)
             claim = RunClaim.of(run_dir.root, run_dir.server_lease)
             claim.keep(run_dir.server_lease)
-            servers = ServerPool(config.client.base_urls, partial(InferenceClient, config.client, claim))
+            servers = ServerList(config.client.base_urls, partial(InferenceClient, config.client, claim))
             is_over = SUPERVISOR_PID not in os.environ  # else `rl` may start it again, and gives them back in the end
             try:
                 await Orchestrator(

@@ -15,7 +15,7 @@ from tandem.config.inference import LOOPBACK_HOSTS
 from tandem.config.rl import RLConfig
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient
-from tandem.orchestrator.servers import ServerPool
+from tandem.orchestrator.servers import ServerList
 from tandem.types.identity import LEASE_S
 from tandem.utils.errors import UserError
 from tandem.utils.event_loop import run_beside
@@ -53,7 +53,7 @@ def release_given_servers(config: RLConfig) -> None:
     claim = RunClaim.of(run_dir.root, run_dir.server_lease)
 
     async def release() -> None:
-        servers = ServerPool(client.base_urls, partial(InferenceClient, client, claim))
+        servers = ServerList(client.base_urls, partial(InferenceClient, client, claim))
         try:
             await servers.release()
         finally:

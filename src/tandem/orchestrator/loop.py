@@ -37,7 +37,7 @@ from tandem.orchestrator.filters import GroupFilter
 from tandem.orchestrator.protocols import ServedVersion
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
-from tandem.orchestrator.servers import ServerPool
+from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import Prompts, TaskOrder, request_seed, sampling_options
@@ -65,7 +65,7 @@ class Orchestrator:
         environment: Environment,
         prompts: Prompts,
         tokenizer: Tokenizer,
-        servers: ServerPool,
+        servers: ServerList,
         run_name: str,
         forwarder: MetricsForwarder,
         resumed_from: OrchestratorState | None,
@@ -263,7 +263,7 @@ class Orchestrator:
             "rollouts/failed": self.ledger.num_failed,
             "tasks/set_aside": len(self.tasks.set_aside),
             "servers/present": self.policy.num_present,
-            "servers/requests_moved": self.policy.num_moved,
+            "servers/requests_moved": self.policy.pool.num_moved,
         }
         if (limit := self.policy.limit) is not None:
             state["servers/concurrency"] = limit

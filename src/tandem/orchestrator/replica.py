@@ -11,6 +11,7 @@ from tandem.orchestrator.protocols import PolicyServer
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.gate import Gate
 from tandem.utils.metrics import RunLog
+from tandem.utils.server_pool import Member
 from tandem.weights.versions import is_adapter
 
 logger = logging.getLogger(__name__)
@@ -18,45 +19,34 @@ LOOK_S = 2.0
 MAX_MISSES = 2  # looks in a row without an answer; one may be slow
 
 
-class Moved(Exception):
-    """The server has gone away while it was asked; another has to be."""
-
-
-class Replica:
+class Replica(Member):
     """`wanted` is the version it has to serve: a whole model, or a LoRA adapter of `model_dir`, which then has to be
-    served below it. Absent replicas are asked for nothing until they are brought back. Requests wait at its gate."""
+    served below it. Requests wait at its gate."""
 
     def __init__(
         self, server: PolicyServer, gate: Gate, model_dir: Path, wanted: tuple[Path, int], run_log: RunLog
     ) -> None:
+        super().__init__(server.base_url)
         self.server = server
         self.gate = gate
         self.model_dir = model_dir
         self.wanted = wanted
         self.run_log = run_log
-        self.is_present = True
-        self.num_open = 0  # completions that were asked for and have not come
         self._served: tuple[Path, int] | None = None
         self._serves_base: bool  # from the moment it is met
         self._loading = asyncio.Lock()
-        self._requests: set[asyncio.Future[list[Completion]]] = set()
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
-        """`sampling.n` completions of one prompt. A server that has gone away is waited for, unless `leave` is called
-        meanwhile, which raises Moved."""
-        request = asyncio.ensure_future(self._generate_inside(prompt_ids, sampling))
-        self._requests.add(request)
-        self.num_open += sampling.n
+        """`sampling.n` completions of one prompt. A server that has gone away is waited for."""
+        await self.gate.enter(sampling.n)
         try:
-            return await request
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise Moved from None
+            while True:
+                if self.server.instance is None:
+                    await self._restore()
+                with suppress(InstanceChanged):
+                    return await self.server.generate(prompt_ids, sampling)
         finally:
-            self._requests.discard(request)
-            self.num_open -= sampling.n
+            self.gate.leave(sampling.n)
 
     async def load(self, path: Path, version: int) -> None:
         before, self.wanted = self.wanted, (path, version)
@@ -68,12 +58,9 @@ class Replica:
             self.wanted = before
             raise
 
-    def leave(self) -> None:
-        """It is away: what it was asked for is asked of others."""
-        self.is_present = False
+    def lose(self) -> None:
+        super().lose()
         self._served = None
-        for request in self._requests:
-            request.cancel()
 
     async def keep(self) -> None:
         """Returns when it has gone away unnoticed. A server that was started again is noticed by its client, which
@@ -90,20 +77,6 @@ class Replica:
         while self._served != self.wanted:
             await self.load(*self.wanted)
         self.is_present = True
-
-    async def _generate_inside(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
-        await self.gate.enter(sampling.n)
-        try:
-            return await self._generate(prompt_ids, sampling)
-        finally:
-            self.gate.leave(sampling.n)
-
-    async def _generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
-        while True:
-            if self.server.instance is None:
-                await self._restore()
-            with suppress(InstanceChanged):
-                return await self.server.generate(prompt_ids, sampling)
 
     async def _restore(self) -> None:
         """After the server was started again: have it serve what it served before."""

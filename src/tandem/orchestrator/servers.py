@@ -16,7 +16,7 @@ POLL_S = 1.0
 GRACE_S = 5.0  # for the other servers, once the first is ready
 
 
-class ServerPool:
+class ServerList:
     """The servers of a run, by address; `connect` makes the client of one. Closed by whoever made it."""
 
     def __init__(self, urls: Collection[str], connect: Callable[[str], Server]) -> None:

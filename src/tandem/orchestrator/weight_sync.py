@@ -7,7 +7,6 @@ should serve; requests that were open when it went away are sent again, to anoth
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -16,17 +15,17 @@ from pathlib import Path
 from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
 from tandem.orchestrator.concurrency import Concurrency, follow_load, make_gate
 from tandem.orchestrator.protocols import PolicyServer
-from tandem.orchestrator.replica import Moved, Replica
+from tandem.orchestrator.replica import Replica
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import step_name
+from tandem.utils.server_pool import Moved, ServerPool
 from tandem.weights.versions import newest_version
 
 POLL_S = 0.002
 LOOK_AGAIN_S = 0.02  # the most that a version announced without a change of mtime is late by
 LOADING_POLL_S = 0.1
 TRY_AGAIN_S = 1.0  # a server that refused to take part
-MAX_SESSIONS = 100_000
 logger = logging.getLogger(__name__)
 
 VersionListener = Callable[[int, int], Awaitable[None]]
@@ -53,17 +52,19 @@ class Policy:
         self.version = version
         self.run_log = run_log
         self.concurrency: Concurrency = concurrency  # of each server
-        self.num_moved = 0  # requests that another server was asked for
         loop = asyncio.get_running_loop()
         self.next_update: asyncio.Future[int] = loop.create_future()
-        self.replicas: list[Replica] = []
+        self.pool: ServerPool[Replica] = ServerPool()
         self._keepers: dict[Replica, list[asyncio.Task[None]]] = {}
-        self._sessions: OrderedDict[int, Replica] = OrderedDict()  # the latest
         self._wanted = (model_dir, version)  # what a server that joins has to serve
         self._is_loaded = asyncio.Event()  # the first version
         self._lost: asyncio.Future[None] = loop.create_future()
         for server in servers:
             self.add(server)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return self.pool.members
 
     @property
     def num_present(self) -> int:
@@ -94,17 +95,17 @@ class Policy:
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         """`sampling.n` completions of one prompt. If all servers have gone away, they are waited for."""
+
+        async def complete(replica: Replica) -> list[Completion]:
+            try:
+                return await replica.generate(prompt_ids, sampling)
+            except ServerGone:
+                if not self.pool.has_others(replica):
+                    raise
+                raise Moved from None
+
         try:
-            while True:
-                replica = self._choose(sampling.session)
-                try:
-                    return await replica.generate(prompt_ids, sampling)
-                except Moved:
-                    pass
-                except ServerGone:
-                    if not self._has_others(replica):
-                        raise
-                self.num_moved += 1
+            return await self.pool.ask(complete, size=sampling.n, session=sampling.session)
         except ServerLost as error:
             self._lose(error)
             # It is no failure of one group: the run ends, and this with it.
@@ -178,27 +179,13 @@ class Policy:
             if not replica.is_present:
                 replica.wanted = self._wanted
 
-    def _choose(self, session: int | None) -> Replica:
-        known = None if session is None else self._sessions.get(session)
-        if known is not None and known.is_present and known in self.replicas:
-            return known
-        replica = min(self.replicas, key=lambda one: (not one.is_present, one.num_open))
-        if session is not None:
-            self._sessions[session] = replica
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-        return replica
-
     def _on_trouble(self, replica: Replica) -> None:
         """A server does not answer. If there are others, they take over; the last one is waited for."""
-        if self._has_others(replica):
+        if self.pool.has_others(replica):
             if replica.is_present:
                 logger.warning("%s is away; %d servers are left", replica.server.base_url, self.num_present - 1)
                 self.run_log.event("server_away", server=replica.server.base_url)
-            replica.leave()
-
-    def _has_others(self, replica: Replica) -> bool:
-        return any(other.is_present for other in self.replicas if other is not replica)
+            replica.lose()
 
     async def _keep(self, replica: Replica) -> None:
         """Notice that a server has gone away, and bring it back when it returns."""

@@ -146,7 +146,7 @@ def up_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.envs.mixture.open_environments", no_environment)
     monkeypatch.setattr("tandem.orchestrator.rehearsal.try_environments", nothing)
     monkeypatch.setattr("tandem.orchestrator.tasks.encode_prompts", lambda *_: None)
-    for name in ("loop.Orchestrator", "servers.ServerPool"):
+    for name in ("loop.Orchestrator", "servers.ServerList"):
         monkeypatch.setattr(f"tandem.orchestrator.{name}", Nothing)
     monkeypatch.setattr("tandem.trainer.checkpoints.export.decoder_tensors", lambda *_: {})
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb())

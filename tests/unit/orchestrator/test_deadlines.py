@@ -11,7 +11,7 @@ from tests.unit.orchestrator.fakes import FakeEnvironment, FakePolicy
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.orchestrator import loop
 from tandem.orchestrator.loop import Orchestrator
-from tandem.orchestrator.servers import ServerPool
+from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.tasks import Prompts
 
 
@@ -26,7 +26,7 @@ def make_orchestrator(root: Path, timeout_s: float) -> Orchestrator:
     unused: Any = None
     environment = FakeEnvironment(rewards=[])
     prompts = Prompts([array("I")] * len(environment.train_tasks), [array("I")] * len(environment.eval_tasks))
-    return Orchestrator(config, environment, prompts, unused, ServerPool([], unused), "run-1", unused, None)
+    return Orchestrator(config, environment, prompts, unused, ServerList([], unused), "run-1", unused, None)
 
 
 def wait(root: Path, version: int, evaluating: bool) -> None:

@@ -19,7 +19,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.loop import Orchestrator, cause_of
-from tandem.orchestrator.servers import ServerPool
+from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
 from tandem.types.rollout import Completion, Group, SamplingOptions, SamplingRequest, Task, TrainBatch
@@ -64,7 +64,7 @@ class Run:
             trainer = asyncio.ensure_future(self._train(first))
             forwarder = MetricsForwarder(self.dir)
             prompts = encode_prompts(self.environment, self.tokenizer, self.config)
-            servers = ServerPool(self.urls, self.servers.__getitem__)
+            servers = ServerList(self.urls, self.servers.__getitem__)
             loop = Orchestrator(
                 self.config, self.environment, prompts, self.tokenizer, servers, RUN, forwarder, resumed_from
             )

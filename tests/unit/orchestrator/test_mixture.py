@@ -16,7 +16,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import Mixture, open_environments
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.rehearsal import try_environments
-from tandem.orchestrator.servers import ServerPool
+from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts
 from tandem.types.rollout import Completion, SamplingRequest, Task
 from tandem.utils.files import read_json_lines
@@ -87,7 +87,7 @@ def run_on_two_environments(options: OrchestratorConfig, server: FakeServer) -> 
     async def run() -> None:
         prompts = encode_prompts(environment, tokenizer, options)
         forwarder = MetricsForwarder(run_dir)
-        servers = ServerPool([server.base_url], lambda url: server)
+        servers = ServerList([server.base_url], lambda url: server)
         loop = Orchestrator(options, environment, prompts, tokenizer, servers, "mixed-1", forwarder, None)
         trainer = asyncio.ensure_future(train())
         await asyncio.wait_for(loop.run(), 30)

@@ -10,11 +10,12 @@ from tests.unit.orchestrator.fakes import FakeServer
 
 from tandem.orchestrator import replica as replica_module
 from tandem.orchestrator.client import InferenceError, InstanceChanged
-from tandem.orchestrator.replica import Moved, Replica
+from tandem.orchestrator.replica import Replica
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.gate import Gate
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
+from tandem.utils.server_pool import Moved
 
 BASE = Path("models/base")
 
@@ -69,7 +70,7 @@ def test_a_server_is_gone_when_it_does_not_answer_twice_in_a_row(
 
 def test_a_server_that_was_left_is_not_looked_at_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(replica: Replica, server: Watched) -> None:
-        replica.leave()
+        replica.lose()
         await replica.keep()
         assert server.looks == [True]
 
@@ -81,7 +82,7 @@ def test_a_server_that_returns_is_given_what_is_wanted_by_then(tmp_path: Path, m
 
     async def body(replica: Replica, server: Watched) -> None:
         await replica.load(BASE, 0)
-        replica.leave()
+        replica.lose()
         replica.wanted = (BASE, 1)
 
         def publish() -> None:
@@ -90,7 +91,7 @@ def test_a_server_that_returns_is_given_what_is_wanted_by_then(tmp_path: Path, m
         server.when_loaded = publish
         await replica.bring_back()
         assert replica.is_present and [version for _, version in server.loaded] == [0, 1, 2]
-        replica.leave()
+        replica.lose()
         await replica.bring_back()
         assert [version for _, version in server.loaded] == [0, 1, 2, 2]
 
@@ -151,7 +152,8 @@ def test_samples_are_counted_and_not_requests(tmp_path: Path, monkeypatch: pytes
 
     async def body(replica: Replica, server: Watched) -> None:
         await replica.load(BASE, 0)
-        asked = [asyncio.ensure_future(replica.generate([1], SamplingRequest(3, 1, 1.0, seed=0))) for _ in range(3)]
+        request = SamplingRequest(3, 1, 1.0, seed=0)
+        asked = [asyncio.ensure_future(replica.run(replica.generate([1], request), 3)) for _ in range(3)]
         for _ in range(5):
             await asyncio.sleep(0)
         assert (server.num_asked, replica.num_open) == (6, 9), "six of seven: the third request waits"
@@ -168,12 +170,12 @@ def test_what_is_asked_of_a_server_that_is_left_moves_and_what_is_called_off_doe
     async def body(replica: Replica, server: Watched) -> None:
         await replica.load(BASE, 0)
         request = SamplingRequest(1, 1, 1.0, seed=0)
-        moved, called_off = (asyncio.ensure_future(replica.generate([1], request)) for _ in range(2))
+        moved, called_off = (asyncio.ensure_future(replica.run(replica.generate([1], request))) for _ in range(2))
         await asyncio.sleep(0)
         called_off.cancel()
         with pytest.raises(asyncio.CancelledError):
             await called_off
-        replica.leave()
+        replica.lose()
         with pytest.raises(Moved):
             await moved
         assert (replica.num_open, replica.gate.num_inside) == (0, 0) and not replica._requests

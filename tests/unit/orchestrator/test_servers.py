@@ -13,7 +13,7 @@ from tandem.orchestrator import replica as replica_module
 from tandem.orchestrator import servers as servers_module
 from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
 from tandem.orchestrator.concurrency import EngineLoad
-from tandem.orchestrator.servers import ServerPool
+from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.weight_sync import Policy
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.errors import UserError
@@ -168,7 +168,7 @@ def test_the_conversations_of_a_group_stay_at_one_server_while_it_is_there(tmp_p
 def test_the_latest_conversations_are_those_whose_server_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.orchestrator.weight_sync.MAX_SESSIONS", 2)  # 6 and 7
+    monkeypatch.setattr("tandem.utils.server_pool.MAX_SESSIONS", 2)  # 6 and 7
 
     async def body(policy: Policy, machines: list[Machine]) -> None:
         def chat(session: int) -> asyncio.Future[list[Completion]]:
@@ -230,7 +230,7 @@ def test_the_work_of_a_server_that_goes_away_is_done_by_others_and_it_returns_wi
         second.slow.set()
         answers = await asyncio.gather(*waiting)
         assert [completion.token_ids for [completion] in answers] == [[token] for token in range(10)]
-        assert (first.answered, second.answered, policy.num_moved) == (0, 10, 5)
+        assert (first.answered, second.answered, policy.pool.num_moved) == (0, 10, 5)
         await policy.load(tmp_path, 1)  # does not wait for the one that is away
         assert (first.versions, second.versions, policy.num_present) == ([0], [0, 1], 1)
         first.down = False
@@ -366,8 +366,8 @@ class Listed:
         self.path = root / "servers.txt"
         self.path.write_text(text)
         self.made: dict[str, Machine] = {}
-        self.pool = ServerPool(read_servers(self.path), self._connect)
-        self.policy = Policy(list(self.pool), BASE, root, version, RunLog(RunDir(root), "orchestrator"))
+        self.servers = ServerList(read_servers(self.path), self._connect)
+        self.policy = Policy(list(self.servers), BASE, root, version, RunLog(RunDir(root), "orchestrator"))
 
     def _connect(self, url: str) -> Machine:
         self.made[url] = Machine(url)
@@ -377,7 +377,7 @@ class Listed:
 def run_listed(root: Path, text: str, body: Callable[[Listed], Awaitable[None]], version: int = 0) -> None:
     async def run() -> None:
         listed = Listed(root, text, version)
-        following = asyncio.ensure_future(listed.pool.follow_file(listed.path, listed.policy))
+        following = asyncio.ensure_future(listed.servers.follow_file(listed.path, listed.policy))
         await body(listed)
         following.cancel()
 
@@ -401,7 +401,7 @@ def test_servers_are_added_and_removed_by_the_file(tmp_path: Path, caplog: pytes
         await until(lambda: "the servers stay as they are" in caplog.text)
         await asyncio.sleep(0.02)
         assert caplog.text.count("the servers stay as they are") == 1, "told once"
-        assert list(listed.pool.by_url) == ["http://b:1", "http://c:1"]
+        assert list(listed.servers.by_url) == ["http://b:1", "http://c:1"]
 
     run_listed(tmp_path, "http://a:1/v1  # the first\n\nhttp://b:1\n", body)
     assert events(tmp_path) == ["server_added", "server_removed", "server_joined"]
@@ -413,15 +413,15 @@ def test_a_server_that_is_removed_is_given_back_when_it_has_answered(tmp_path: P
         removed = listed.made["http://a:1"]
         removed.is_busy = True
         listed.path.write_text("http://b:1\n")
-        await until(lambda: "http://a:1" not in listed.pool.by_url)
+        await until(lambda: "http://a:1" not in listed.servers.by_url)
         await asyncio.sleep(0.02)
         assert removed.is_held
         removed.is_busy = False
         await until(lambda: not removed.is_held)
         assert listed.made["http://b:1"].is_held
-        await listed.pool.release()
+        await listed.servers.release()
         assert not listed.made["http://b:1"].is_held
-        await listed.pool.close()
+        await listed.servers.close()
         assert all(machine.is_closed for machine in listed.made.values())
 
     run_listed(tmp_path, "http://a:1\nhttp://b:1\n", body)
@@ -432,8 +432,8 @@ def test_a_server_that_has_not_answered_when_the_run_ends_is_not_waited_for(tmp_
         removed = listed.made["http://a:1"]
         removed.is_busy = True
         listed.path.write_text("http://b:1\n")
-        await until(lambda: "http://a:1" not in listed.pool.by_url)
-        await listed.pool.close()
+        await until(lambda: "http://a:1" not in listed.servers.by_url)
+        await listed.servers.close()
         removed.is_busy = False
         await asyncio.sleep(0.02)
         assert removed.is_held and removed.is_closed
@@ -449,7 +449,7 @@ def test_a_server_that_moves_before_the_run_begins_is_found_by_the_file(
 
     async def body(listed: Listed) -> None:
         listed.made["http://a:1"].down = True
-        waiting = asyncio.ensure_future(listed.pool.wait_until_ready(tmp_path))
+        waiting = asyncio.ensure_future(listed.servers.wait_until_ready(tmp_path))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         listed.path.write_text("http://b:1\n")
@@ -483,11 +483,11 @@ def test_a_server_that_moves_during_the_first_load_serves_the_version_of_the_run
 
 def test_the_run_starts_with_the_servers_that_are_ready(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        pool = ServerPool(["http://a:1", "http://b:1", "http://c:1"], Machine)
-        first, second, third = (pool.by_url[url] for url in pool.by_url)
+        servers = ServerList(["http://a:1", "http://b:1", "http://c:1"], Machine)
+        first, second, third = (servers.by_url[url] for url in servers.by_url)
         assert isinstance(second, Machine) and isinstance(third, Machine)
         second.down = third.down = third.gives_up = True
-        assert await pool.wait_until_ready(tmp_path) == [first]
+        assert await servers.wait_until_ready(tmp_path) == [first]
         assert "the run starts without http://b:1, http://c:1;" in caplog.text
         second.down = False
         await asyncio.sleep(0.01)
@@ -502,14 +502,14 @@ def test_servers_that_are_ready_soon_after_the_first_are_waited_for(
     monkeypatch.setattr(servers_module, "GRACE_S", 60.0)
 
     async def run() -> None:
-        pool = ServerPool(["http://a:1", "http://b:1"], Machine)
-        first, second = pool
+        servers = ServerList(["http://a:1", "http://b:1"], Machine)
+        first, second = servers
         assert isinstance(second, Machine)
         second.down = True
-        waiting = asyncio.ensure_future(pool.wait_until_ready(tmp_path))
+        waiting = asyncio.ensure_future(servers.wait_until_ready(tmp_path))
         await asyncio.sleep(0.02)
         second.down = False
-        assert await waiting == [first, second] and str(pool) == "http://a:1, http://b:1"
+        assert await waiting == [first, second] and str(servers) == "http://a:1, http://b:1"
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert not caplog.records
@@ -517,12 +517,12 @@ def test_servers_that_are_ready_soon_after_the_first_are_waited_for(
 
 def test_without_any_server_the_start_ends_with_a_name(tmp_path: Path) -> None:
     async def run() -> None:
-        pool = ServerPool(["http://a:1", "http://b:1"], Machine)
-        for server in pool:
+        servers = ServerList(["http://a:1", "http://b:1"], Machine)
+        for server in servers:
             assert isinstance(server, Machine)
             server.down = server.gives_up = True
         with pytest.raises(TimeoutError, match="no server at http://a:1"):
-            await pool.wait_until_ready(tmp_path)
+            await servers.wait_until_ready(tmp_path)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -534,12 +534,12 @@ def test_a_server_that_refuses_the_run_ends_it_while_others_are_waited_for(tmp_p
             raise UserError(f"{self.base_url} refuses this run")
 
     async def run() -> None:
-        pool = ServerPool(["http://a:1", "http://b:1"], Refusing)
-        waiting = pool.by_url["http://a:1"]
+        servers = ServerList(["http://a:1", "http://b:1"], Refusing)
+        waiting = servers.by_url["http://a:1"]
         assert isinstance(waiting, Machine)
         waiting.down = True
         with pytest.raises(UserError, match="http://b:1 refuses"):
-            await pool.wait_until_ready(tmp_path)
+            await servers.wait_until_ready(tmp_path)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

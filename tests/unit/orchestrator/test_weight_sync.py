@@ -400,7 +400,7 @@ def test_a_request_that_outlived_its_server_goes_to_another(tmp_path: Path) -> N
         policy.add(FakeClient())
         await policy.load(BASE, 0)
         completion = await asyncio.wait_for(generate(policy), 20)
-        assert completion.token_ids == [1] and policy.num_moved == 1
+        assert completion.token_ids == [1] and policy.pool.num_moved == 1
 
     asyncio.run(run())
 

@@ -113,7 +113,7 @@ def test_what_a_judge_costs_reaches_the_metrics_of_the_run() -> None:
         (grading("I like it"), r"gave no score .*'I like it'"),
         (grading("Score: 11"), "gave the score 11, which is not between 0 and 10"),
         (grading("Score: -1"), "gave the score -1"),
-        (says('{"choices": []}'), "gave an answer that is none"),
+        (says('{"choices": []}'), "returned an invalid response"),
         (says("nope", 500), "failed: 500: nope"),
     ],
 )

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tests.unit.rewards.misbehaving_server import Behaviour, Server, says, serving
 
-from tandem.rewards import servers
 from tandem.rewards.server_client import RewardClient, RewardServerError
+from tandem.utils import server_pool
 
 TALK = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "It is 2."}]
 
@@ -35,7 +35,7 @@ def test_scores_come_back_in_their_order() -> None:
 
 
 def test_a_busy_server_is_asked_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE_S", 0.001)
     answers = iter([says("", 429)] * 3 + [says('{"scores": [1]}')])
     assert ask(lambda body: next(answers)(body), "score_texts", ["one"])[0] == [1.0]
 

@@ -14,19 +14,19 @@ from tests.unit.rewards.misbehaving_server import Behaviour, Server, never, says
 
 from tandem.config.rewards import AnyReward, SteeringConfig
 from tandem.rewards import goal_client
-from tandem.rewards import servers as servers_module
 from tandem.rewards.goal_client import GoalClient
 from tandem.rewards.servers import RewardServerError, Servers
 from tandem.rewards.steering import SteeringErrors, draw_target, steering_errors
 from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task
+from tandem.utils import server_pool
 
 GOALS = ["words", "letters"]
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE_S", 0.01)
 
 
 def measuring(body: Any) -> web.StreamResponse:
@@ -110,10 +110,10 @@ def test_closing_ends_what_still_waits() -> None:
     [
         ('{"words": [1, 2]}', "knows no goal 'letters'; it has words"),
         ('{"words": [1], "letters": [1, 2]}', "gave 1 values of 'words' for 2 texts"),
-        ('{"words": [1, NaN], "letters": [1, 2]}', "gave an answer that is none"),
+        ('{"words": [1, NaN], "letters": [1, 2]}', "returned an invalid response"),
         ('{"words": [1, null], "letters": [1, 2]}', "gave no value of 'words': the reward is None"),
         ('{"words": [1, "2"], "letters": [1, 2]}', "gave no value of 'words': the reward is '2'"),
-        ('{"words": 3, "letters": [1, 2]}', "gave an answer that is none"),
+        ('{"words": 3, "letters": [1, 2]}', "returned an invalid response"),
         ("[]", "knows no goal 'words'; it has none"),
     ],
 )
