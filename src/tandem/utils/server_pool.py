@@ -81,9 +81,6 @@ class Member:
         for request in self._requests:
             request.cancel()
 
-    def is_resting(self, now: float) -> bool:
-        return now < self.rests_until
-
     def succeeded(self) -> None:
         if self.failures >= EJECT_AFTER:
             logger.warning("%s answers again", self.name)

@@ -23,13 +23,12 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
 
 def test_a_server_rests_after_three_failures_in_a_row_and_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
     server = Member("http://x")
-    assert not server.is_resting(0.0)
     for failures, rest_s in enumerate((0, 0, 2, 4, 8, 16, 32, 60, 60), 1):
         server.failed(100.0, AttemptFailed("gave no value"))
         assert server.failures == failures
-        assert server.is_resting(99.9 + rest_s) == (rest_s > 0) and not server.is_resting(100.0 + rest_s)
+        assert server.rests_until == (100.0 + rest_s if rest_s else 0.0)
     server.succeeded()
-    assert server.failures == 0 and not server.is_resting(0.0)
+    assert (server.failures, server.rests_until) == (0, 0.0)
     assert "http://x failed 3 times, resting for 2 s: gave no value" in caplog.text
     for failures in (2, 3):
         caplog.clear()

@@ -10,8 +10,8 @@ import pytest
 
 from tandem.config.environment import EnvConfig
 from tandem.config.evaluate import EvaluateConfig
-from tandem.entrypoints.evaluate import evaluate_all, refuse_missing_model
 from tandem.launch.local.server import serving
+from tandem.orchestrator.evaluation.command import evaluate_all, refuse_missing_model
 from tandem.orchestrator.evaluation.endpoint import Answer
 from tandem.orchestrator.evaluation.evaluate import Outcome, append_samples
 from tandem.utils.errors import UserError
@@ -74,8 +74,8 @@ def test_earlier_results_are_kept_under_a_number(tmp_path: Path, monkeypatch: py
             for version in ("old", "new"):
                 yield version, FakeEndpoint(text)
 
-        monkeypatch.setattr("tandem.orchestrator.evaluation.models.targets", targets)
-        asyncio.run(evaluate_all(config))
+        monkeypatch.setattr("tandem.orchestrator.evaluation.command.targets", targets)
+        asyncio.run(evaluate_all(config, serving))
 
     evaluate("first")
     first = read_json(tmp_path / "out" / "results.json")
@@ -115,12 +115,13 @@ def test_those_who_wait_are_told_how_far_it_is(
     async def targets(*_: Any) -> AsyncIterator[tuple[str, FakeEndpoint]]:
         yield "new", SlowEndpoint("text")
 
-    monkeypatch.setattr("tandem.orchestrator.evaluation.models.targets", targets)
+    monkeypatch.setattr("tandem.orchestrator.evaluation.command.targets", targets)
     monkeypatch.setattr("tandem.orchestrator.evaluation.evaluate.EVERY_S", 0.01)
     env = EnvConfig(id="reverse-text")
     asyncio.run(
         evaluate_all(
-            EvaluateConfig(run=tmp_path / "run", env=env, num_prompts=2, concurrency=1, output_dir=tmp_path / "out")
+            EvaluateConfig(run=tmp_path / "run", env=env, num_prompts=2, concurrency=1, output_dir=tmp_path / "out"),
+            serving,
         )
     )
     assert told[0] == "evaluate: 1 of 2 tasks done by new"
