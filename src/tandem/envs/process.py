@@ -1,30 +1,23 @@
 """An environment in a process of its own: users' code can hang, crash or exit, and costs a rollout, not the run.
 
-score, play ──► the current process (envs/worker_process.py) ──► reward
-                    │ lost
-                    ▼
-the call that is to blame fails; all others run again in a new process, suspects first (isolation/suspects.py)
-"""
+The orchestrator's side; envs/service.py is the other, and isolation/ what lies between them."""
 
-import asyncio
-import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 from tandem.config.environment import EnvConfig
+from tandem.envs.limits import score_limit, turn_limit
+from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.protocol import Player, Score
 from tandem.envs.results import Result
-from tandem.envs.worker_process import WorkerLost, WorkerProcess
-from tandem.isolation.failures import Failure, UserCodeError
-from tandem.isolation.suspects import Suspects
-from tandem.isolation.wire import Payload
+from tandem.isolation.process import WorkerProcess, WorkerSpec
+from tandem.isolation.restarting import RestartingWorker
+from tandem.isolation.wire import Ask, Payload
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,99 +35,75 @@ def is_played(task: Task) -> TypeGuard[HeldTask]:
 
 
 class EnvironmentProcess:
-    """The environment as the orchestrator sees it."""
+    """The environment as the orchestrator sees it. `ready` is what its first process told of it."""
 
     def __init__(self, config: EnvConfig, worker: WorkerProcess, ready: Payload, name: str) -> None:
         self.config = config
         self.train_tasks = _held_tasks("train", ready, name)
         self.eval_tasks = _held_tasks("eval", ready, name)
         self._fingerprint = ready["fingerprint"]
-        self._worker = worker
-        self._replacing: asyncio.Task[None] | None = None
-        self._suspects = Suspects()
-        self._past_costs: Counter[str] = Counter()  # of processes that ended
+        self._process = RestartingWorker(worker, "environment", self._restart)
 
     @property
     def costs(self) -> dict[str, float]:
         """What rewards have cost since the start, by name."""
-        costs = self._past_costs.copy()
-        costs.update(self._worker.costs)
-        return dict(costs)
+        return self._process.costs
 
     async def score(self, task: Task, completion: str) -> Score:
-        request = _request(task) | {"arguments": [completion]}
-        return await self._until_answered(lambda worker: worker.score(request))
+        request = {"method": "score", "task": _place(task), "completion": completion}
+        return await self._process.call(request, score_limit(self.config))
 
     async def play(self, task: Task, player: Player) -> Result:
-        def play(worker: WorkerProcess) -> Awaitable[Payload]:
+        def begin() -> Ask:
             player.restart()
-            return worker.play(_request(task), player)
+            return partial(_turn_of, player)
 
-        return Result(**await self._until_answered(play))
-
-    async def _until_answered(self, call: Callable[[WorkerProcess], Awaitable[Any]]) -> Any:
-        is_suspect = False
-        while True:
-            try:
-                if is_suspect:
-                    async with self._suspects.turn():
-                        return await call(await self._live_worker())
-                worker = await self._live_worker()
-                if self._suspects.are_clear:
-                    return await call(worker)
-                await self._suspects.wait_until_clear()
-            except WorkerLost as lost:
-                is_suspect = lost.num_suspects > 0
-                if is_suspect:
-                    self._suspects.add(lost.num_suspects)
+        request = {"method": "rollout", "task": _place(task)}
+        return Result(**await self._process.call(request, turn_limit(self.config), begin))
 
     async def close(self) -> None:
-        if self._replacing is not None:
-            self._replacing.cancel()
-            await asyncio.wait([self._replacing])
-        await self._worker.close()
+        await self._process.close()
 
-    async def _live_worker(self) -> WorkerProcess:
-        """Another one, if this one is lost. Whoever asks first starts it, and it starts whether or not they go on
-        waiting."""
-        while self._worker.is_lost:
-            if self._replacing is None or self._replacing.done():
-                self._replacing = asyncio.ensure_future(self._replace())
-            try:
-                await asyncio.shield(self._replacing)
-            except UserError as error:
-                raise UserCodeError(Failure(f"the environment cannot be created again: {error}")) from None
-        return self._worker
-
-    async def _replace(self) -> None:
-        logger.warning("restarting the environment's process")
-        await self._worker.close()
-        if self._worker.has_culprit:
-            self._suspects.acquit()
-        self._past_costs.update(self._worker.costs)
-        self._worker.costs = {}
-        worker = WorkerProcess(self.config)
+    async def _restart(self) -> WorkerProcess:
+        worker = make_worker(self.config)
         try:
-            ready = await worker.start(with_tasks=False)
+            ready = await worker.start(_setup(self.config, with_tasks=False))
             if ready["fingerprint"] != self._fingerprint:
                 raise UserError("its tasks changed; creating it twice must give the same tasks")
-        except BaseException:
+        except BaseException:  # cleans up
             await worker.close()
             raise
-        self._worker = worker
+        return worker
 
 
 @asynccontextmanager
 async def open_environment(config: EnvConfig, name: str = "") -> AsyncIterator[EnvironmentProcess]:
     """The environment that `config` names, ended with the block; UserError if it cannot be made. Its tasks have its
     name in a mixture."""
-    worker = WorkerProcess(config)
+    worker = make_worker(config)
     environment = None
     try:
-        environment = EnvironmentProcess(config, worker, await worker.start(with_tasks=True), name)
+        ready = await worker.start(_setup(config, with_tasks=True))
+        environment = EnvironmentProcess(config, worker, ready, name)
         yield environment
     finally:
         await (environment or worker).close()
+
+
+def make_worker(config: EnvConfig) -> WorkerProcess:
+    return WorkerProcess(
+        WorkerSpec(
+            service="tandem.envs.service:EnvironmentService",
+            name="the environment's process",
+            made=f"env.id = {config.id!r}",
+            startup_timeout_s=config.startup_timeout_s,
+            startup_hint="env.startup_timeout_s allows no more",
+        )
+    )
+
+
+def _setup(config: EnvConfig, *, with_tasks: bool) -> Payload:
+    return {"env": config.model_dump(mode="json"), "with_tasks": with_tasks}
 
 
 def _held_tasks(split: str, ready: Payload, name: str) -> list[HeldTask]:
@@ -144,6 +113,15 @@ def _held_tasks(split: str, ready: Payload, name: str) -> list[HeldTask]:
     ]
 
 
-def _request(task: Task) -> Payload:
+def _place(task: Task) -> list[Any]:
     assert isinstance(task, HeldTask), "a task of another environment"
-    return {"task": [task.split, task.position]}
+    return [task.split, task.position]
+
+
+async def _turn_of(player: Player, asked: Payload) -> Payload:
+    try:
+        return await player.chat(asked["messages"], asked["tools"], asked["max_tokens"])
+    except ContextFull as error:
+        return {"context_full": str(error)}
+    except ChatRefused as error:
+        return {"refused": str(error)}

@@ -1,7 +1,7 @@
 """Calls of code that users bring: each ends within its time limit, in a value or in a Failure, whatever it does.
 
     async function   a task of the event loop, cancelled at the limit
-    sync function    a thread of its own, left behind at the limit
+    sync function    a thread, left behind at the limit
 
 What does not end by that lingers, and the outcome says so. Code that blocks the event loop, or holds the interpreter
 lock, cannot be ended from here: the owner of the process watches for it and kills it. Marks
@@ -10,8 +10,6 @@ say whose code runs, in the event loop and in threads.
 
 import asyncio
 import inspect
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -21,14 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.isolation.clock import MAX_COUNTED_S, Clock, Limit
-from tandem.isolation.failures import Failure, failure_of, hung_at
+from tandem.isolation.failures import Failure, TimedOut, failure_of, hung_at
 from tandem.isolation.marks import Marks
+from tandem.isolation.threads import Threads
 
 # Sync functions at the same time. More would share one interpreter lock, and time out for want of it.
 MAX_THREADS = 8
 # How long a cancelled task may take to end.
 CANCEL_S = 1.0
-CALLED_OFF = "the episode was called off"
+CALLED_OFF = "it was called off"
 # The call that started a task, and the tasks that it started.
 CALL: ContextVar[int] = ContextVar("call", default=0)
 
@@ -48,26 +47,27 @@ class Outcome:
 class Calls:
     """For the event loop that runs when it is made: tasks and threads that it starts from then on are marked."""
 
-    def __init__(self, limit: Limit, marks: Marks) -> None:
-        self.limit = limit
+    def __init__(self, marks: Marks) -> None:
         self.marks = marks
-        self._threads = asyncio.Semaphore(MAX_THREADS)
+        self._threads = Threads(MAX_THREADS, "user's code")
         self._clocks: dict[int, Clock] = {}
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._make_task)
         loop.set_default_executor(_MarkedThreads(marks))
 
-    async def run(self, number: int, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
+    async def run(self, number: int, limit: Limit, function: Callable[..., Any], *arguments: Any) -> Outcome:
         """Call `function`, sync or async."""
         if inspect.iscoroutinefunction(function):
-            return await self._run_async(number, function(*arguments))
-        async with self._threads:
-            outcome = await self._run_sync(number, function, arguments)
+            return await self.play(number, Clock(limit), function(*arguments))
+        try:
+            outcome = await self._threads.run(limit, self._settled_in_thread, number, function, arguments)
+        except TimedOut as error:
+            return Outcome(failure=error.failure, lingers=True)
         if inspect.isawaitable(outcome.value):  # a plain function that returns a coroutine
-            return await self._run_async(number, outcome.value)
+            return await self.play(number, Clock(limit), outcome.value)
         return outcome
 
-    async def play(self, number: int, episode: Awaitable[Any], clock: Clock) -> Outcome:
+    async def play(self, number: int, clock: Clock, episode: Awaitable[Any]) -> Outcome:
         """Run an episode for as long as its clock lets it. Who cancels this cancels the episode."""
         steps = _awaited(episode)
         task = asyncio.ensure_future(_settled(self._marked(steps, number), number))
@@ -84,17 +84,12 @@ class Calls:
             clock.stop()
             del self._clocks[number]
 
-    async def _run_async(self, number: int, awaitable: Awaitable[Any]) -> Outcome:
-        return await self.play(number, awaitable, Clock(self.limit))
-
-    async def _run_sync(self, number: int, function: Callable[..., Any], arguments: list[Any]) -> Outcome:
-        thread, ended = _start_thread(self.marks, number, function, arguments)
-        done, _ = await asyncio.wait([ended], timeout=self.limit.seconds)
-        if done:
-            return ended.result()
-        frame = sys._current_frames().get(thread.ident or 0)
-        failure = hung_at(self.limit.reason, traceback.extract_stack(frame))
-        return Outcome(failure=failure, lingers=True)
+    def _settled_in_thread(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
+        with self.marks.in_thread(number):
+            try:
+                return Outcome(function(*arguments))
+            except BaseException as error:  # answers: SystemExit, too, costs this call alone
+                return Outcome(failure=failure_of(error))
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, steps: Any, **options: Any) -> asyncio.Task[Any]:
         """A task factory: tasks that the code of a call starts are marked as that call."""
@@ -117,26 +112,6 @@ async def _cancelled(task: asyncio.Task[Outcome], failure: Failure) -> Outcome:
     if done and not task.cancelled() and (pending := task.result().pending):
         failure = replace(failure, reason=f"{failure.reason}; {pending}")
     return Outcome(failure=failure, lingers=not done)
-
-
-def _start_thread(
-    marks: Marks, number: int, function: Callable[..., Any], arguments: list[Any]
-) -> tuple[threading.Thread, asyncio.Future[Outcome]]:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Outcome] = loop.create_future()
-
-    def body() -> None:
-        with marks.in_thread(number):
-            try:
-                outcome = Outcome(function(*arguments))
-            except BaseException as error:
-                outcome = Outcome(failure=failure_of(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(ended.set_result, outcome)
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    return thread, ended
 
 
 def _suspended_at(steps: Coroutine[Any, Any, Any]) -> traceback.StackSummary:

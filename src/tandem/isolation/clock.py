@@ -7,9 +7,13 @@ is: calls.py charges it for the time its code ran, and the owner of the process 
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+from tandem.isolation.failures import Failure, TimedOut
+
+T = TypeVar("T")
 TURN_S = 0.1
 MAX_COUNTED_S = 0.25  # between two turns
 
@@ -18,6 +22,18 @@ MAX_COUNTED_S = 0.25  # between two turns
 class Limit:
     seconds: float
     reason: str  # what is said of code that takes longer
+
+
+async def within(limit: Limit, awaitable: Awaitable[T]) -> T:
+    """What it gives or raises; TimedOut where it takes longer, and it is cancelled."""
+    timeout = asyncio.timeout(limit.seconds)
+    try:
+        async with timeout:
+            return await awaitable
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise TimedOut(Failure(limit.reason, fault="time")) from None
 
 
 class FairLoop(asyncio.SelectorEventLoop):

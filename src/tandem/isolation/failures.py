@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from tandem.utils.errors import shorten
 from tandem.utils.places import (
@@ -29,12 +29,17 @@ MAX_TRACEBACK = 8000
 MAX_FRAMES = 20
 
 
+Fault = Literal["code", "time", "memory", "crash"]
+"""Whose fault it was: what the code did, the time it took, the memory it most likely took, or that it ended its
+process. What is none of these, such as a server that does not answer, has no frames of users' code."""
+
+
 @dataclass(frozen=True)
 class Failure:
     reason: str  # "ValueError: no number in 'abc'", without line breaks
     where: str = ""  # "my_env.py:12 in score"; empty if unknown
     traceback: str = ""
-    hung: bool = False  # it did not end within its time
+    fault: Fault = "code"
 
     def __str__(self) -> str:
         return with_place(self.reason, self.where)
@@ -62,6 +67,10 @@ class UserCodeError(RuntimeError):
         self.failure = failure
 
 
+class TimedOut(UserCodeError):
+    """It did not end within its time."""
+
+
 def failure_of(error: BaseException) -> Failure:
     """An exception as it is recorded. The frames above the user's code, which are ours, are left out."""
     if isinstance(error, UserCodeError):
@@ -80,7 +89,7 @@ def failure_of(error: BaseException) -> Failure:
 def hung_at(reason: str, frames: traceback.StackSummary) -> Failure:
     """Code that was over its time, and where it was then."""
     places = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
-    return Failure(reason, innermost(places), shorten("".join(frames.format()), MAX_TRACEBACK), hung=True)
+    return Failure(reason, innermost(places), shorten("".join(frames.format()), MAX_TRACEBACK), "time")
 
 
 def place_in(stacks: str) -> str:

@@ -4,6 +4,7 @@ Both lie in memory that its owner maps too: they can be read while the process i
 """
 
 import mmap
+import signal
 import struct
 import threading
 from collections import deque
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 TURNS = struct.Struct("=Q")
 SLOT = struct.Struct("=QQ")  # the number of a call, or 0; the thread that runs its code
 NUM_SLOTS = 64  # the first is the event loop's; threads beyond the others run unmarked
+STACK_SIGNAL = signal.SIGUSR1  # has the process write where its threads are
 SIZE_BYTES = TURNS.size + NUM_SLOTS * SLOT.size
 
 

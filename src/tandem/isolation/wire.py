@@ -7,7 +7,7 @@ such a message; the space in front of it tells the reader, since orjson would ro
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,9 @@ LENGTH = struct.Struct("!Q")
 AT_ONCE = 8  # messages that a pass of the event loop takes; thousands may have come, and others wait for it too
 
 Payload = dict[str, Any]
+
+Ask = Callable[[Payload], Awaitable[Payload]]
+"""Sends a question of a call to the owner of its process, and gives the answer."""
 
 
 def frame(message: Payload) -> bytes:

@@ -108,7 +108,7 @@ class RolloutMaker:
         try:
             for ended in asyncio.as_completed(scoring):
                 outcome = await ended
-                if isinstance(outcome, RolloutFailure) and outcome.failure.hung:
+                if isinstance(outcome, RolloutFailure) and outcome.failure.fault == "time":
                     return [one.result() if one.done() else outcome for one in scoring]
             return [one.result() for one in scoring]
         finally:

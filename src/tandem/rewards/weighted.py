@@ -5,10 +5,12 @@ from collections.abc import Sequence
 
 from tandem.config.rewards import OwnConfig, RewardConfig
 from tandem.isolation.calls import CancelledWaiting
+from tandem.isolation.clock import within
+from tandem.isolation.failures import TimedOut
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import BadReward, checked_reward
 from tandem.rewards.judge import Judge
-from tandem.rewards.pool import RewardFailed, RewardPool
+from tandem.rewards.pool import RewardFailed, RewardPool, limit_of
 from tandem.rewards.registry import is_slow, make_call, require_installed
 from tandem.types.rollout import Task
 
@@ -62,14 +64,10 @@ class WeightedRewards:
     async def _awaited(self, config: RewardConfig, call: Call, arguments: dict[str, object]) -> object:
         if not isinstance(config, OwnConfig):  # ours keep time themselves: waiting for a free place does not count
             return await call(arguments)
-        limit = asyncio.timeout(config.timeout_s)
         try:
-            async with limit:
-                return await call(arguments)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise RewardFailed(f"{config.label} took longer than timeout_s = {config.timeout_s:g} s") from None
+            return await within(limit_of(config), call(arguments))
+        except TimedOut as error:
+            raise RewardFailed(error.failure.reason) from None
 
     async def close(self) -> None:
         await self._pool.close()

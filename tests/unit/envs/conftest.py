@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.envs import worker_process
+from tandem.isolation import process
 
 
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr(worker_process, "GRACE_S", 1.0)
+    monkeypatch.setattr(process, "GRACE_S", 1.0)

@@ -150,7 +150,7 @@ def test_a_turn_that_waits_or_blocks_too_long_costs_its_episode() -> None:
     waits, blocks, good = play(config("waits", "blocks", "good"))
     assert isinstance(good, Result)
     for failure in (waits, blocks):
-        assert isinstance(failure, Failure) and failure.hung and failure.where.startswith("playing.py:")
+        assert isinstance(failure, Failure) and failure.fault == "time" and failure.where.startswith("playing.py:")
         assert "env.turn_timeout_s = 2 s between turns of the model" in failure.reason
 
 
@@ -178,11 +178,11 @@ def test_an_episode_that_is_called_off_ends_in_its_process(tmp_path: Path) -> No
             episode = asyncio.ensure_future(environment.play(environment.train_tasks[0], speaker))
             while not getattr(speaker, "asked", None):
                 await asyncio.sleep(0.01)
-            worker = environment._worker
+            worker = environment._process.worker
             episode.cancel()
             while worker._calls:
                 await asyncio.sleep(0.01)
-            assert environment._worker is worker and not worker.is_lost
+            assert environment._process.worker is worker and not worker.is_lost
 
     asyncio.run(run())
 

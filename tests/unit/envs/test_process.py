@@ -119,13 +119,13 @@ def test_a_process_that_dies_is_replaced(cls: str) -> None:
 
 def test_one_of_two_that_wait_for_the_next_process_may_be_cancelled() -> None:
     async def body(environment: EnvironmentProcess) -> None:
-        lost = environment._worker
+        lost = environment._process.worker
         lost.process.kill()
         while not lost.is_lost:
             await asyncio.sleep(0.01)
         first, second = (asyncio.ensure_future(environment.score(environment.eval_tasks[0], "")) for _ in range(2))
         await asyncio.sleep(0.01)  # both wait
-        assert environment._worker is lost
+        assert environment._process.worker is lost
         first.cancel()
         assert await second == 1.0
         assert first.cancelled()
@@ -154,7 +154,7 @@ def test_of_several_that_run_only_the_culprits_are_blamed(cls: str, culprits: li
     blamed, rest = others[: len(culprits)], others[len(culprits) :]
     for failure, behaviour in zip(blamed, culprits, strict=True):
         assert isinstance(failure, Failure) and failure.reason == ENDED[behaviour]
-        assert failure.where.endswith("in misbehave") or not failure.hung
+        assert failure.where.endswith("in misbehave") or failure.fault != "time"
     assert [first, *rest] == [0.5] * 6
 
 
@@ -162,7 +162,7 @@ def test_nobody_is_blamed_for_a_process_that_is_killed_from_outside() -> None:
     async def body(environment: EnvironmentProcess) -> None:
         scoring = [asyncio.ensure_future(environment.score(task, "")) for task in environment.train_tasks]
         await asyncio.sleep(0.2)
-        environment._worker.process.kill()
+        environment._process.worker.process.kill()
         assert await asyncio.gather(*scoring) == [0.5] * 20
 
     run_with(config(*["waits"] * 20), body)
@@ -174,11 +174,11 @@ def test_answers_that_lie_unread_are_not_over_their_limit() -> None:
     async def body(environment: EnvironmentProcess) -> None:
         good, waits = environment.train_tasks
         scoring = [asyncio.ensure_future(environment.score(task, "")) for task in [waits] * 100 + [good] * 3000]
-        worker = environment._worker
+        worker = environment._process.worker
         await asyncio.sleep(0.2)
         time.sleep(LIMIT_S + 2)
         assert await asyncio.gather(*scoring) == [0.5] * 100 + [1.0] * 3000
-        assert environment._worker is worker
+        assert environment._process.worker is worker
 
     run_with(config("good", "waits"), body)
 
@@ -186,7 +186,7 @@ def test_answers_that_lie_unread_are_not_over_their_limit() -> None:
 def test_children_of_a_hung_score_end_with_it() -> None:
     async def body(environment: EnvironmentProcess) -> None:
         scoring = asyncio.ensure_future(environment.score(environment.train_tasks[0], ""))
-        while len(children := descendants(environment._worker.process.pid)) < 2:  # the worker, and its child
+        while len(children := descendants(environment._process.worker.process.pid)) < 2:  # the worker, and its child
             await asyncio.sleep(0.05)
         with pytest.raises(UserCodeError, match="took longer"):
             await scoring
@@ -212,7 +212,7 @@ def test_signals_to_the_whole_run_are_the_orchestrators_matter() -> None:
     async def body(environment: EnvironmentProcess) -> None:
         scoring = asyncio.ensure_future(environment.score(environment.train_tasks[0], ""))
         for number in (signal.SIGINT, signal.SIGTERM):
-            environment._worker.process.send_signal(number)
+            environment._process.worker.process.send_signal(number)
         assert await scoring == 0.5
 
     run_with(config("waits"), body)

@@ -12,7 +12,7 @@ from tandem.isolation.clock import FairLoop, Limit
 from tandem.isolation.marks import SIZE_BYTES, Marks
 
 LIMIT_S = 1.0
-REASON = "it took longer"
+LIMIT = Limit(LIMIT_S, "it took longer")
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def run_all(marks: Marks, *functions: Callable[[], object]) -> list[Outcome]:
     """The outcomes of calls that run at the same time, in an event loop as the environment's process has it."""
 
     async def run() -> list[Outcome]:
-        calls = Calls(Limit(LIMIT_S, REASON), marks)
-        return await asyncio.gather(*(calls.run(number, one, []) for number, one in enumerate(functions, 1)))
+        calls = Calls(marks)
+        return await asyncio.gather(*(calls.run(number, LIMIT, one) for number, one in enumerate(functions, 1)))
 
     with asyncio.Runner(loop_factory=lambda: FairLoop(marks.turn)) as runner:
         return runner.run(run())
@@ -69,7 +69,7 @@ def test_who_blocks_the_event_loop_in_pieces_is_charged_for_all_of_them(marks: M
             await asyncio.sleep(0)
 
     (outcome,) = run_all(marks, blocks_in_pieces)
-    assert outcome.failure is not None and outcome.failure.hung
+    assert outcome.failure is not None and outcome.failure.fault == "time"
     assert outcome.failure.where.startswith("test_calls.py:")
 
 

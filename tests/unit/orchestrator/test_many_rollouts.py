@@ -45,7 +45,7 @@ def test_no_score_is_blamed_for_the_backlog(tiny_model: Path, num_rollouts: int)
         env = EnvConfig(id="reverse-text", args={"num_train": 8, "num_eval": 1}, score_timeout_s=LIMIT_S)
         async with open_environment(env) as environment:
             maker = RolloutMaker(Scripted(), environment, Tokenizer(tiny_model), tries=1, record=attempts.append)
-            tasks, worker = environment.train_tasks, environment._worker
+            tasks, worker = environment.train_tasks, environment._process.worker
             sampling = SamplingRequest(GROUP_SIZE, 2, temperature=1.0, seed=0)
             groups = await asyncio.gather(
                 *(
@@ -53,7 +53,7 @@ def test_no_score_is_blamed_for_the_backlog(tiny_model: Path, num_rollouts: int)
                     for order in range(num_rollouts // GROUP_SIZE)
                 )
             )
-            assert environment._worker is worker, "it was killed"
+            assert environment._process.worker is worker, "it was killed"
             return groups
 
     groups = event_loop.run(run())

@@ -158,7 +158,7 @@ def test_a_group_that_is_there_leaves_no_count_of_its_attempts(tokenizer: Tokeni
 
 def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: Tokenizer) -> None:
     """b hangs, and c is not scored by then: both are lost, and sampled again."""
-    hung = UserCodeError(Failure("took too long", hung=True))
+    hung = UserCodeError(Failure("took too long", fault="time"))
     group, client, attempts = make(tokenizer, {"b": hung, "c": WAITS})
     assert group is not None and [rollout.text for rollout in group.rollouts] == ["a", "d", "e"]
     assert [request["n"] for request in client.requests] == [3, 2]
@@ -166,7 +166,7 @@ def test_a_rollout_that_hangs_takes_along_those_that_wait_behind_it(tokenizer: T
 
 
 def test_a_rollout_that_hangs_takes_along_those_before_it_too(tokenizer: Tokenizer) -> None:
-    hung = UserCodeError(Failure("took too long", hung=True))
+    hung = UserCodeError(Failure("took too long", fault="time"))
     group, _, attempts = make(tokenizer, {"a": WAITS, "c": hung})
     assert group is not None and [rollout.text for rollout in group.rollouts] == ["b", "d", "e"]
     assert [len(attempt.failed) for attempt in attempts] == [2, 0]
@@ -230,7 +230,7 @@ def test_a_completion_ends_before_the_text_that_stopped_it(tokenizer: Tokenizer)
 
 def test_nothing_is_scored_any_more_once_a_group_is_called_off(tokenizer: Tokenizer) -> None:
     """What a score waits for costs memory, a worker, or money; of a group that hangs, and of one that is too stale."""
-    rewards = LetterRewards({"b": UserCodeError(Failure("took too long", hung=True)), "c": WAITS, "d": WAITS})
+    rewards = LetterRewards({"b": UserCodeError(Failure("took too long", fault="time")), "c": WAITS, "d": WAITS})
 
     async def called_off() -> None:
         client, request = FakeClient(tokenizer), SamplingRequest(3, 8, temperature=1.0, seed=1)

@@ -2,13 +2,10 @@
 
 import asyncio
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from pydantic import TypeAdapter
 from tests.unit.tasks import until_alone
@@ -16,10 +13,11 @@ from tests.unit.tasks import until_alone
 from tandem.config.environment import EnvConfig
 from tandem.config.rewards import AnyReward
 from tandem.envs.results import checked_score
+from tandem.isolation import process
 from tandem.isolation.calls import CancelledWaiting
-from tandem.rewards import pool
+from tandem.isolation.clock import Limit
 from tandem.rewards.checked import BadReward
-from tandem.rewards.pool import RewardFailed
+from tandem.rewards.pool import SPEC, RewardFailed
 from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError
@@ -192,28 +190,24 @@ def test_a_worker_whose_call_is_called_off_is_killed(tmp_path: Path, when: str) 
 
 
 def test_a_worker_that_hangs_up_without_an_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "EXIT_S", 0.05)
+    monkeypatch.setattr(process, "CLOSE_S", 0.05)
     with pytest.raises(RewardFailed, match="misbehaves ended its process with nothing, and was killed"):
         score(own("misbehaves", timeout_s=60), completion="hangs up")
     assert not descendants(os.getpid())
 
 
 def test_a_worker_ends_with_its_connection_whatever_threads_are_left() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "tandem.rewards.pool_worker", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    try:
-        with ours, ours.makefile("rb") as lines:
-            ours.sendall(orjson.dumps({"rewards": [own("misbehaves")], "path": sys.path}) + b"\n")
-            assert orjson.loads(next(lines)) == {"ready": True}
+    async def run() -> int | None:
+        worker = process.WorkerProcess(SPEC)
+        try:
+            await worker.start([own("misbehaves")])
             arguments = {"completion": "leaves a thread", "answer": ""}
-            ours.sendall(orjson.dumps({"reward": 0, "arguments": arguments}) + b"\n")
-            assert orjson.loads(next(lines)) == {"value": 0.5}
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
+            assert await worker.call({"reward": 0, "arguments": arguments}, Limit(60, "it hangs")) == 0.5
+        finally:
+            await worker.close()
+        return worker.process.returncode
+
+    assert asyncio.run(run()) == 0
 
 
 def test_a_worker_makes_each_reward_once_and_imports_what_its_parent_can(

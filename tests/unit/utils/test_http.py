@@ -102,5 +102,5 @@ def test_bodies_are_json_whatever_the_text() -> None:
 
 def test_who_sends_nothing_needs_no_aiohttp() -> None:
     """Environments and rewards are known to every process of a run; few of them send requests."""
-    probe = "import sys, tandem.launch.preflight, tandem.envs.worker; sys.exit('aiohttp' in sys.modules)"
+    probe = "import sys, tandem.launch.preflight, tandem.envs.service; sys.exit('aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe]).returncode == 0

@@ -6,7 +6,7 @@ from functools import partial
 
 from tandem.config.advantages import PER_TURN, AdvantageConfig
 from tandem.isolation.failures import failure_of
-from tandem.isolation.limited import TRIAL_TIMEOUT_S, try_within
+from tandem.isolation.threads import TRIAL_TIMEOUT_S, try_within
 from tandem.orchestrator.advantages.functions import (
     Advantages,
     Groups,

@@ -12,7 +12,7 @@ import torch
 from tandem.config.align import AlignLossConfig
 from tandem.config.losses import LossConfig
 from tandem.isolation.failures import failure_of
-from tandem.isolation.limited import TRIAL_TIMEOUT_S, try_within
+from tandem.isolation.threads import TRIAL_TIMEOUT_S, try_within
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
 from tandem.trainer.losses.objective import make_policy_loss, needs_entropy_gradient, needs_reference, needs_teacher
 from tandem.trainer.losses.own import OwnLossFailed

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tandem.config.environment import EnvConfig
-from tandem.envs.worker import make, prepare
+from tandem.envs.service import make, prepare
 from tandem.python.data_buffer import DataBuffer
 from tandem.types.rollout import Task
+from tandem.utils.errors import UserError
 
 OWN = """
 import functools
@@ -158,9 +159,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "half_envs", raising=False)
 
 
-def answer_of(config: EnvConfig) -> dict:
-    environment, answer = make(config)
-    return asyncio.run(prepare(environment, config, with_tasks=True)) if environment is not None else answer
+def ready(config: EnvConfig) -> dict:
+    return asyncio.run(prepare(make(config), config))
+
+
+def refusal(config: EnvConfig) -> str:
+    with pytest.raises(UserError) as refused:
+        ready(config)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -208,55 +214,55 @@ def answer_of(config: EnvConfig) -> dict:
     ],
 )
 def test_what_is_no_environment_is_refused_in_one_line(folder: None, name: str, reason: str) -> None:
-    refused = answer_of(EnvConfig(id=f"./half_envs.py:{name}"))["refused"]
+    refused = refusal(EnvConfig(id=f"./half_envs.py:{name}"))
     assert refused.startswith(f"env.id = './half_envs.py:{name}'") and reason in refused and "\n" not in refused
 
 
 @pytest.mark.parametrize(("name", "indices"), [("repeated", [0, 0, 1]), ("numpy_index", [3])])
 def test_a_task_may_be_there_twice_and_numbered_by_numpy(folder: None, name: str, indices: list[int]) -> None:
-    tasks = answer_of(EnvConfig(id=f"./half_envs.py:{name}"))["ready"]["tasks"]
+    tasks = ready(EnvConfig(id=f"./half_envs.py:{name}"))["tasks"]
     assert [task["index"] for task in tasks["train"]] == indices
 
 
 @pytest.mark.parametrize("name", ["Rows", "number_answer", "text_message", "Generated"])
 def test_tasks_are_checked_before_a_system_message_is_put_before_them(folder: None, name: str) -> None:
     config = EnvConfig(id=f"./half_envs.py:{name}")
-    assert answer_of(config.model_copy(update={"system_prompt": "Be brief."})) == answer_of(config)
+    assert refusal(config.model_copy(update={"system_prompt": "Be brief."})) == refusal(config)
 
 
 @pytest.mark.parametrize("system_prompt", [None, "Be brief."])
 def test_tasks_may_be_a_lazy_sequence_that_raises_at_no_index(folder: None, system_prompt: str | None) -> None:
-    tasks = answer_of(EnvConfig(id="./half_envs.py:Lazy", system_prompt=system_prompt))["ready"]["tasks"]
+    tasks = ready(EnvConfig(id="./half_envs.py:Lazy", system_prompt=system_prompt))["tasks"]
     assert [task["index"] for task in tasks["train"]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["Decorated", "PlayedByObject", "PlaysDecorated"])
 def test_methods_may_be_objects_and_decorated(folder: None, name: str) -> None:
-    assert "ready" in answer_of(EnvConfig(id=f"./half_envs.py:{name}"))
+    assert ready(EnvConfig(id=f"./half_envs.py:{name}"))
 
 
 @pytest.mark.parametrize(("name", "is_interactive"), [("ScoresOnly", False), ("PlaysOnly", True)])
 @pytest.mark.parametrize("options", [{}, {"reward": "exact_match"}, {"system_prompt": "Be brief."}])
 def test_a_method_that_is_none_is_not_there(folder: None, name: str, is_interactive: bool, options: dict) -> None:
     config = EnvConfig(id=f"./half_envs.py:{name}", **options)
-    assert answer_of(config)["ready"]["is_interactive"] == is_interactive
+    assert ready(config)["is_interactive"] == is_interactive
     assert DataBuffer.from_env(config.model_dump()).has_conversations == is_interactive
 
 
 def test_a_mistake_in_ones_own_code_is_shown_where_it_is(folder: None) -> None:
-    refused = answer_of(EnvConfig(id="./half_envs.py:OwnMistake"))["refused"]
+    refused = refusal(EnvConfig(id="./half_envs.py:OwnMistake"))
     assert "no_such_thing" in refused and "half_envs.py" in refused.partition("\n")[2]
 
 
 @pytest.mark.parametrize("name", ["NoReward", "ScoresText", "ScoreIsNumber"])
 def test_another_reward_makes_up_for_the_missing_one(folder: None, name: str) -> None:
-    assert "ready" in answer_of(EnvConfig(id=f"./half_envs.py:{name}", reward="exact_match"))
+    assert ready(EnvConfig(id=f"./half_envs.py:{name}", reward="exact_match"))
 
 
 @pytest.mark.parametrize("options", [{}, {"system_prompt": "Be brief."}, {"reward": "exact_match"}])
 def test_tasks_may_be_made_by_setup(folder: None, options: dict[str, str]) -> None:
     config = EnvConfig.model_validate({"id": "./half_envs.py:MadeBySetup"} | options)
-    tasks = answer_of(config)["ready"]["tasks"]
+    tasks = ready(config)["tasks"]
     expected = Task(0, [{"role": "user", "content": "say b"}], "b")
     assert tasks["train"] == tasks["eval"]
     assert (tasks["train"][0]["messages"][-1:], tasks["train"][0]["answer"]) == (expected.messages, expected.answer)

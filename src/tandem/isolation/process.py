@@ -1,41 +1,39 @@
-"""One process of an environment, from start to end, as the orchestrator sees it (envs/worker.py is its inside).
+"""One worker process, from start to end, as its owner sees it (worker.py is its inside).
 
-    score, play ──► the process ──► reward
-                        │ its event loop stands still, or it is gone
-                        ▼
+    call ──► the process ──► value
+                 │ its event loop stands still, or it is gone
+                 ▼
     it is killed with all its children, and what it has said is read to the end. Of the calls that are still open, one
     whose code ran alone fails with what is known of it; where several ran, each is a suspect; the others are lost
 
-Called by envs/process.py, which runs lost calls and suspects again in the next process.
+Called by restarting.py, which runs lost calls and suspects again in the next process, and by pool.py.
 """
 
 import asyncio
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-from tandem.config.environment import EnvConfig
-from tandem.envs.limits import score_limit, turn_limit
-from tandem.envs.model import ChatRefused, ContextFull
-from tandem.envs.protocol import Player
-from tandem.envs.worker import STACK_SIGNAL
 from tandem.isolation.clock import Limit
 from tandem.isolation.failures import MAX_TRACEBACK, Failure, UserCodeError, place_in, stack_of
-from tandem.isolation.marks import SIZE_BYTES, Marks
-from tandem.isolation.wire import AT_ONCE, Payload, frame, messages, receive
+from tandem.isolation.marks import SIZE_BYTES, STACK_SIGNAL, Marks
+from tandem.isolation.wire import AT_ONCE, Ask, Payload, frame, messages, receive
 from tandem.utils.errors import UserError, shorten
 from tandem.utils.processes import describe_exit, kept, kill_tree
 from tandem.utils.waiting import Deadline
 
 # The process ends calls at their limit itself; where its event loop has stood still for longer, it cannot.
 GRACE_S = 3.0
+GRACE_OF_ONE_S = 0.2  # where no other call would be lost with it
 WATCH_S = 0.2
 MAX_WATCH_S = 1.0  # counted between two looks: the rest is the orchestrator's own delay
 CLOSE_S = 2.0
@@ -53,21 +51,34 @@ class WorkerLost(Exception):
 class Call:
     answer: asyncio.Future[Any]
     limit: Limit
-    player: Player | None = None  # of an episode
-    asked: set[asyncio.Task[None]] = field(default_factory=set)  # turns of the model that it waits for
+    ask: Ask | None  # what answers its questions
+    asked: set[asyncio.Task[None]] = field(default_factory=set)  # answers that it waits for
 
-    def end_turns(self) -> None:
-        for turn in self.asked:
-            turn.cancel()
+    def end_answers(self) -> None:
+        for answer in self.asked:
+            answer.cancel()
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker process is for."""
+
+    service: str  # "module:name" of a Service
+    name: str  # of the process, in messages: "the environment's process"
+    made: str  # what its start makes: "env.id = 'calculator'"
+    startup_timeout_s: float
+    startup_hint: str  # what to do about that
+    is_shared: bool = True  # by several calls at a time
 
 
 class WorkerProcess:
-    """`start` returns when the environment is made."""
+    """`start` returns when the service is made."""
 
-    def __init__(self, config: EnvConfig) -> None:
-        self.config = config
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
         self.is_lost = False  # takes no calls any more
-        self.costs: dict[str, float] = {}  # of its rewards, so far
+        self.exit = ""  # how it has ended, where it did by itself
+        self.costs: dict[str, float] = {}  # of its calls, so far
         self.has_culprit = False  # its loss is the fault of one call
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
@@ -84,24 +95,28 @@ class WorkerProcess:
             self._ours, theirs = socket.socketpair()
             with theirs:
                 descriptors = [theirs.fileno(), mark.fileno(), self._stacks.fileno()]
-                command = kept([sys.executable, "-m", "tandem.envs.worker", *map(str, descriptors)])
+                command = kept([sys.executable, "-m", "tandem.isolation.worker", *map(str, descriptors)])
                 self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 
-    async def start(self, *, with_tasks: bool) -> Payload:
-        """Make the environment; UserError where that fails. Returns its tasks, or their fingerprint alone."""
+    async def start(self, setup: Any) -> Any:
+        """Make the service; UserError where that fails. Returns what it tells."""
         reader, self._writer = await asyncio.open_connection(sock=self._ours)
-        request = {"env": self.config.model_dump(mode="json"), "path": sys.path, "with_tasks": with_tasks}
-        self._writer.write(frame(request))
+        self._writer.write(frame({"service": self.spec.service, "setup": setup, "path": sys.path}))
         answer = await self._first_answer(reader)
-        self._reading = asyncio.ensure_future(self._read(reader))
-        self._background = [asyncio.ensure_future(self._write(self._writer)), asyncio.ensure_future(self._watch())]
+        # Of no call, where users' code has this one started (calls.py).
+        start = Context().run
+        self._reading = start(asyncio.ensure_future, self._read(reader))
+        self._background = [
+            start(asyncio.ensure_future, self._write(self._writer)),
+            start(asyncio.ensure_future, self._watch()),
+        ]
         return answer["ready"]
 
     async def _first_answer(self, reader: asyncio.StreamReader) -> Payload:
         deadline = Deadline(
-            what=f"env.id = {self.config.id!r} to be made",
-            timeout_s=self.config.startup_timeout_s,
-            hint="env.startup_timeout_s allows no more",
+            what=f"{self.spec.made} to be made",
+            timeout_s=self.spec.startup_timeout_s,
+            hint=self.spec.startup_hint,
         )
         reading = asyncio.ensure_future(receive(reader))
         try:
@@ -113,35 +128,29 @@ class WorkerProcess:
             raise UserError(f"{error}\n{shorten(await self._read_stacks(), MAX_TRACEBACK)}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             how = await self._how_it_ended()
-            raise UserError(f"env.id = {self.config.id!r} cannot be created: its process {how}") from None
+            raise UserError(f"{self.spec.made} cannot be created: its process {how}") from None
         finally:
             reading.cancel()
         if "refused" in answer:
             raise UserError(answer["refused"])
         return answer
 
-    async def score(self, request: Payload) -> Any:
-        _, call = self._call({"method": "score"} | request, score_limit(self.config))
-        return await call.answer
-
-    async def play(self, request: Payload, player: Player) -> Payload:
-        request = {"method": "rollout", "arguments": []} | request
-        number, call = self._call(request, turn_limit(self.config), player)
-        try:
-            return await call.answer
-        except asyncio.CancelledError:
-            self._send({"cancel": number})
-            raise
-        finally:
-            call.end_turns()
-
-    def _call(self, request: Payload, limit: Limit, player: Player | None = None) -> tuple[int, Call]:
+    async def call(self, request: Payload, limit: Limit, ask: Ask | None = None) -> Any:
+        """What the service answers; UserCodeError or WorkerLost where it does not. `limit` is for code that blocks the
+        process: the service ends the rest itself. A call that can `ask` ends when it is cancelled."""
         assert not self.is_lost, "it would never be answered"
         number = next(self._numbers)
         # It stays there until it is answered, also if no caller waits any more: its code may still hang.
-        call = self._calls[number] = Call(asyncio.get_running_loop().create_future(), limit, player)
+        call = self._calls[number] = Call(asyncio.get_running_loop().create_future(), limit, ask)
         self._send({"call": number} | request)
-        return number, call
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if ask is not None:
+                self._send({"cancel": number})
+            raise
+        finally:
+            call.end_answers()
 
     def _send(self, message: Payload) -> None:
         self._unsent.put_nowait(frame(message))
@@ -174,16 +183,17 @@ class WorkerProcess:
             self._take(message)
         if not self.is_lost:
             self.is_lost = True
-            self._loss = Failure(f"the environment's process {await self._how_it_ended()}")
+            reason = f"{self.spec.name} {await self._how_it_ended()}"
+            self._loss = Failure(reason, fault="memory" if self.process.poll() == -signal.SIGKILL else "crash")
             kill_tree(self.process)
         self._fail_open_calls()
 
     def _take(self, answer: Payload) -> None:
         if "ask" in answer:
             if call := self._calls.get(answer["call"]):
-                turn = asyncio.ensure_future(self._take_turn(call, answer))
-                call.asked.add(turn)
-                turn.add_done_callback(call.asked.discard)
+                answering = asyncio.ensure_future(self._answer(call, answer))
+                call.asked.add(answering)
+                answering.add_done_callback(call.asked.discard)
             return
         self.costs = answer.get("costs", self.costs)
         call = self._calls.pop(answer["call"])
@@ -193,14 +203,13 @@ class WorkerProcess:
             else:
                 call.answer.set_result(answer["value"])
         if answer.get("lingers"):
-            self._kill(None)
+            self._end(None)
 
-    async def _take_turn(self, call: Call, asked: Payload) -> None:
-        """The model's turn."""
-        assert call.player is not None, "only episodes ask"
+    async def _answer(self, call: Call, asked: Payload) -> None:
+        assert call.ask is not None, "it cannot ask"
         try:
-            self._send({"answer": asked["ask"]} | await _turn_of(call.player, asked))
-        except Exception as error:  # the server's fault, not the environment's: the episode ends with it
+            self._send({"answer": asked["ask"]} | await call.ask(asked))
+        except Exception as error:  # answers: the fault of what was asked, not of users' code; the call ends with it
             if not call.answer.done():
                 call.answer.set_exception(error)
             self._send({"cancel": asked["call"]})
@@ -219,12 +228,16 @@ class WorkerProcess:
                 continue
             still_s += min(looked - before, MAX_WATCH_S)
             call = next(iter(self._calls.values()))
-            if still_s > call.limit.seconds + GRACE_S:
+            if still_s > call.limit.seconds + (GRACE_S if self.spec.is_shared else GRACE_OF_ONE_S):
                 stacks = await self._read_stacks()
                 if self._marks.turns == turns:
-                    self._kill(Failure(call.limit.reason, "", stacks, hung=True))
+                    self._end(Failure(call.limit.reason, "", stacks, "time"))
 
-    def _kill(self, loss: Failure | None) -> None:
+    def kill(self) -> None:
+        """With all that it has started."""
+        self._end(None)
+
+    def _end(self, loss: Failure | None) -> None:
         if not self.is_lost:
             self.is_lost = True
             self._loss = loss
@@ -272,19 +285,11 @@ class WorkerProcess:
     async def _how_it_ended(self) -> str:
         if not await self._has_ended():
             return "closed its connection"
-        return f"ended with {describe_exit(self.process.returncode)}"
+        self.exit = describe_exit(self.process.returncode)
+        return f"ended with {self.exit}"
 
 
 def _at_thread(loss: Failure, thread: int | None) -> Failure:
     """With the place where this thread was."""
     stack = loss.traceback if thread is None else stack_of(thread, loss.traceback)
     return replace(loss, where=place_in(stack), traceback=shorten(stack, MAX_TRACEBACK))
-
-
-async def _turn_of(player: Player, asked: Payload) -> Payload:
-    try:
-        return await player.chat(asked["messages"], asked["tools"], asked["max_tokens"])
-    except ContextFull as error:
-        return {"context_full": str(error)}
-    except ChatRefused as error:
-        return {"refused": str(error)}
