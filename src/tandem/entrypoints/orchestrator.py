@@ -31,16 +31,14 @@ def own_run(config: OrchestratorConfig) -> None:
 def orchestrate(config: OrchestratorConfig) -> None:
     from tandem.data.batch_files import MARKER
     from tandem.data.tokenizer import Tokenizer
-    from tandem.envs.mixture import open_environments
     from tandem.orchestrator.advantages import try_advantages
     from tandem.orchestrator.claim import RunClaim
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
     from tandem.orchestrator.loop import Orchestrator
-    from tandem.orchestrator.rehearsal import try_environments
+    from tandem.orchestrator.rehearsal import open_tried
     from tandem.orchestrator.servers import ServerList
     from tandem.orchestrator.state import OrchestratorState
-    from tandem.orchestrator.tasks import encode_prompts
     from tandem.trainer.checkpoints.history import start_step
     from tandem.utils.log import setup_logging
     from tandem.utils.metrics import GAVE_UP, RunLog, open_forwarder, refuse_missing_trackers
@@ -51,9 +49,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
     try_advantages(config.advantage, config.group_size)
 
     async def run() -> None:
-        async with open_environments(config) as environment:
-            prompts = encode_prompts(environment, tokenizer, config)
-            await try_environments(environment, config, tokenizer)
+        async with open_tried(config, tokenizer) as (environment, prompts):
             refuse_missing_trackers(config.metrics.report_to)
             step = start_step(run_dir, "orchestrator", resume=config.resume, own_folder="rollouts", marker=MARKER)
             resumed_from = OrchestratorState.load(run_dir, step) if step else None

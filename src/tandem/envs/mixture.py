@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.envs.process import EnvironmentProcess, open_environment
-from tandem.envs.protocol import Environment, Player, Score
+from tandem.envs.protocol import Environment, ModelProxy, Score
 from tandem.envs.results import Result
 from tandem.types.rollout import Task
 
@@ -21,8 +21,8 @@ class Mixture:
     async def score(self, task: Task, completion: str) -> Score:
         return await self.environments[task.environment].score(task, completion)
 
-    async def play(self, task: Task, player: Player) -> Result:
-        return await self.environments[task.environment].play(task, player)
+    async def play(self, task: Task, model: ModelProxy) -> Result:
+        return await self.environments[task.environment].play(task, model)
 
 
 def costs_of(environment: Environment) -> dict[str, float]:

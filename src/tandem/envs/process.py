@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from tandem.config.environment import EnvConfig
 from tandem.envs.limits import score_limit, turn_limit
 from tandem.envs.model import ChatRefused, ContextFull
-from tandem.envs.protocol import Player, Score
+from tandem.envs.protocol import ModelProxy, Score
 from tandem.envs.results import Result
 from tandem.isolation.process import WorkerProcess, WorkerSpec
 from tandem.isolation.restarting import RestartingWorker
@@ -53,10 +53,10 @@ class EnvironmentProcess:
         request = {"method": "score", "task": _place(task), "completion": completion}
         return await self._process.call(request, score_limit(self.config))
 
-    async def play(self, task: Task, player: Player) -> Result:
+    async def play(self, task: Task, model: ModelProxy) -> Result:
         def begin() -> Ask:
-            player.restart()
-            return partial(_turn_of, player)
+            model.restart()
+            return partial(_turn_of, model)
 
         request = {"method": "rollout", "task": _place(task)}
         return Result(**await self._process.call(request, turn_limit(self.config), begin))
@@ -118,9 +118,9 @@ def _place(task: Task) -> list[Any]:
     return [task.split, task.position]
 
 
-async def _turn_of(player: Player, asked: Payload) -> Payload:
+async def _turn_of(model: ModelProxy, asked: Payload) -> Payload:
     try:
-        return await player.chat(asked["messages"], asked["tools"], asked["max_tokens"])
+        return await model.chat(asked["messages"], asked["tools"], asked["max_tokens"])
     except ContextFull as error:
         return {"context_full": str(error)}
     except ChatRefused as error:

@@ -44,8 +44,8 @@ class InteractiveEnvironment(HasTasks, Protocol):
         ...
 
 
-class Player(Protocol):
-    """Who answers an environment's calls of the model during one episode."""
+class ModelProxy(Protocol):
+    """The model of one episode: answers its calls of `model.chat`."""
 
     def restart(self) -> None:
         """The episode begins anew: its process was lost through no fault of its own."""
@@ -66,9 +66,9 @@ class Environment(HasTasks, Protocol):
         ...
 
 
-class Stage(Environment, Protocol):
-    """What it sees of one that also plays episodes."""
+class MultiTurnEnv(Environment, Protocol):
+    """What it sees of one whose rollouts may take several turns of the model."""
 
-    async def play(self, task: Task, player: Player) -> Result:
+    async def play(self, task: Task, model: ModelProxy) -> Result:
         """One episode, within its time limits; UserCodeError where it comes to nothing."""
         ...

@@ -33,7 +33,7 @@ class TurnCount:
             )
 
 
-class ScriptedPlayer:
+class ScriptedModel:
     """A model that always says the same."""
 
     def __init__(self, text: str) -> None:
@@ -92,6 +92,6 @@ async def _try(environment: Environment, task: Task, completion: str, play: Play
     if not isinstance(environment, EnvironmentProcess) or not is_played(task):
         await environment.score(task, completion)
     elif play is None:
-        await environment.play(task, ScriptedPlayer(completion))
+        await environment.play(task, ScriptedModel(completion))
     else:
         await play(task, completion)

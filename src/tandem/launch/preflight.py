@@ -7,7 +7,6 @@ from tandem.config.changes import review_changes
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.mixture import open_environments
 from tandem.launch.given_servers import check_given_servers
 from tandem.launch.local.gpus import find_gpu_plan
 from tandem.launch.plan import server_configs
@@ -20,8 +19,7 @@ from tandem.models.files import (
     embedding_size,
 )
 from tandem.orchestrator.advantages import try_advantages
-from tandem.orchestrator.rehearsal import try_environments
-from tandem.orchestrator.tasks import encode_prompts
+from tandem.orchestrator.rehearsal import open_tried
 from tandem.serving.vllm.serve import check_vllm
 from tandem.trainer.checkpoints import history as checkpoints
 from tandem.trainer.checkpoints.history import refuse_fewer_steps, require_checkpoint
@@ -80,9 +78,8 @@ def is_finished(config: RLConfig) -> bool:
 
 
 async def _check_environment(config: OrchestratorConfig, tokenizer: Tokenizer) -> None:
-    async with open_environments(config) as environment:
-        encode_prompts(environment, tokenizer, config)
-        await try_environments(environment, config, tokenizer)
+    async with open_tried(config, tokenizer):
+        pass
 
 
 def _check_deployment(config: RLConfig) -> None:

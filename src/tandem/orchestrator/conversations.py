@@ -16,7 +16,7 @@ from tandem.data.tool_calls import CallFormat, FoundCall, choose_format, read_te
 from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.process import EnvironmentProcess, is_played
-from tandem.envs.protocol import Environment, Stage
+from tandem.envs.protocol import Environment, MultiTurnEnv
 from tandem.envs.results import Result
 from tandem.isolation.failures import failure_of
 from tandem.orchestrator.failures import RolloutFailure
@@ -150,8 +150,8 @@ def earned_before(turn_rewards: Sequence[float], numbers: Sequence[int]) -> list
 class Episodes:
     """Plays the episodes of an environment."""
 
-    def __init__(self, stage: Stage, tokenizer: Tokenizer, seq_len: int) -> None:
-        self.stage = stage
+    def __init__(self, environment: MultiTurnEnv, tokenizer: Tokenizer, seq_len: int) -> None:
+        self.environment = environment
         self.format = ChatFormat(tokenizer, seq_len)
 
     def plays(self, task: Task) -> bool:
@@ -161,7 +161,7 @@ class Episodes:
     async def play(self, task: Task, policy: Generator, sampling: SamplingRequest) -> Rollout | RolloutFailure:
         conversation = Conversation(policy, self.format, sampling)
         try:
-            result = await self.stage.play(task, conversation)
+            result = await self.environment.play(task, conversation)
             return conversation.rollout(result, len(task.messages))
         except Exception as error:  # whatever users' code raises, it costs this rollout and nothing else
             return RolloutFailure(conversation.text, failure_of(error))

@@ -1,16 +1,20 @@
-"""Before anything starts: do the environments score at all, and do their episodes make rollouts to train on?
+"""Opens the environments of a run: do they score at all, and do their episodes make rollouts to train on?
 
 Episodes are played through the conversation of a run (orchestrator/conversations.py), with a model that always says the
 same. So messages that make no prompt, tools the model cannot use and conversations beyond seq_len are found here.
-Called by `rl` and the orchestrator."""
+Called by `rl`, before anything starts, and by the orchestrator."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from tandem.config.orchestrator import EnvPlan, OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.mixture import Mixture
+from tandem.envs.mixture import Mixture, open_environments
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.trial import TurnCount, try_environment
 from tandem.isolation.failures import Failure, UserCodeError
 from tandem.orchestrator.conversations import ChatFormat, Conversation
+from tandem.orchestrator.tasks import Prompts, encode_prompts
 from tandem.types.rollout import Completion, SamplingRequest
 
 
@@ -26,6 +30,17 @@ class ScriptedPolicy:
         token_ids = self.token_ids[: sampling.max_tokens]
         finish_reason = "stop" if len(token_ids) == len(self.token_ids) else "length"
         return [Completion(token_ids, [-1.0] * len(token_ids), [0] * len(token_ids), finish_reason)]
+
+
+@asynccontextmanager
+async def open_tried(
+    config: OrchestratorConfig, tokenizer: Tokenizer
+) -> AsyncIterator[tuple[EnvironmentProcess | Mixture, Prompts]]:
+    """The environments with their prompts, ended with the block; UserError where a run could not use them."""
+    async with open_environments(config) as environment:
+        prompts = encode_prompts(environment, tokenizer, config)
+        await try_environments(environment, config, tokenizer)
+        yield environment, prompts
 
 
 async def try_environments(

@@ -118,8 +118,8 @@ async def nothing(*_: object) -> None:
 
 
 @asynccontextmanager
-async def no_environment(*_: object) -> AsyncIterator[None]:
-    yield
+async def no_environment(*_: object) -> AsyncIterator[tuple[None, None]]:
+    yield None, None
 
 
 def fake_wandb() -> ModuleType:
@@ -143,9 +143,7 @@ def up_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.trainer.rl.train.train_rl", begin_training)
     for name in ("sft.train_sft", "align.train_align"):
         monkeypatch.setattr(f"tandem.trainer.offline.{name}", lambda *_: None)
-    monkeypatch.setattr("tandem.envs.mixture.open_environments", no_environment)
-    monkeypatch.setattr("tandem.orchestrator.rehearsal.try_environments", nothing)
-    monkeypatch.setattr("tandem.orchestrator.tasks.encode_prompts", lambda *_: None)
+    monkeypatch.setattr("tandem.orchestrator.rehearsal.open_tried", no_environment)
     for name in ("loop.Orchestrator", "servers.ServerList"):
         monkeypatch.setattr(f"tandem.orchestrator.{name}", Nothing)
     monkeypatch.setattr("tandem.trainer.checkpoints.export.decoder_tensors", lambda *_: {})

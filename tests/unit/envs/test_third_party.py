@@ -14,7 +14,7 @@ from tandem.envs.model import ContextFull, Reply
 from tandem.envs.process import open_environment
 from tandem.envs.registry import make_environment
 from tandem.envs.results import Result
-from tandem.envs.trial import ScriptedPlayer, try_environment
+from tandem.envs.trial import ScriptedModel, try_environment
 from tandem.isolation.failures import failure_of
 from tandem.utils.errors import UserError
 
@@ -211,6 +211,6 @@ class TestVerifiers:
             async with open_environment(env) as environment:
                 await try_environment(environment, env)
                 assert len(environment.train_tasks) == 4
-                return await environment.play(environment.train_tasks[0], ScriptedPlayer("a"))
+                return await environment.play(environment.train_tasks[0], ScriptedModel("a"))
 
         assert asyncio.run(run()).rewards == 1.5

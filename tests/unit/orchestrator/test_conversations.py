@@ -13,7 +13,7 @@ from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.process import HeldTask, is_played
-from tandem.envs.protocol import Player
+from tandem.envs.protocol import ModelProxy
 from tandem.envs.results import Result
 from tandem.orchestrator.advantages import make_batch_advantages
 from tandem.orchestrator.batches import batch_metrics, make_batch, make_samples
@@ -211,7 +211,7 @@ def test_a_conversation_that_is_too_long_or_refused(tokenizer: Tokenizer, tiny_m
         conversation.rollout(Result(1.0), 1)
 
 
-class Stage:
+class MultiTurnEnv:
     """An environment whose episode is one turn; it fails where the model says so."""
 
     train_tasks = eval_tasks = (TASK,)
@@ -220,9 +220,9 @@ class Stage:
         assert not is_played(task)
         return 0.5
 
-    async def play(self, task: Task, player: Player) -> Result:
-        player.restart()
-        reply = await player.chat([QUESTION], None, None)
+    async def play(self, task: Task, model: ModelProxy) -> Result:
+        model.restart()
+        reply = await model.chat([QUESTION], None, None)
         if reply["message"]["content"] == "fail":
             raise LookupError("as told")
         return Result(float(len(reply["message"]["content"])))
@@ -232,15 +232,15 @@ def make_group(
     policy: Says, tokenizer: Tokenizer, tries: int = 2, task: Task = TASK
 ) -> tuple[Group | None, list[Attempt]]:
     attempts: list[Attempt] = []
-    stage = Stage()
+    environment = MultiTurnEnv()
     maker = RolloutMaker(
         policy,
-        stage,
+        environment,
         tokenizer,
         tries=tries,
         record=attempts.append,
         delays_s=(0.0,),
-        episodes=Episodes(stage, tokenizer, 512),
+        episodes=Episodes(environment, tokenizer, 512),
     )
     sampling = SamplingRequest(n=3, max_tokens=40, temperature=1.0, seed=5)
     try:
@@ -277,20 +277,20 @@ def test_a_task_that_is_not_played_is_scored_where_others_are_played(tokenizer: 
 
 
 def test_environments_in_processes_can_have_conversations(tokenizer: Tokenizer) -> None:
-    assert open_episodes(Stage(), tokenizer, 64) is None
+    assert open_episodes(MultiTurnEnv(), tokenizer, 64) is None
     mixture = Mixture({})
     episodes = open_episodes(mixture, tokenizer, 64)
-    assert episodes is not None and episodes.stage is mixture
+    assert episodes is not None and episodes.environment is mixture
     assert (episodes.format.tokenizer, episodes.format.seq_len) == (tokenizer, 64)
 
 
 class TwoTurns:
-    """A stage: the first turn earns 1 if it is "yes", the whole episode 2 if the last one is."""
+    """An environment: the first turn earns 1 if it is "yes", the whole episode 2 if the last one is."""
 
-    async def play(self, task: Task, player: Player) -> Result:
-        first = (await player.chat([QUESTION], None, None))["message"]
+    async def play(self, task: Task, model: ModelProxy) -> Result:
+        first = (await model.chat([QUESTION], None, None))["message"]
         messages = [QUESTION, first, {"role": "user", "content": "sure?"}]
-        second = (await player.chat(messages, None, None))["message"]
+        second = (await model.chat(messages, None, None))["message"]
         return Result(2.0 * (second["content"] == "yes"), turn_rewards=[float(first["content"] == "yes"), 0.0])
 
 

@@ -13,9 +13,9 @@ from tandem.config.environment import EnvConfig
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.data.batch_files import MARKER
 from tandem.data.tokenizer import Tokenizer
-from tandem.envs.mixture import Mixture, open_environments
+from tandem.envs.mixture import Mixture
 from tandem.orchestrator.loop import Orchestrator
-from tandem.orchestrator.rehearsal import try_environments
+from tandem.orchestrator.rehearsal import open_tried
 from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts
 from tandem.types.rollout import Completion, SamplingRequest, Task
@@ -174,10 +174,8 @@ def test_each_environment_has_a_process_of_its_own(tmp_path: Path, tiny_model: P
     options = config(tmp_path, envs=envs, seq_len=256)
 
     async def run() -> None:
-        async with open_environments(options) as environment:
+        async with open_tried(options, Tokenizer(tiny_model)) as (environment, prompts):
             assert isinstance(environment, Mixture)
-            await try_environments(environment, options, Tokenizer(tiny_model))
-            prompts = encode_prompts(environment, Tokenizer(tiny_model), options)
             assert len(prompts.train) == 8 and [task.environment for task in environment.eval_tasks[::2]] == [
                 "text",
                 "game",

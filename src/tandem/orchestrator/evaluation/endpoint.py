@@ -75,7 +75,7 @@ class ChatEndpoint:
         return answers
 
 
-class EndpointPlayer:
+class EndpointModel:
     """Answers an environment's calls of the model during one episode."""
 
     def __init__(self, endpoint: ChatEndpoint, seed: int) -> None:

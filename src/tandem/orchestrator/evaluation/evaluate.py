@@ -14,7 +14,7 @@ from tandem.config.evaluate import EvaluateConfig
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.results import checked_score, total
 from tandem.isolation.failures import failure_of
-from tandem.orchestrator.evaluation.endpoint import ChatEndpoint, EndpointPlayer
+from tandem.orchestrator.evaluation.endpoint import ChatEndpoint, EndpointModel
 from tandem.orchestrator.evaluation.scores import summarize
 from tandem.orchestrator.tasks import request_seed
 from tandem.types.rollout import Task
@@ -101,9 +101,9 @@ async def _samples(
 async def _episode(
     environment: EnvironmentProcess, endpoint: ChatEndpoint, task: HeldTask, seed: int
 ) -> dict[str, Any]:
-    player = EndpointPlayer(endpoint, seed)
-    result = await environment.play(task, player)
-    conversation = player.messages[len(task.messages) :]
+    model = EndpointModel(endpoint, seed)
+    result = await environment.play(task, model)
+    conversation = model.messages[len(task.messages) :]
     return _line(task, result.total, conversation=conversation, ended=result.ended)
 
 

@@ -9,7 +9,7 @@ from tests.unit.orchestrator.planned_server import DROP, Plan, PlannedServer
 
 from tandem.config.evaluate import EndpointConfig
 from tandem.envs.model import ChatRefused
-from tandem.orchestrator.evaluation.endpoint import Answer, ChatEndpoint, EndpointPlayer
+from tandem.orchestrator.evaluation.endpoint import Answer, ChatEndpoint, EndpointModel
 from tandem.utils.errors import UserError
 from tandem.utils.http import RequestFailed
 
@@ -164,17 +164,17 @@ def test_a_player_answers_one_episode(server: FakeEndpoint) -> None:
     first, second = said("") | {"tool_calls": kept}, said("done")
 
     async def play(endpoint: ChatEndpoint) -> None:
-        player = EndpointPlayer(endpoint, seed=3)
-        assert player.messages == []
-        assert await player.chat(QUESTION, tools, 5) == {"message": first, "finish_reason": "stop"}
-        assert player.messages == [*QUESTION, first]
-        assert await player.chat([*QUESTION, first], None, None) == {"message": second, "finish_reason": "stop"}
-        assert player.messages == [*QUESTION, first, second]
+        model = EndpointModel(endpoint, seed=3)
+        assert model.messages == []
+        assert await model.chat(QUESTION, tools, 5) == {"message": first, "finish_reason": "stop"}
+        assert model.messages == [*QUESTION, first]
+        assert await model.chat([*QUESTION, first], None, None) == {"message": second, "finish_reason": "stop"}
+        assert model.messages == [*QUESTION, first, second]
         with pytest.raises(ChatRefused, match="400: too long"):
-            await player.chat(QUESTION, None, None)
-        assert player.messages == [*QUESTION, first, second]
-        player.restart()
-        assert player.messages == []
+            await model.chat(QUESTION, None, None)
+        assert model.messages == [*QUESTION, first, second]
+        model.restart()
+        assert model.messages == []
 
     with_endpoint(server, play, model="m")
     asked = {"model": "m", "messages": QUESTION, "n": 1, "seed": 3}

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.config.evaluate import EvaluateConfig
 from tandem.envs.process import HeldTask
-from tandem.envs.protocol import Player, Score
+from tandem.envs.protocol import ModelProxy, Score
 from tandem.envs.results import Result
 from tandem.orchestrator.evaluation.endpoint import Answer
 from tandem.orchestrator.evaluation.evaluate import (
@@ -61,8 +61,8 @@ class FakeEnvironment:
     async def score(self, task: Task, completion: str) -> Score:
         return {"length": float("nan") if completion == "nan" else len(completion), "half": 0.5}
 
-    async def play(self, task: Task, player: Player) -> Result:
-        await player.chat(task.messages, None, None)
+    async def play(self, task: Task, model: ModelProxy) -> Result:
+        await model.chat(task.messages, None, None)
         return Result(2.0, ended="won")
 
 
