@@ -1,6 +1,6 @@
 """The model as environments see it: messages in, one message out. The tokens stay with the orchestrator.
 
-`RemoteModel` lives in the environment's process and asks the orchestrator for every turn (envs/worker.py).
+`RemoteModel` lives in the environment's process and asks the orchestrator for every turn (envs/service.py).
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,6 +1,6 @@
 """The tasks of an environment, as users make them: read and checked once, before any of them is asked.
 
-Called in the environment's process (envs/worker.py), which sends what the orchestrator needs of them."""
+Called in the environment's process (envs/service.py), which sends what the orchestrator needs of them."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,8 @@
     sync function    a thread, left behind at the limit
 
 What does not end by that lingers, and the outcome says so. Code that blocks the event loop, or holds the interpreter
-lock, cannot be ended from here: the owner of the process watches for it and kills it. Marks
-say whose code runs, in the event loop and in threads.
+lock, cannot be ended from here: the owner of the process watches for it and kills it. Marks say whose code runs, in the
+event loop and in threads.
 """
 
 import asyncio
