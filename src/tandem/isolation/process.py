@@ -170,13 +170,15 @@ class WorkerProcess:
         if self.is_lost and self._reading is not None:
             await asyncio.wait([self._reading])  # callers get what it has said
         self.is_lost = True
-        for task in [*self._background, *filter(None, [self._reading])]:
+        tasks = [*self._background, *filter(None, [self._reading])]
+        for task in tasks:
             task.cancel()
         (self._writer or self._ours).close()
         await self._has_ended()
         kill_tree(self.process)
         self._marks.close()
         self._stacks.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         async for message in messages(reader):
