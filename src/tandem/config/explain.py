@@ -59,7 +59,7 @@ def _explain(root: type[BaseModel], details: ErrorDetails, *others: ErrorDetails
     if kind == "union_tag_invalid":
         return _explain_tag(key, details)
     if kind == "literal_error":
-        hint = algorithm_hint(key, details["input"]) or _nearest_literal(details)
+        hint = algorithm_hint(key, details["input"], _choices(details)) or _nearest_literal(details)
         hint += _elsewhere(details["input"], list(option_paths(root)))
         return f"{key} = {value} is not valid; {hint}"
     if kind == "model_type" and isinstance(details["input"], list):
@@ -136,9 +136,13 @@ def option_paths(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from option_paths(inner, f"{prefix}{name}.")
 
 
-def _nearest_literal(details: ErrorDetails) -> str:
+def _choices(details: ErrorDetails) -> list[str]:
     expected = details.get("ctx", {}).get("expected", "")
-    choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+    return [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+
+
+def _nearest_literal(details: ErrorDetails) -> str:
+    choices = _choices(details)
     near = nearest(str(details["input"]), choices)
     one_of = f"one of: {', '.join(choices)}"
     return f"did you mean {near!r}? ({one_of})" if near else one_of

@@ -3,11 +3,13 @@ top of a file for orchestrator.metrics, because no other option of its could be 
 it is, and refused as an unknown key."""
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, get_origin
 
 from pydantic import BaseModel
 
 from tandem.config.explain import models_in
+from tandem.config.hints import TAKEN
 from tandem.config.sources import Tree, merge, nest
 from tandem.utils.errors import UserError
 
@@ -44,6 +46,17 @@ def place_keys(cls: type[BaseModel], tree: Tree, short_names: Mapping[str, str] 
                 raise ValueError(f"{twice} is also given as {key!r} at the top; give it once")
             result = merge(result, given)
     return result
+
+
+@cache
+def find_option(cls: type[BaseModel], name: str) -> str | None:
+    """The full name of the option that `name` is, one of ours or of TRL's; None: of none, or of several."""
+    for option in [*TAKEN.get(name, ()), name]:
+        first, dot, rest = option.partition(".")
+        full = find_place(cls, first, [rest]) + dot + rest
+        if _is_option(cls, full):
+            return full
+    return None
 
 
 def find_place(cls: type[BaseModel], first: str, inner: list[str]) -> str:

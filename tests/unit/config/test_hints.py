@@ -6,7 +6,8 @@ import pytest
 
 from tandem.config.align import AlignConfig
 from tandem.config.explain import option_paths
-from tandem.config.hints import ALGORITHMS, EXPLAINED, FOREIGN, options_meant
+from tandem.config.foreign import ALGORITHMS
+from tandem.config.hints import EXPLAINED, FOREIGN, options_meant
 from tandem.config.inference import InferenceConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sft import SFTConfig
@@ -33,7 +34,7 @@ ALL_PATHS = {path for cls in (RLConfig, SFTConfig, AlignConfig, InferenceConfig)
         ("--save-steps", "checkpoint.every", "checkpoint.every", "checkpoint.every"),
         ("--lora-r", "trainer.lora.rank", "lora.rank", "lora.rank"),
         ("--model-name-or-path", "model.name", "model.name", "model.name"),
-        ("--bf16", "model.dtype", "model.dtype", "model.dtype"),
+        ("--torch-dtype", "model.dtype", "model.dtype", "model.dtype"),
     ],
 )
 def test_the_refusal_names_our_option(refusal, rl_toml: str, flag: str, rl: str, sft: str, align: str) -> None:

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from tandem.config.align import AlignConfig
+from tandem.config.base import Config
+from tandem.config.hints import algorithm_name
+from tandem.config.rl import RLConfig
+from tandem.config.sft import SFTConfig
 from tandem.config.sources import Tree
+
+CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         needs={"trainer.loss.teacher.model": "the directory of the teacher model"},
     ),
 }
-ALIASES = {
-    "reward_model": "reward",
-    "rm": "reward",
-    "sigmoid": "dpo",
-    "drgrpo": "dr_grpo",
-    "reinforce++": "reinforce_pp",
-    "gkd": "distillation",
-}
+
 # What TRL's loss_type says of them where it is not their name.
 LOSS_TYPES = {"sigmoid": ("dpo", "cpo"), "nll": ("sft",)}
 
@@ -87,9 +87,3 @@ def is_loss_of(loss_type: object, name: str) -> bool:
     """Whether TRL's `loss_type`, one or a list of one, is what the algorithm does."""
     given = loss_type[0] if isinstance(loss_type, list) and len(loss_type) == 1 else loss_type
     return name in LOSS_TYPES.get(str(given), ()) or algorithm_name(given) == name
-
-
-def algorithm_name(name: object) -> str:
-    """The name as it stands in ALGORITHMS, if it does."""
-    plain = str(name).lower().replace("-", "_").replace(" ", "_").replace(".", "")
-    return ALIASES.get(plain, plain)

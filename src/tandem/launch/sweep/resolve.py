@@ -9,15 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tandem.config.align import AlignConfig
 from tandem.config.base import Config
 from tandem.config.evaluate import EvaluateConfig
 from tandem.config.explain import explain_validation_error, option_paths
-from tandem.config.hints import algorithm_hint
+from tandem.config.full_names import find_option
+from tandem.config.hints import TAKEN, algorithm_hint, algorithm_name, explanation, options_named
 from tandem.config.offline import OfflineConfig
 from tandem.config.rl import RLConfig
 from tandem.config.sbatch import is_one_line
-from tandem.config.sft import SFTConfig
 from tandem.config.shared import ModelConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree, merge, nest, read_config_file
@@ -26,12 +25,21 @@ from tandem.data.rows import refuse_missing
 from tandem.envs.registry import check_names
 from tandem.launch.plan import hide_keys
 from tandem.launch.slurm.job import check_venv
-from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED, Algorithm, algorithm_name, is_loss_of
-from tandem.launch.sweep.arguments import BY_RULE, IMMATERIAL, ONLY, REFUSED, all_names, placed, renamed
+from tandem.launch.sweep.algorithms import ALGORITHMS, CONFIGS, DISTRIBUTED, Algorithm, is_loss_of
+from tandem.launch.sweep.arguments import ELSEWHERE, IMMATERIAL, ONLY
 from tandem.launch.sweep.document import Document
 from tandem.launch.sweep.expand import Variant
 from tandem.launch.sweep.layout import ARGUMENTS, check_layout, nearest_of
-from tandem.launch.sweep.rules import DEFAULT_COMPLETION, NO_LIMIT, Options, Refused, apply_rules, value_at
+from tandem.launch.sweep.rules import (
+    BY_RULE,
+    BY_RULE_ONLINE,
+    DEFAULT_COMPLETION,
+    NO_LIMIT,
+    Options,
+    Refused,
+    apply_rules,
+    value_at,
+)
 from tandem.launch.sweep.same_runs import idle_keys, refuse_same_runs
 from tandem.models.files import check_model, check_positions
 from tandem.utils.errors import UserError
@@ -39,7 +47,6 @@ from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
 from tandem.utils.progress import reported
 from tandem.utils.secrets import HIDDEN, holds_secret, names_secret
 
-CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}
 KEYS = {"data.path": "dataset_name", "env.id": "env", "env.reward": "reward_funcs"}  # that give these options
 
 
@@ -118,7 +125,7 @@ class Resolver:
         slurm = self._slurm(variant)
         environment = self._environment(variant)
         secrets = {name: value for name, value in environment.items() if names_secret(name) or holds_secret(value)}
-        options = Options(algorithm.is_online)
+        options = Options(algorithm.command)
         if slurm.inference_nodes is not None and not algorithm.is_online:
             options.notes.append(f"inference_nodes: {name} has no inference servers; all nodes train")
         tree: Tree = {}
@@ -198,7 +205,7 @@ class Resolver:
         trainers = slurm.nodes - slurm.serving_nodes if online else slurm.nodes
         if not online:
             options.compute("parallel.ranks", ranks, "one rank per GPU of a node")
-            if not {"epochs", "max_steps"} & {*options.values, *by_rule, *base}:
+            if not {"epochs", "num_train_epochs", "max_steps"} & {*options.values, *by_rule, *base}:
                 options.compute("epochs", 3.0, "the default of transformers")
         if name == "dr_grpo":
             longest = options.get("sampling.max_tokens") or DEFAULT_COMPLETION
@@ -240,39 +247,25 @@ class Resolver:
         return tree
 
     def _take(self, key: str, value: Any, algorithm: Algorithm, options: Options, by_rule: dict[str, Any]) -> None:
-        """One argument: ours by another name, one for the rules, one that changes nothing, or refused."""
-        online = algorithm.is_online
-        names = renamed(online)
+        """One argument: for the rules, an option by our name or another's, one that changes nothing, or refused."""
         if key == "max_steps" and value == NO_LIMIT:
             return
-        if key == "dataset_name" and online:
-            options.set("env.id", "dataset", key)
-            options.set("env.args.path", value, key)
-        elif key in names:
-            options.set(names[key], value, key)
-            if key in BY_RULE:
-                by_rule[key] = value
-        elif key in BY_RULE:
+        if key in ELSEWHERE:
+            raise Refused(key, f"{key} is not supported: {ELSEWHERE[key]}")
+        if key in (BY_RULE_ONLINE if algorithm.is_online else BY_RULE):
             by_rule[key] = value
+        elif find_option(CONFIGS[algorithm.command], key) is not None:
+            options.set(key, value, key)
         elif key in IMMATERIAL:
             options.notes.append(f"{key}: {IMMATERIAL[key]}")
         elif key in ONLY:
             accepted, why = ONLY[key]
             if value not in accepted:
                 raise Refused(key, f"{key} = {value!r} is not supported: {why}")
-        elif key in REFUSED:
-            raise Refused(key, f"{key} is not supported: {REFUSED[key]}")
-        elif key in renamed(not online):
-            kind = "online" if online else "offline"
-            raise Refused(
-                key, f"{key} has no meaning for {kind} algorithms such as {algorithm.command}'s; leave it out"
-            )
-        elif key in (paths := [*option_paths(CONFIGS[algorithm.command])]):
-            options.set_exactly(key, value, key)
-        elif placed(key, online) in paths:
-            options.set(key, value, key)
+        elif key in BY_RULE_ONLINE or any(find_option(cls, key) is not None for cls in CONFIGS.values()):
+            raise Refused(key, f"{key} has no meaning for `{algorithm.command}`; leave it out")
         else:
-            raise Refused(key, f"unknown argument {key!r}; {nearest_of(key, [*all_names(), *paths])}")
+            raise Refused(key, f"unknown argument {key!r}; {_hint(key, algorithm)}")
 
     def _base(self, value: Any, base: Tree) -> Tree:
         for path in value if isinstance(value, list) else [value]:
@@ -372,6 +365,16 @@ class Resolver:
             if key in keys:
                 return self.document.refuse(section, key, message)
         return UserError(f"{self.document.path}: {message}")
+
+
+def _hint(key: str, algorithm: Algorithm) -> str:
+    """What an unknown argument is for the command, or what is written nearly as it is."""
+    paths = list(option_paths(CONFIGS[algorithm.command]))
+    if told := explanation(key, paths):
+        return told
+    if meant := options_named(key, paths):
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    return nearest_of(key, [*TAKEN, *BY_RULE_ONLINE, *IMMATERIAL, *ONLY, *paths])
 
 
 def _keys_of(details: Mapping[str, Any], options: Options) -> list[str]:

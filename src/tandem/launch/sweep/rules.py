@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.config.full_names import find_option
 from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.sampling import SamplingConfig
 from tandem.config.shared import num_steps
 from tandem.config.sources import Tree
-from tandem.launch.sweep.arguments import placed
+from tandem.launch.sweep.algorithms import CONFIGS
 from tandem.utils.secrets import names_secret
 
 DEFAULT_BATCH_SIZE = 8  # of transformers, for one device
@@ -28,6 +29,23 @@ CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # transf
 SWITCHES = ("bf16", "use_cpu", "use_peft", "use_vllm", "precompute_ref_log_probs", *CHECKPOINTING)
 
 
+# Of online algorithms: rules that only name an option.
+NAMED_ONLINE = {
+    "env": "env.id",
+    "steps_per_generation": "updates_per_batch",
+    "vllm_tensor_parallel_size": "inference.vllm.flags.tensor-parallel-size",
+}
+# What the rules read.
+BY_RULE = {
+    *COUNTS,
+    *NUMBERS,
+    *SWITCHES,
+    *("max_steps", "torch_dtype", "dtype", "eval_strategy", "evaluation_strategy", "save_strategy", "report_to"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "loss_type", "dataset_name"),
+}
+BY_RULE_ONLINE = {*BY_RULE, "epsilon", *NAMED_ONLINE}
+
+
 class Refused(ValueError):
     """A value of the experiment file, by its key."""
 
@@ -40,18 +58,19 @@ class Refused(ValueError):
 class Options:
     """Options of ours by dotted path, each with the key of the experiment file that it comes from."""
 
-    online: bool
+    command: str  # rl, sft or align
     base: Tree = field(default_factory=dict)  # a tree of what holds where nothing is set
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def set(self, path: str, value: Any, key: str) -> None:
-        """An option by its path under `sft` and `align`."""
-        self.set_exactly(placed(path, self.online), value, key)
+    @property
+    def online(self) -> bool:
+        return self.command == "rl"
 
-    def set_exactly(self, path: str, value: Any, key: str) -> None:
-        """An option by its path under the command itself; a table is so many options."""
+    def set(self, path: str, value: Any, key: str) -> None:
+        """An option by its name, which may lack its beginning; a table is so many options."""
+        path = self._placed(path)
         for option, given in _leaves(path, value).items():
             if option in self.values and (before := self.values[option]) != given:
                 other = self.sources[option]
@@ -62,14 +81,17 @@ class Options:
     def compute(self, path: str, value: Any, why: str) -> None:
         """A value that was left out."""
         if self.get(path) is None:
-            path = placed(path, self.online)
+            path = self._placed(path)
             self.values[path], self.sources[path] = value, why
             self.notes.append(f"{path} = {value}: {why}")
 
     def get(self, path: str) -> Any:
         """As set, or as the algorithm and the files that the experiment builds on have it."""
-        path = placed(path, self.online)
+        path = self._placed(path)
         return self.values[path] if path in self.values else value_at(self.base, path)
+
+    def _placed(self, path: str) -> str:
+        return find_option(CONFIGS[self.command], path) or path
 
 
 def _leaves(path: str, value: Any) -> dict[str, Any]:
@@ -91,6 +113,7 @@ def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, 
     """All rules, for the arguments that were given."""
     for key, value in given.items():
         _refuse_wrong_type(key, value)
+    _dataset(given, options)
     _length(given, options)
     _precision(given, options)
     _optimizer(given, options)
@@ -98,11 +121,15 @@ def apply_rules(given: Mapping[str, Any], options: Options, world_size: int, *, 
     _checkpoints(given, options)
     _adapter(given, options)
     if "epsilon" in given:
+        options.set("loss.clip_low", given["epsilon"], "epsilon")
         options.compute("loss.clip_high", given["epsilon"], "epsilon, as there is no epsilon_high")
+    for name, option in NAMED_ONLINE.items():
+        if name in given:
+            options.set(option, given[name], name)
     if "report_to" in given:
         options.set("metrics.report_to", _trackers(given["report_to"]), "report_to")
     if given.get("use_cpu"):
-        options.set("device", "cpu", "use_cpu")
+        options.set("trainer.device" if options.online else "device", "cpu", "use_cpu")
     if given.get("use_vllm") is not None:
         if not options.online:
             raise Refused("use_vllm", "use_vllm is for online algorithms, which generate; leave it out")
@@ -131,7 +158,18 @@ def _refuse_wrong_type(key: str, value: Any) -> None:
         raise Refused(key, f"{key} = {value!r} is not a table; give {{min_lr_rate: 0.1}}")
 
 
+def _dataset(given: Mapping[str, Any], options: Options) -> None:
+    """Online, rows are the tasks of an environment."""
+    if "dataset_name" not in given:
+        return
+    if options.online:
+        options.set("env.id", "dataset", "dataset_name")
+    options.set("env.args.path" if options.online else "data.path", given["dataset_name"], "dataset_name")
+
+
 def _length(given: Mapping[str, Any], options: Options) -> None:
+    if "num_train_epochs" in given and not options.online:
+        options.set("epochs", given["num_train_epochs"], "num_train_epochs")
     if "max_steps" in given:
         options.set("max_steps", given["max_steps"], "max_steps")
         # transformers lets max_steps win over num_train_epochs.
@@ -143,6 +181,8 @@ def _length(given: Mapping[str, Any], options: Options) -> None:
     if "max_prompt_length" in given and options.online:
         completion = options.get("sampling.max_tokens") or DEFAULT_COMPLETION
         options.set("seq_len", given["max_prompt_length"] + completion, "max_prompt_length")
+    elif "max_prompt_length" in given:
+        options.set("data.max_prompt_len", given["max_prompt_length"], "max_prompt_length")
     if not options.online and {"seq_len", "data.max_prompt_len"} & options.values.keys():
         options.compute("data.on_bad_row", "truncate", "transformers cuts rows that are too long")
 
@@ -228,7 +268,7 @@ def _checkpoints(given: Mapping[str, Any], options: Options) -> None:
 
 def _adapter(given: Mapping[str, Any], options: Options) -> None:
     """`use_peft: false` trains the whole model whatever else is said of LoRA, so that it may be one of two values."""
-    paths = [path for path in options.values if path.startswith(placed("lora", options.online) + ".")]
+    paths = [path for path in options.values if path.startswith(("lora.", "trainer.lora."))]
     if given.get("use_peft") is False:
         for path in paths:
             del options.values[path]

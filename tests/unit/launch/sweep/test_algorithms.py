@@ -2,7 +2,8 @@
 
 import pytest
 
-from tandem.launch.sweep.algorithms import DISTRIBUTED, algorithm_name, is_loss_of
+from tandem.config.hints import algorithm_name
+from tandem.launch.sweep.algorithms import DISTRIBUTED, is_loss_of
 
 
 @pytest.mark.parametrize(

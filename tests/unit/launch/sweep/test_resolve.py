@@ -1,8 +1,6 @@
 """Experiment files become commands of ours: the product of lists, known names, computed values, refusals with lines."""
 
-import ast
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from tests.unit.launch.sweep.conftest import Write
 from tandem.config.align import AlignConfig, AlignLossType
 from tandem.config.rl import RLConfig
 from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED
-from tandem.launch.sweep.arguments import all_names
+from tandem.launch.sweep.arguments import ELSEWHERE
 from tandem.launch.sweep.document import read_document
 from tandem.launch.sweep.expand import expand
 from tandem.launch.sweep.resolve import Resolver, SubExperiment
@@ -449,7 +447,7 @@ def test_the_evaluation_takes_the_trained_model(write: Write) -> None:
         (
             ("desirable_weight: 2.0",),
             ONLINE,
-            "line 11: desirable_weight has no meaning for online algorithms such as r",
+            "line 11: desirable_weight has no meaning for `rl`; leave it out",
         ),
         (("use_vllm: false",), {}, "line 11: use_vllm is for online algorithms"),
         (("torch_dtype: float16",), {}, "line 11: torch_dtype = 'float16' is not supported; give bfloat16 or float32"),
@@ -523,7 +521,7 @@ def test_the_evaluation_takes_the_trained_model(write: Write) -> None:
         (("learning_rate: true",), {}, "line 11: optimizer.lr: true is not a number"),
         (("seed: 1", "learning_rate: high"), {}, "line 12: optimizer.lr = 'high' is not valid"),
         (("max_length: 99999",), {}, "line 11: seq_len = 99999 is above max_position_embeddings"),
-        (("num_generations: 4",), {}, "line 11: num_generations has no meaning for offline algorithms"),
+        (("num_generations: 4",), {}, "line 11: num_generations has no meaning for `align`; leave it out"),
         (("warmup_ratio: 1.0",), {}, "line 11: warmup_ratio = 1.0 is not a share of training; give 0 or more, below 1"),
         (("warmup_ratio: 0.1", "warmup_steps: 5"), {}, "warmup_ratio both set scheduler.warmup_steps, to 5 and 0.1"),
         (("loss_type: ipo",), {}, "line 11: loss_type = 'ipo' is not what algorithm = 'dpo' does: use execution.algo"),
@@ -600,37 +598,27 @@ def test_values_that_others_tell_apart_are_several(write: Write) -> None:
     assert len(resolve(write(*own, algorithm="grpo", script=("env: reverse-text",)))) == 2
 
 
-def fields_of(package: str, file: str, name: str) -> set[str]:
-    """The fields of a dataclass, read from its source: importing it takes long."""
-    spec = find_spec(package)
-    assert spec is not None and spec.origin is not None
-    body = ast.parse((Path(spec.origin).parent / file).read_text()).body
-    (found,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
-    lines = [node.target for node in found.body if isinstance(node, ast.AnnAssign)]
-    return {target.id for target in lines if isinstance(target, ast.Name) and not target.id.startswith("_")}
-
-
-def test_every_training_argument_is_honoured_or_refused_by_name() -> None:
-    """Those of the installed transformers."""
-    fields = fields_of("transformers", "training_args.py", "TrainingArguments")
-    assert len(fields) > 100
-    # framework: which of their frameworks runs it
-    assert fields - all_names() - {"framework"} == set()
-
-
-@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 @pytest.mark.parametrize(
-    ("file", "name"),
+    ("argument", "options", "told"),
     [
-        *((f"trainer/{name.lower()}_config.py", f"{name}Config") for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")),
-        ("trainer/reward_config.py", "RewardConfig"),
-        ("trainer/model_config.py", "ModelConfig"),
-        ("scripts/utils.py", "ScriptArguments"),
-        ("experimental/cpo/cpo_config.py", "CPOConfig"),
-        ("experimental/orpo/orpo_config.py", "ORPOConfig"),
+        ("gradient_accumulation_step: 2", {}, "did you mean 'gradient_accumulation_steps'?"),
+        ("lr: 1.0e-4", {}, "did you mean 'optimizer.lr'?"),
+        ("kl_coef: 0.1", "online", "did you mean 'trainer.loss.kl.coef'?"),
+        ("generation_batch_size: 8", "online", "that counts completions, prompts_per_step counts prompts"),
+        ("reference_free: true", {}, 'true is loss.reference = "none"'),
+        ("neftune_noise_alpha: 5", {}, "docs/sweeps.md lists what there is"),
     ],
 )
-def test_every_argument_of_trl_is_honoured_or_refused_by_name(file: str, name: str) -> None:
-    fields = fields_of("trl", file, name)
-    assert len(fields) > 5
-    assert fields - all_names() == set()
+def test_an_unknown_argument_is_told_by_the_table_of_all_commands(
+    write: Write, argument: str, options: Any, told: str
+) -> None:
+    name = argument.partition(":")[0]
+    with pytest.raises(UserError) as error:
+        resolve(write("max_steps: 5", argument, **(ONLINE if options == "online" else options)))
+    assert f"line 12: unknown argument {name!r}; {told}" in str(error.value)
+
+
+def test_options_of_the_experiment_itself_are_no_arguments(write: Write) -> None:
+    for name in ELSEWHERE:
+        with pytest.raises(UserError, match=f"line 11: {name} is not supported: "):
+            resolve(write(f"{name}: a"))
