@@ -602,7 +602,7 @@ def test_values_that_others_tell_apart_are_several(write: Write) -> None:
     ("argument", "options", "told"),
     [
         ("gradient_accumulation_step: 2", {}, "did you mean 'gradient_accumulation_steps'?"),
-        ("lr: 1.0e-4", {}, "did you mean 'optimizer.lr'?"),
+        ("grad_clip: 1.0", {}, "did you mean 'optimizer.max_grad_norm'?"),
         ("kl_coef: 0.1", "online", "did you mean 'trainer.loss.kl.coef'?"),
         ("generation_batch_size: 8", "online", "that counts completions, prompts_per_step counts prompts"),
         ("reference_free: true", {}, 'true is loss.reference = "none"'),
