@@ -620,5 +620,5 @@ def test_an_unknown_argument_is_told_by_the_table_of_all_commands(
 
 def test_options_of_the_experiment_itself_are_no_arguments(write: Write) -> None:
     for name in ELSEWHERE:
-        with pytest.raises(UserError, match=f"line 11: {name} is not supported: "):
+        with pytest.raises(UserError, match=f"{name} is not supported: "):
             resolve(write(f"{name}: a"))
