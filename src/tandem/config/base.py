@@ -1,48 +1,42 @@
 """What every config class shares, and the parsing of a command line into one.
 
-`parse` is the front door of every entrypoint: files and flags in, one frozen config out, or one
-message and exit code 2. Nothing heavy is imported here: `--help` has to answer at once.
+`parse` is the front door of every entrypoint: files and flags are read into one tree, which is validated once; one
+frozen config out, or one message and exit code 2. Nothing heavy is imported here: `--help` has to answer at once.
 """
 
-import json
-import math
 import os
 import sys
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic_config import BaseConfig, ConfigFileError, cli
+from pydantic.fields import FieldInfo
 
+from tandem.config.command_line import NONE, find_sections, find_switches, number_in, read_flags
 from tandem.config.explain import explain_validation_error, models_in, option_paths
 from tandem.config.full_names import place_flags, place_keys
 from tandem.config.overview import asked_topic, tell
 from tandem.config.resume import FLAG, starting_directory, stored_config, take_resumed
 from tandem.config.short_names import MODEL, spell_out
-from tandem.config.sources import Tree, extract_files, merge, nest, split_values
+from tandem.config.sources import Tree, extract_files, merge, split_values
 from tandem.utils.errors import UserError
 from tandem.utils.hub import fetch_model, is_to_be_fetched
 from tandem.utils.log import say
 
-# Where the parser carries what the files say, apart from what the flags say. No option has such a name.
-FILES = "@"
 
-
-class Config(BaseConfig):
+class Config(BaseModel):
     """Frozen; unknown keys are refused, and so are NaN and infinity, unless the option says what infinity means."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _combine_layers(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or FILES not in data:
+    def _read_texts(cls, data: Any) -> Any:
+        """Files and flags write no value as "None", and leave out the type of a table that is of the usual kind."""
+        if not isinstance(data, dict):
             return data
-        flags = {key: value for key, value in data.items() if key != FILES}
-        return cls.combine(place_keys(cls, data[FILES]), place_keys(cls, flags))
+        return {key: _read_text(cls.model_fields.get(key), value) for key, value in data.items()}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -69,6 +63,29 @@ class Config(BaseConfig):
     def combine(cls, files: Tree, flags: Tree) -> Tree:
         """What the files say and what the flags say, as one; flags win."""
         return merge(files, flags)
+
+    @classmethod
+    def from_layers(cls, files: Tree, flags: Tree) -> Self:
+        """Each with names that may lack their beginning. Raises UserError on bad input."""
+        try:
+            return cls.model_validate(cls.combine(place_keys(cls, files), place_keys(cls, flags)))
+        except ValidationError as error:
+            raise UserError(explain_validation_error(cls, error)) from error
+        except ValueError as error:
+            raise error if isinstance(error, UserError) else UserError(str(error)) from error
+
+
+def _read_text(field: FieldInfo | None, value: Any) -> Any:
+    """In a table with keys of any name, where all values are texts, those that are numbers are read as such."""
+    if value == NONE:
+        return None
+    if field is None or not isinstance(value, dict):
+        return value
+    is_free = get_origin(field.annotation) is dict and get_args(field.annotation)[1] is not str
+    if is_free and all(isinstance(text, str) for text in value.values()):
+        return {key: number_in(text) for key, text in value.items()}
+    usual = getattr(field.default, "type", None) if isinstance(field.default, BaseModel) else None
+    return {"type": usual} | value if usual is not None else value
 
 
 def _kinds_of(annotation: Any) -> set[Any]:
@@ -105,20 +122,20 @@ def parse(
             raise SystemExit(0)
         arguments = spell_out(arguments, names)
         run, rest = take_resumed(arguments, prog) if "resume" in cls.model_fields else (None, arguments)
-        config = _load(cls, run, rest, prog, description)
+        config = _load(cls, run, rest, prog)
         if (missing := _model_on_the_hub(config)) is None:
             return config
         fetch_model(missing)
-        return _load(cls, run, rest, prog, description)
+        return _load(cls, run, rest, prog)
     except UserError as error:
         say(f"{prog}: {error}{hint}", error=True)
         raise SystemExit(2) from None
 
 
-def _load(cls: type[C], run: Path | None, arguments: list[str], prog: str, description: str) -> C:
+def _load(cls: type[C], run: Path | None, arguments: list[str], prog: str) -> C:
     if run is None:
-        return load_config(cls, arguments, prog, description)
-    return _go_on(cls, run.resolve(), arguments, prog, description)
+        return load_config(cls, arguments)
+    return _go_on(cls, run.resolve(), arguments, prog)
 
 
 def _model_on_the_hub(config: Config) -> Path | None:
@@ -127,13 +144,13 @@ def _model_on_the_hub(config: Config) -> Path | None:
     return name if isinstance(name, Path) and is_to_be_fetched(name) else None
 
 
-def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description: str) -> C:
+def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str) -> C:
     """The configuration of the run in `run`, in the directory it was started in, with what is given besides."""
     start = starting_directory(run)
     stays = start is None or not start.is_dir() or start.samefile(Path.cwd())
     shown = Path(os.path.relpath(run)) if stays else run
     flags = [FLAG, "--output-dir", str(shown)]
-    config = load_config(cls, [*arguments, *flags], prog, description, stored_config(shown, prog))
+    config = load_config(cls, [*arguments, *flags], stored_config(shown, prog))
     if not stays:
         assert start is not None
         say(f"{prog}: continuing in {start}, where the run was started", error=True)
@@ -142,83 +159,7 @@ def _go_on(cls: type[C], run: Path, arguments: list[str], prog: str, description
     return config
 
 
-def load_config(
-    cls: type[C], arguments: list[str], prog: str = "", description: str = "", base: Tree | None = None
-) -> C:
+def load_config(cls: type[C], arguments: list[str], base: Tree | None = None) -> C:
     """Defaults < `base` < files from left to right < flags. Raises UserError on bad input."""
     files, flags = extract_files(place_flags(cls, arguments), find_switches(cls), find_sections(cls))
-    files, flags = merge(base or {}, files), _with_json(split_values(flags), find_free_tables(cls))
-    # The parser reads files only; what several files give together is handed to it as one.
-    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="tandem-config-") as merged:
-        json.dump({FILES: files}, merged)
-        merged.flush()
-        try:
-            return cli(cls, args=["@", merged.name, *flags], prog=prog, description=description)  # pyright: ignore[reportCallIssue]
-        except ConfigFileError as error:
-            if isinstance(error.__cause__, ValidationError):
-                raise UserError(explain_validation_error(cls, error.__cause__)) from error
-            stray = str(error).removeprefix("Unrecognized arguments: ")
-            if stray != str(error):
-                raise UserError(f"{stray!r} is not an option; give files as @ FILE, options as --name VALUE") from error
-            raise UserError(str(error)) from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{_flag_of(error.doc, flags)}{error.doc!r} is not valid JSON: {error}") from error
-
-
-def _flag_of(value: str, flags: list[str]) -> str:
-    """The flag that was given this value, with a space behind it; empty: it cannot be told."""
-    return f"{flags[flags.index(value) - 1]} " if value in flags[1:] else ""
-
-
-def find_switches(cls: type[BaseModel], prefix: str = "") -> set[str]:
-    """The flags of yes-or-no options, with and without their `no-`: the ones that take no value."""
-    switches: set[str] = set()
-    for name, field in cls.model_fields.items():
-        path = prefix + name.replace("_", "-")
-        if field.annotation is bool:
-            switches |= {f"--{path}", f"--no-{path}"}
-        for inner in models_in(field.annotation):
-            switches |= find_switches(inner, path + ".")
-    return switches
-
-
-def find_sections(cls: type[BaseModel], prefix: str = "") -> set[str]:
-    """The flags of tables: what follows one is a file."""
-    sections: set[str] = set()
-    for name, field in cls.model_fields.items():
-        path = prefix + name.replace("_", "-")
-        for inner in models_in(field.annotation):
-            sections |= {f"--{path}"} | find_sections(inner, path + ".")
-    return sections
-
-
-def find_free_tables(cls: type[BaseModel], prefix: str = "--") -> set[str]:
-    """The flags of tables with keys of any name, such as env.args."""
-    tables: set[str] = set()
-    for name, field in cls.model_fields.items():
-        path = prefix + name.replace("_", "-")
-        tables |= {path} if field.annotation == dict[str, Any] else set()
-        for inner in models_in(field.annotation):
-            tables |= find_free_tables(inner, path + ".")
-    return tables
-
-
-def _with_json(flags: list[str], tables: Collection[str]) -> list[str]:
-    """The flags with JSON in them as the parser reads it: --env.args.sizes '[3]' is --env.args '{"sizes": [3]}'."""
-    result = list(flags)
-    for place, (flag, text) in enumerate(pairwise(flags)):
-        table = next((table for table in tables if flag.startswith(f"{table}.")), None)
-        if table is not None and (value := _from_json(text)) != text:
-            keys = flag.removeprefix(f"{table}.").replace("-", "_").split(".")
-            result[place : place + 2] = [table, json.dumps(nest(keys, value))]
-    return result
-
-
-def _from_json(text: str) -> Any:
-    """An object, a list, a number or a truth value; another text as it is."""
-    try:
-        read = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    is_number = isinstance(read, int | float) and math.isfinite(read)
-    return read if is_number or isinstance(read, dict | list) else text
+    return cls.from_layers(merge(base or {}, files), read_flags(cls, split_values(flags)))

@@ -192,23 +192,23 @@ def _walk(root: type[BaseModel], location: list[str]) -> Iterator[tuple[str | No
     models: list[type[BaseModel]] = [root]
     annotations: list[Any] = []
     for part in location:
-        tagged = [member for annotation in annotations for member in _members(annotation) if _tag(member) == part]
+        tagged = [member for annotation in annotations for member in members_of(annotation) if _tag(member) == part]
         fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        is_member = bool(tagged) or (not fields and any(len(_members(annotation)) > 1 for annotation in annotations))
+        is_member = bool(tagged) or (not fields and any(len(members_of(annotation)) > 1 for annotation in annotations))
         if tagged or fields:
             annotations = tagged or fields
             models = [inner for annotation in annotations for inner in models_in(annotation)]
         else:
-            annotations = [member for annotation in annotations for member in _members(annotation)]
+            annotations = [member for annotation in annotations for member in members_of(annotation)]
         if not fields and not is_member:  # an entry of a list or a table
             annotations = [inner for annotation in annotations for inner in get_args(annotation)[-1:]]
         yield None if is_member else part, models
 
 
-def _members(annotation: Any) -> list[Any]:
+def members_of(annotation: Any) -> list[Any]:
     """Of a union, without None; of another type, itself."""
     if get_origin(annotation) is Annotated:
-        return _members(get_args(annotation)[0])
+        return members_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return [member for member in get_args(annotation) if member is not types.NoneType]
     return [annotation]

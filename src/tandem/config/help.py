@@ -1,7 +1,4 @@
-"""`--help all`, and `--help` of a section or an option: options with their docstrings, one box a table.
-
-The parser could write it too, but reads and parses the source of pydantic's own base class again for every table.
-"""
+"""`--help all`, and `--help` of a section or an option: options with their docstrings, one box a table."""
 
 import ast
 import shutil

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from tandem.config.base import FILES, Config
+from tandem.config.base import Config
 from tandem.config.colocated import CacheOptions
 from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig, port_of
@@ -66,7 +66,7 @@ class RLConfig(
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any) -> Any:
-        return share_values(data) if isinstance(data, dict) and FILES not in data else data
+        return share_values(data) if isinstance(data, dict) else data
 
     @classmethod
     def combine(cls, files: Tree, flags: Tree) -> Tree:

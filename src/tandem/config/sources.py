@@ -5,8 +5,10 @@ The `@` may be left out where an argument can be nothing else, and `--config fil
 Later files win over earlier ones, table by table and key by key.
 """
 
+import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from tandem.config.formats import NAMES, NOT_PARSED, PARSERS, Tree, require_plain
 from tandem.utils.errors import UserError
@@ -73,7 +75,7 @@ def _with_signs(arguments: list[str], switches: Collection[str], sections: Colle
 
 
 def split_values(flags: list[str]) -> list[str]:
-    """`--name=value` as two words, since the parser of optional sections knows no other form.
+    """`--name=value` as two words, since all flags are read in one form.
 
     A value that would then read as a flag or as a file stays where it is.
     """
@@ -94,7 +96,7 @@ def merge(base: Tree, override: Tree) -> Tree:
     return result
 
 
-def nest(section: list[str], tree: Tree) -> Tree:
+def nest(section: list[str], tree: Any) -> Tree:
     for key in reversed(section):
         tree = {key: tree}
     return tree
@@ -129,7 +131,7 @@ def read_config_file(path: Path) -> Tree:
         raise UserError(
             f"config file {str(path)!r} cannot be read: a value contains itself, by its anchor; write it out"
         ) from error
-    return tree
+    return json.loads(json.dumps(tree))  # keys of YAML may be numbers, and values the same object
 
 
 def _other_format(path: Path, text: str) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, field_validator
 
-from tandem.config.base import Config, find_sections, find_switches
+from tandem.config.base import Config
+from tandem.config.command_line import find_sections, find_switches
 from tandem.config.explain import models_in
 from tandem.config.full_names import place_flags
 from tandem.config.sources import extract_files

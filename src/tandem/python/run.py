@@ -14,12 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from tandem.config.align import AlignConfig
-from tandem.config.base import FILES, Config
+from tandem.config.base import Config
 from tandem.config.evaluate import EvaluateConfig
-from tandem.config.explain import explain_validation_error
 from tandem.config.export import ExportConfig
 from tandem.config.full_names import place_keys
 from tandem.config.rl import RLConfig
@@ -139,13 +136,9 @@ def _validated(
 ) -> C:
     try:
         layers = [replace_callables(place_keys(cls, layer, names), replace) for layer in (tree, options)]
-        return cls.model_validate({FILES: layers[0], **layers[1]})
-    except ValidationError as error:
-        raise UserError(explain_validation_error(cls, error)) from error
-    except UserError:
-        raise
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+    return cls.from_layers(layers[0], layers[1])
 
 
 def run_command(name: str, config: Config) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.align import AlignConfig
-from tandem.config.base import FILES, Config, load_config
+from tandem.config.base import Config, load_config
 from tandem.config.explain import option_paths
 from tandem.config.full_names import find_place, place_flags
 from tandem.config.hints import FOREIGN
@@ -72,7 +72,7 @@ def test_flags_and_files_reach_their_option(rl_toml: str, tmp_path: Path) -> Non
     assert (config.orchestrator.env.id, config.orchestrator.env.args) == ("arithmetic", {"size": 3})
     assert config.inference is not None
     assert (config.inference.prefix_caching, config.inference.server.port) == (False, 81)
-    from_python = RLConfig.model_validate({FILES: {"model": {"name": "m"}}, "lr": 0.5, "metrics": {"project": "p"}})
+    from_python = RLConfig.from_layers({"model": {"name": "m"}}, {"lr": 0.5, "metrics": {"project": "p"}})
     assert (from_python.trainer.optimizer.lr, from_python.orchestrator.metrics.project) == (0.5, "p")
 
 
