@@ -17,8 +17,8 @@ from typing import Any
 
 import gpu_rl
 from gpu_rollouts import SHAPES, make_in_process
+from tandem.commands.rl import RLConfig
 from tandem.config.base import parse
-from tandem.config.rl import RLConfig
 from tandem.launch.local.gpu_memory import estimate_memory, server_memory
 from tandem.launch.local.gpus import GpuPlan
 from tandem.models.spec import ModelSpec

@@ -24,8 +24,8 @@ from typing import Any
 from aiohttp import web
 
 from tandem.config.client import ClientConfig
-from tandem.config.environment import EnvConfig
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.config import EnvConfig
 from tandem.envs.process import open_environment
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient

@@ -16,14 +16,14 @@ from tests.integration.servers import wait_until_healthy
 from tests.patience import PATIENCE
 from tests.ports import free_port
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import load_config
-from tandem.config.evaluate import EvaluateConfig
 from tandem.config.inference import InferenceConfig
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
 from tandem.config.short_names import INFERENCE, ORCHESTRATOR, RL, spell_out
-from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
 from tandem.entrypoints.sweep import read_command_line
 from tandem.launch import preflight

@@ -18,7 +18,7 @@ from tests.integration.processes import wait_until
 from tests.patience import PATIENCE
 from tests.scale.hosts import Host
 
-from tandem.config.trainer import TrainerConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import pack
 from tandem.trainer.rl.train import train_rl

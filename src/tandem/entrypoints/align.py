@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
 from tandem.config.base import parse
 from tandem.config.short_names import TRAINER
 from tandem.utils.processes import run_entrypoint, run_process

@@ -18,10 +18,10 @@ from functools import partial
 from socket import socket
 from typing import TYPE_CHECKING
 
+from tandem.commands.colocated import ColocatedConfig, why_copied
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import parse
-from tandem.config.colocated import ColocatedConfig, why_copied
 from tandem.config.inference import InferenceConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints.inference import open_server
 from tandem.serving.builders import build_native
 from tandem.utils.devices import VISIBLE

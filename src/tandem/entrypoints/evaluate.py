@@ -2,8 +2,8 @@
 
 import asyncio
 
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.config.base import parse
-from tandem.config.evaluate import EvaluateConfig
 from tandem.config.short_names import EVALUATE
 from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from tandem.commands.export import ExportConfig
 from tandem.config.base import parse
-from tandem.config.export import ExportConfig
 from tandem.utils.errors import UserError
 from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-from tandem.config.changes import review_changes
-from tandem.config.offline import OfflineConfig
+from tandem.commands.changes import review_changes
+from tandem.commands.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.local.ranks import spread_over_ranks
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run

@@ -4,8 +4,8 @@ import os
 from functools import partial
 from typing import Any
 
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.config.base import parse
-from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.short_names import ORCHESTRATOR as SHORT
 from tandem.utils import event_loop
 from tandem.utils.files import read_json

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.commands.rl import RLConfig
 from tandem.config.base import parse
-from tandem.config.rl import RLConfig
 from tandem.config.short_names import RL
 from tandem.utils.errors import UserError
 from tandem.utils.log import say

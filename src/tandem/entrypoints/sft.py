@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import parse
-from tandem.config.sft import SFTConfig
 from tandem.utils.processes import run_entrypoint, run_process
 
 

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.commands.sweep import SweepConfig
 from tandem.config.base import load_config, parse
 from tandem.config.overview import asked_topic
-from tandem.config.sweep import SweepConfig
 from tandem.utils.errors import UserError
 from tandem.utils.log import say
 from tandem.utils.processes import run_entrypoint, run_process

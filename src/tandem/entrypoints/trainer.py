@@ -1,8 +1,8 @@
 """`trainer`: learns from the batches of an orchestrator and publishes weights."""
 
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import parse
 from tandem.config.short_names import TRAINER
-from tandem.config.trainer import TrainerConfig
 from tandem.utils.processes import run_entrypoint, run_process
 
 

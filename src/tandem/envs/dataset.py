@@ -17,9 +17,9 @@ from pydantic import AfterValidator, Field, field_validator
 
 from tandem.config.base import Config
 from tandem.config.data import SourceConfig
-from tandem.config.rewards import is_pattern
 from tandem.data.conversations import read_prompt
 from tandem.data.rows import RowSource, open_source
+from tandem.rewards.config import is_pattern
 from tandem.rewards.functions import exact_match
 from tandem.types.rollout import Task
 from tandem.utils.errors import UserError, shown

@@ -1,6 +1,6 @@
 """The time limits of an environment, and what is said of code beyond them."""
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.isolation.clock import Limit
 
 

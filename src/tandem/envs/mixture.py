@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.envs.config import EnvPlan
 from tandem.envs.process import EnvironmentProcess, open_environment
 from tandem.envs.protocol import Environment, ModelProxy, Score
 from tandem.envs.results import Result
@@ -36,11 +36,10 @@ def costs_of(environment: Environment) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def open_environments(config: OrchestratorConfig) -> AsyncIterator[EnvironmentProcess | Mixture]:
-    """What the configuration names, one environment or several, ended with the block."""
+async def open_environments(plans: Mapping[str, EnvPlan]) -> AsyncIterator[EnvironmentProcess | Mixture]:
+    """What the configuration names, one environment without a name or several, ended with the block."""
     async with AsyncExitStack() as stack:
         opened = {
-            name: await stack.enter_async_context(open_environment(plan.env, name))
-            for name, plan in config.plans.items()
+            name: await stack.enter_async_context(open_environment(plan.env, name)) for name, plan in plans.items()
         }
-        yield Mixture(opened) if config.envs else opened[""]
+        yield opened[""] if "" in opened else Mixture(opened)

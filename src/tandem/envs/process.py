@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.limits import score_limit, turn_limit
 from tandem.envs.model import ChatRefused, ContextFull
 from tandem.envs.protocol import ModelProxy, Score

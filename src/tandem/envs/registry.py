@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tandem.config.environment import EnvConfig
 from tandem.config.explain import explain_validation_error
+from tandem.envs.config import EnvConfig
 from tandem.envs.rewarded import Rewarded, by_answer
 from tandem.envs.signatures import require_arguments
 from tandem.envs.system_prompt import SystemPrompted

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
-from tandem.config.environment import TAKEN_NAMES
+from tandem.envs.config import TAKEN_NAMES
 from tandem.rewards.checked import BadReward, checked_reward
 from tandem.utils.errors import shown
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.limits import episode_limit, score_limit, turn_limit
 from tandem.envs.model import RemoteModel
 from tandem.envs.protocol import has

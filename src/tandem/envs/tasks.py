@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.protocol import HasTasks
 from tandem.isolation.wire import Payload
 from tandem.types.rollout import Task

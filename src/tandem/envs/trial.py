@@ -4,7 +4,7 @@ conversations of a run, by orchestrator/rehearsal.py."""
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.process import EnvironmentProcess, HeldTask, is_played
 from tandem.envs.protocol import Environment
 from tandem.isolation.failures import Failure, UserCodeError

@@ -10,9 +10,9 @@ from contextlib import suppress
 from functools import partial
 from urllib.parse import urlsplit
 
+from tandem.commands.rl import RLConfig
 from tandem.config.client import ClientConfig
 from tandem.config.inference import LOOPBACK_HOSTS
-from tandem.config.rl import RLConfig
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.servers import ServerList

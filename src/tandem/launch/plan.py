@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.config.rl import RLConfig, storable
+from tandem.commands.rl import RLConfig, storable
 from tandem.config.sources import Tree
 from tandem.config.vllm import adapter_flags
 from tandem.launch.local.gpus import GpuPlan, server_names, vllm_parallelism

@@ -3,9 +3,9 @@
 import socket
 import sys
 
-from tandem.config.changes import review_changes
-from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.rl import RLConfig
+from tandem.commands.changes import review_changes
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.rl import RLConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.launch.given_servers import check_given_servers
 from tandem.launch.local.gpus import find_gpu_plan

@@ -4,7 +4,7 @@ prints it."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.rl import Deployment, RLConfig
+from tandem.commands.rl import Deployment, RLConfig
 from tandem.launch.local.deployment import choose_deployment, deploy
 from tandem.launch.local.gpu_memory import estimate_memory, table
 from tandem.launch.local.gpus import GpuPlan, find_gpu_plan

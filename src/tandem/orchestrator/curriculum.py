@@ -7,7 +7,7 @@ seed, the order number and the pools alone, so that a resumed run skips the same
 import random
 from collections.abc import Iterable
 
-from tandem.config.filters import CurriculumConfig
+from tandem.algorithms.filters import CurriculumConfig
 from tandem.types.rollout import Group
 
 

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.config.environment import EnvConfig
-from tandem.config.filters import FilterConfig
-from tandem.config.orchestrator import EnvPlan
-from tandem.config.rewards import FROM_0_TO_1
+from tandem.algorithms.filters import FilterConfig
+from tandem.commands.orchestrator import EnvPlan
+from tandem.envs.config import EnvConfig
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.shaping import RewardShaping
+from tandem.rewards.config import FROM_0_TO_1
 from tandem.rewards.registry import REWARDS
 from tandem.types.rollout import Group, Rollout
 from tandem.utils.errors import UserError

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.data.batch_files import RolloutWriter
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import costs_of

@@ -7,7 +7,7 @@ Called by `rl`, before anything starts, and by the orchestrator."""
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tandem.config.orchestrator import EnvPlan, OrchestratorConfig
+from tandem.commands.orchestrator import EnvPlan, OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import Mixture, open_environments
 from tandem.envs.process import EnvironmentProcess, HeldTask

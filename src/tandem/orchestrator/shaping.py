@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.types.rollout import Group
 
 

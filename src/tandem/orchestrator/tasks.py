@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.config.sampling import TruncationConfig
 from tandem.data.order import ShuffledOrder
 from tandem.data.sources import Indices, Mixed

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.explain import explain_validation_error
 from tandem.config.full_names import place_keys
 from tandem.config.short_names import TRAINER, keys_of
-from tandem.config.trainer import TrainerConfig
 from tandem.data.batch_files import RolloutWriter
 from tandem.launch.supervisor import last_lines
 from tandem.models.files import check_model

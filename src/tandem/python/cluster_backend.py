@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tandem.config.trainer import TrainerConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.launch.ray.cluster import Cluster, RemoteWorker, WorkerDied
 from tandem.python.backend import PyTorchTrainingBackend
 from tandem.python.workers import train_message

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tandem.config.environment import EnvConfig
 from tandem.config.explain import explain_validation_error
+from tandem.envs.config import EnvConfig
 from tandem.envs.protocol import has
 from tandem.envs.registry import make_environment
 from tandem.orchestrator.tasks import TaskOrder

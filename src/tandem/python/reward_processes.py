@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.config.rewards import RewardConfig
+from tandem.rewards.config import RewardConfig
 from tandem.rewards.pool import RewardPool
 from tandem.utils.processes import usable_cores
 

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 
 from tandem.config.base import Config
 from tandem.config.explain import explain_validation_error
-from tandem.config.rewards import AnyReward, CodeConfig, OwnConfig
 from tandem.envs.protocol import Score
 from tandem.python.data_buffer import Prompt
 from tandem.python.reward_processes import RewardProcesses, num_processes
 from tandem.python.threads import DaemonThreads, GivenUp
 from tandem.rewards.calls import Call
+from tandem.rewards.config import AnyReward, CodeConfig, OwnConfig
 from tandem.rewards.pool import RewardFailed
 from tandem.rewards.registry import is_slow, make_call, require_installed
 from tandem.rewards.weighted import WeightedRewards

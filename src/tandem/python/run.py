@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.commands.export import ExportConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import Config
-from tandem.config.evaluate import EvaluateConfig
-from tandem.config.export import ExportConfig
 from tandem.config.full_names import place_keys
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
 from tandem.config.short_names import EVALUATE, MODEL, RL, TRAINER, keys_of
 from tandem.config.sources import Tree, read_config_file
 from tandem.entrypoints.export import find_output

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from tandem.config.advantages import AdvantageConfig
-from tandem.config.batches import BatchOptions
+from tandem.algorithms.advantages import AdvantageConfig
+from tandem.commands.batches import BatchOptions
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.config.explain import explain_validation_error
-from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.sampling import EvalConfig, SamplingConfig
 from tandem.config.shared import ModelConfig, SeedOptions, SyncOptions
 from tandem.orchestrator.advantages import make_batch_advantages

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.config.trainer import TrainerConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.launch.supervisor import last_lines
 from tandem.orchestrator.client import InferenceError
 from tandem.python.engines import InferenceEngine, NativeEngine, VLLMEngine

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import orjson
 
-from tandem.config.rewards import JudgeConfig
 from tandem.config.shared import root_url
 from tandem.rewards.cache import AnswerCache
+from tandem.rewards.config import JudgeConfig
 from tandem.rewards.remote import servers_of
 from tandem.rewards.servers import Unusable
 from tandem.utils.errors import shorten

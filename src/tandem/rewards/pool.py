@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.config.rewards import RewardConfig
 from tandem.isolation.clock import Limit
 from tandem.isolation.failures import UserCodeError
 from tandem.isolation.process import WorkerProcess, WorkerSpec
+from tandem.rewards.config import RewardConfig
 from tandem.utils.errors import UserError
 from tandem.utils.places import FailedElsewhere
 

@@ -7,7 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tandem.config.rewards import (
+from tandem.isolation.sandbox import why_unprotected
+from tandem.rewards.calls import Call, load_own
+from tandem.rewards.code import CodeReward
+from tandem.rewards.config import (
     CodeConfig,
     GoalRewardConfig,
     JsonSchemaConfig,
@@ -18,9 +21,6 @@ from tandem.config.rewards import (
     RewardModelConfig,
     SteeringConfig,
 )
-from tandem.isolation.sandbox import why_unprotected
-from tandem.rewards.calls import Call, load_own
-from tandem.rewards.code import CodeReward
 from tandem.rewards.formats import check_schema, json_schema, regex, xml
 from tandem.rewards.functions import exact_match, lcs_ratio, length, normalized_match, numeric, positional_match
 from tandem.rewards.judge import Judge

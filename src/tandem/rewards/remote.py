@@ -5,9 +5,9 @@ from typing import Any
 
 import orjson
 
-from tandem.config.rewards import ServerOptions
 from tandem.config.shared import key_from_environment
 from tandem.rewards.checked import BadReward, checked_reward
+from tandem.rewards.config import ServerOptions
 from tandem.rewards.server_client import read_scores
 from tandem.rewards.servers import BadAnswer, Servers
 from tandem.types.rollout import Message

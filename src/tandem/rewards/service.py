@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tandem.config.rewards import AnyReward
 from tandem.isolation.calls import Calls, Outcome
 from tandem.isolation.failures import Failure
 from tandem.isolation.wire import Ask, Payload
 from tandem.rewards.checked import checked_reward
+from tandem.rewards.config import AnyReward
 from tandem.rewards.pool import limit_of
 from tandem.rewards.registry import make_call
 from tandem.utils.places import one_line, own_place

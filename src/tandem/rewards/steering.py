@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.rewards import GoalRewardConfig, GoalServerOptions, SteeringConfig
+from tandem.rewards.config import GoalRewardConfig, GoalServerOptions, SteeringConfig
 from tandem.rewards.goal_client import GoalClient, Vector
 from tandem.rewards.remote import servers_of
 

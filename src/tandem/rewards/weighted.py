@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 
-from tandem.config.rewards import OwnConfig, RewardConfig
 from tandem.isolation.calls import CancelledWaiting
 from tandem.isolation.clock import within
 from tandem.isolation.failures import TimedOut
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import BadReward, checked_reward
+from tandem.rewards.config import OwnConfig, RewardConfig
 from tandem.rewards.judge import Judge
 from tandem.rewards.pool import RewardFailed, RewardPool, limit_of
 from tandem.rewards.registry import is_slow, make_call, require_installed

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.algorithms.objective.policy import PpoConfig
+from tandem.commands.offline import OfflineConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.lora import LoRAConfig
-from tandem.config.losses import PpoConfig
-from tandem.config.offline import OfflineConfig
 from tandem.config.parallel import ParallelConfig, keeps_logits
 from tandem.config.shared import ModelConfig, OptimizerConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.models.cpu import library
 from tandem.models.runtime import setup_torch
 from tandem.models.trainable import (

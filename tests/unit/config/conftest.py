@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.commands.rl import RLConfig
 from tandem.config.base import Config, load_config
-from tandem.config.rl import RLConfig
 from tandem.utils.errors import UserError
 
 RL_TOML = """\

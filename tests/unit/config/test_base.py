@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import load_config, parse
 from tandem.config.inference import InferenceConfig
-from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.reward_server import RewardServerConfig
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
-from tandem.config.trainer import TrainerConfig
 
 
 def test_defaults_then_files_then_flags(rl_toml: str, tmp_path: Path) -> None:

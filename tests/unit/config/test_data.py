@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tandem.commands.sft import SFTConfig
 from tandem.config.data import DataConfig, OfflineEvalConfig, SourceConfig
-from tandem.config.sft import SFTConfig
 
 MODEL = ("--model.name", "m")
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import load_config
 from tandem.config.client import ClientConfig
 from tandem.config.explain import explain_validation_error
 from tandem.config.inference import InferenceConfig, ServerConfig
-from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.rewards import SteeringConfig
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
 from tandem.config.sglang import SGLangConfig
-from tandem.config.trainer import TrainerConfig
+from tandem.rewards.config import SteeringConfig
 from tandem.utils.errors import UserError
 
 MODEL = ("--model.name", "m")

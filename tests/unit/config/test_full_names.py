@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import Config, load_config
 from tandem.config.explain import option_paths
 from tandem.config.full_names import find_place, place_flags
 from tandem.config.hints import FOREIGN
 from tandem.config.inference import InferenceConfig
-from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.config.vllm import take_vllm_flags
 
 ALL = (RLConfig, SFTConfig, AlignConfig, InferenceConfig, OrchestratorConfig, TrainerConfig)

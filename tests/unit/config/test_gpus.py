@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tandem.commands.rl import RLConfig
 from tandem.config.base import load_config
 from tandem.config.gpus import GpuConfig
-from tandem.config.rl import RLConfig
 
 
 @pytest.mark.parametrize(

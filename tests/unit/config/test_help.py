@@ -11,21 +11,21 @@ from typing import Annotated, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel, Field, create_model
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.commands.export import ExportConfig
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
+from tandem.commands.sweep import SweepConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import Config, parse
-from tandem.config.evaluate import EvaluateConfig
-from tandem.config.export import ExportConfig
 from tandem.config.help import render_help
 from tandem.config.inference import InferenceConfig
-from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.overview import COMMON, asked_topic, common_options, render_overview, tell
 from tandem.config.reward_server import RewardServerConfig
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
 from tandem.config.shared import OptimizerConfig
 from tandem.config.short_names import EVALUATE, INFERENCE, MODEL, ORCHESTRATOR, RL, TRAINER
-from tandem.config.sweep import SweepConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints import evaluate, export, rl, sweep
 
 COMMANDS: dict[str, type[BaseModel]] = {

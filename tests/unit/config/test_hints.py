@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.explain import option_paths
 from tandem.config.foreign import ALGORITHMS
 from tandem.config.hints import EXPLAINED, FOREIGN, options_meant
 from tandem.config.inference import InferenceConfig
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
-from tandem.config.trainer import TrainerConfig
 
 ROOT = Path(__file__).parents[3]
 ROWS = ("--model.name", "m", "--data.path", "rows.jsonl")

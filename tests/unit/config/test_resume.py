@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.rl import RLConfig, storable
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import load_config, parse
-from tandem.config.rl import RLConfig, storable
-from tandem.config.sft import SFTConfig
 from tandem.utils.provenance import write_run_config
 
 

@@ -6,8 +6,8 @@ import pytest
 from pydantic import BaseModel
 from tests.unit.config.test_help import COMMANDS
 
+from tandem.commands.rl import SECTIONS, SHARED_KEYS, RLConfig
 from tandem.config.base import Config
-from tandem.config.rl import SECTIONS, SHARED_KEYS, RLConfig
 
 # Tables of their own kind, a default of each command's own, and a model that only the reward server can do without.
 OWN = {"output_dir", "loss", "eval", "server", "data", "metrics", "model"}

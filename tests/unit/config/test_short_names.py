@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import load_config, parse
 from tandem.config.inference import InferenceConfig
-from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.rl import RLConfig
 from tandem.config.short_names import INFERENCE, ORCHESTRATOR, RL, spell_out
-from tandem.config.trainer import TrainerConfig
 from tandem.utils.errors import UserError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.colocated import ColocatedConfig, why_copied
+from tandem.commands.colocated import ColocatedConfig, why_copied
 from tandem.entrypoints.colocated import of_this_rank
 
 

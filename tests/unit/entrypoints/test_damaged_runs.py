@@ -18,11 +18,11 @@ import torch
 from tests.damages import CONTENTS, SHAPES, damage
 from tests.ports import free_port
 
-from tandem.config.align import AlignConfig
-from tandem.config.evaluate import EvaluateConfig
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
-from tandem.config.trainer import TrainerConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.data.batch_files import ORCHESTRATOR
 from tandem.entrypoints import align, export, orchestrator, rl, sft, trainer
 from tandem.launch import preflight

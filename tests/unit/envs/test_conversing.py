@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from tests.unit.envs.scripted import Scripted, call, say
 
-from tandem.config.environment import EnvConfig
 from tandem.envs.calculator import CalculatorUse, calculator
+from tandem.envs.config import EnvConfig
 from tandem.envs.conversing import converse, use_tools
 from tandem.envs.guessing import GuessingGame
 from tandem.envs.model import ContextFull, Reply

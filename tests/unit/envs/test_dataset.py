@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.decorator import environment
 from tandem.envs.model import Model
 from tandem.envs.registry import make_environment

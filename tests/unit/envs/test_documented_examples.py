@@ -11,8 +11,8 @@ import pytest
 from tests.documentation import FENCE, ROOT
 from tests.unit.envs.scripted import Scripted, call, say
 
-from tandem.config.environment import EnvConfig
-from tandem.config.rl import RLConfig
+from tandem.commands.rl import RLConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.registry import make_environment
 from tandem.envs.results import Result
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.model import ChatRefused
 from tandem.envs.process import EnvironmentProcess, open_environment
 from tandem.envs.results import Result

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.process import EnvironmentProcess, open_environment
 from tandem.isolation.failures import Failure, UserCodeError
 from tandem.utils.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.process import open_environment
 from tandem.envs.protocol import Score
 from tandem.envs.registry import check_names, make_environment

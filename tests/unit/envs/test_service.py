@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.service import make, prepare
 from tandem.python.data_buffer import DataBuffer
 from tandem.types.rollout import Task

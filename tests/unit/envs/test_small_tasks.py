@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.registry import ENVIRONMENTS, make_environment
 from tandem.envs.small_tasks import final_number
 from tandem.utils.errors import UserError

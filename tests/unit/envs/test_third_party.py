@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.envs.scripted import Scripted, call, say
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.model import ContextFull, Reply
 from tandem.envs.process import open_environment
 from tandem.envs.registry import make_environment

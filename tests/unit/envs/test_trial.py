@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tandem.config.environment import EnvConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.trial import try_environment
 from tandem.isolation.failures import UserCodeError, failure_of
 from tandem.types.rollout import Task

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.rl import RLConfig
+from tandem.commands.rl import RLConfig
 from tandem.launch.plan import ProcessPlan
 
 

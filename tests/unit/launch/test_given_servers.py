@@ -11,8 +11,8 @@ import pytest
 from tests.ports import free_port
 from tests.unit.utils.serving.test_protocol import Running, running
 
+from tandem.commands.rl import RLConfig
 from tandem.config.client import ClientConfig
-from tandem.config.rl import RLConfig
 from tandem.launch import given_servers
 from tandem.launch.given_servers import check_given_servers, release_given_servers
 from tandem.orchestrator.claim import RunClaim

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import load_config
 from tandem.config.inference import InferenceConfig
-from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.launch.plan import API_KEY_VAR, make_plan, run_config, share_cores
 from tandem.utils.errors import UserError
 

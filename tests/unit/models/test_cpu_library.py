@@ -14,8 +14,8 @@ import pytest
 import torch
 from pytest import LogCaptureFixture, MonkeyPatch
 
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.reward_server import RewardServerConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.entrypoints import reward_server
 from tandem.models.cpu import compiler, kernels, library
 from tandem.models.cpu.compiler import Compiler

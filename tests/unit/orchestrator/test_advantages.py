@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tests.unit.orchestrator.conftest import MakeGroup
 from tests.unit.orchestrator.fakes import say_more
 
-from tandem.config.advantages import PER_TURN, AdvantageConfig
+from tandem.algorithms.advantages import PER_TURN, AdvantageConfig
 from tandem.orchestrator.advantages import (
     FUNCTIONS,
     checked_advantages,

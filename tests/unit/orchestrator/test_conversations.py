@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.data.templates import THINKING_WITH_TOOLS
 
-from tandem.config.advantages import AdvantageConfig
+from tandem.algorithms.advantages import AdvantageConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import Mixture
 from tandem.envs.model import ChatRefused, ContextFull

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem.config.filters import CurriculumConfig
+from tandem.algorithms.filters import CurriculumConfig
 from tandem.orchestrator.curriculum import Curriculum
 from tandem.types.rollout import Group
 

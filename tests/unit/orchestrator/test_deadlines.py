@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import FakeEnvironment, FakePolicy
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.orchestrator import loop
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.servers import ServerList

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import FakePolicy
 
-from tandem.config.filters import CurriculumConfig
+from tandem.algorithms.filters import CurriculumConfig
 from tandem.isolation.failures import Failure
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.curriculum import Curriculum

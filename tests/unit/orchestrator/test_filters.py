@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import say_more
 
-from tandem.config.filters import FilterConfig
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.algorithms.filters import FilterConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.filters import GroupFilter, refuse_hopeless_filters, repetition
 from tandem.orchestrator.shaping import RewardShaping

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.orchestrator.fakes import TASKS, FakeEnvironment, FakeServer
 from tests.unit.tasks import until_alone
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.data.batch_files import MARKER, RolloutReader
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.environment import EnvConfig
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.config import EnvConfig
 from tandem.envs.process import open_environment
 from tandem.orchestrator.failures import Attempt
 from tandem.orchestrator.rollouts import RolloutMaker

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import TASKS, FakeServer
 
-from tandem.config.environment import EnvConfig
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.data.batch_files import MARKER
 from tandem.data.tokenizer import Tokenizer
+from tandem.envs.config import EnvConfig
 from tandem.envs.mixture import Mixture
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.rehearsal import open_tried

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.mixture import open_environments
 from tandem.envs.process import HeldTask

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import say_more
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.orchestrator.shaping import RewardShaping, length_bonuses, overlong_penalty
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.orchestrator import OrchestratorConfig
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.process import HeldTask
 from tandem.envs.reverse_text import ReverseText, reverse_task

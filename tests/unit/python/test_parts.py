@@ -24,8 +24,8 @@ from tandem import (
     RLTrainingConfig,
     UserError,
 )
-from tandem.config.export import ExportConfig
-from tandem.config.rl import RLConfig
+from tandem.commands.export import ExportConfig
+from tandem.commands.rl import RLConfig
 from tandem.config.short_names import MODEL, RL
 from tandem.python import backend, engines, run
 from tandem.python.gpus import gpu_environment

@@ -25,8 +25,8 @@ from tandem import (
     WorkerDied,
 )
 from tandem import run_rl_training as run
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.sampling import EvalConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.orchestrator.state import OrchestratorState
 from tandem.python.training import Metrics
 from tandem.types.rollout import TrainBatch

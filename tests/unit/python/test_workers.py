@@ -12,9 +12,9 @@ import orjson
 import pytest
 import torch
 
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import load_config
 from tandem.config.shared import ModelConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.models.trainable import load_trainable
 from tandem.python.workers import InferenceWorker, train, train_message

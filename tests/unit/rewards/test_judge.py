@@ -10,10 +10,10 @@ from aiohttp import web
 from pydantic import TypeAdapter
 from tests.unit.rewards.misbehaving_server import Behaviour, Server, never, says, serving
 
-from tandem.config.environment import EnvConfig
-from tandem.config.rewards import AnyReward, JudgeConfig
+from tandem.envs.config import EnvConfig
 from tandem.envs.mixture import Mixture, costs_of
 from tandem.envs.process import open_environment
+from tandem.rewards.config import AnyReward, JudgeConfig
 from tandem.rewards.judge import Judge, Usage, fill_in
 from tandem.rewards.servers import RewardServerError
 from tandem.rewards.weighted import WeightedRewards

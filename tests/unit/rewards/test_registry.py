@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from tandem.config.rewards import AnyReward
 from tandem.rewards import registry
 from tandem.rewards.code import CodeReward
+from tandem.rewards.config import AnyReward
 from tandem.rewards.registry import is_slow, make_call
 from tandem.utils.errors import UserError
 

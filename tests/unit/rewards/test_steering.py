@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from tests.unit.rewards.misbehaving_server import Behaviour, Server, never, says, serving
 
-from tandem.config.rewards import AnyReward, SteeringConfig
 from tandem.rewards import goal_client
+from tandem.rewards.config import AnyReward, SteeringConfig
 from tandem.rewards.goal_client import GoalClient
 from tandem.rewards.servers import RewardServerError, Servers
 from tandem.rewards.steering import SteeringErrors, draw_target, steering_errors

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from tests.unit.rewards.misbehaving_server import serving
 
 from tandem.config.goals import GoalConfig
-from tandem.config.rewards import AnyReward
+from tandem.rewards.config import AnyReward
 from tandem.rewards.goals import GoalSpace, make_goals
 from tandem.rewards.weighted import WeightedRewards
 

@@ -10,13 +10,13 @@ import pytest
 from pydantic import TypeAdapter
 from tests.unit.tasks import until_alone
 
-from tandem.config.environment import EnvConfig
-from tandem.config.rewards import AnyReward
+from tandem.envs.config import EnvConfig
 from tandem.envs.results import checked_score
 from tandem.isolation import process
 from tandem.isolation.calls import CancelledWaiting
 from tandem.isolation.clock import Limit
 from tandem.rewards.checked import BadReward
+from tandem.rewards.config import AnyReward
 from tandem.rewards.pool import SPEC, RewardFailed
 from tandem.rewards.weighted import WeightedRewards
 from tandem.types.rollout import Task

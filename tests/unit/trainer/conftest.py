@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import divide, pack

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.trainer import TrainerConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.trainer.build import agree_on_start
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.utils.errors import UserError

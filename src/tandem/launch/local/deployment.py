@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.config.rl import Deployment, RLConfig
+from tandem.commands.rl import Deployment, RLConfig
 from tandem.launch.local.gpus import GpuPlan
 from tandem.launch.plan import ProcessPlan
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tandem.config.colocated import why_copied
-from tandem.config.rl import RLConfig
+from tandem.commands.colocated import why_copied
+from tandem.commands.rl import RLConfig
 from tandem.launch.local.deployment import choose_deployment
 from tandem.launch.local.gpus import GpuPlan, server_names, vllm_parallelism
 from tandem.launch.plan import SHARED_UTILIZATION

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.commands.rl import RLConfig
 from tandem.config.gpus import Gpus
-from tandem.config.rl import RLConfig
 from tandem.utils.devices import VISIBLE, gpu_memory_bytes, named_gpus
 from tandem.utils.errors import UserError
 

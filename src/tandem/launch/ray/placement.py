@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.rl import RLConfig
+from tandem.commands.rl import RLConfig
 from tandem.launch.local.gpus import server_names
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
 from tandem.launch.ray.process import Placement

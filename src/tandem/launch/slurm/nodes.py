@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.config.rl import RLConfig
+from tandem.commands.rl import RLConfig
 from tandem.launch.local.ranks import TORCHRUN
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
 from tandem.launch.slurm import srun

@@ -7,10 +7,10 @@ Nothing in there is written again: a job that waits, or is queued again, runs wh
 import os
 from pathlib import Path
 
-from tandem.config.changes import review_changes
-from tandem.config.evaluate import EvaluateConfig
-from tandem.config.offline import OfflineConfig
-from tandem.config.rl import RLConfig
+from tandem.commands.changes import review_changes
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.commands.offline import OfflineConfig
+from tandem.commands.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree
 from tandem.data.dataset import check_sources

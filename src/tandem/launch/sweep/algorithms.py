@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import Config
 from tandem.config.hints import algorithm_name
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
 from tandem.config.sources import Tree
 
 CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "align": AlignConfig}

@@ -26,9 +26,9 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from tandem.config.changes import Change
-from tandem.config.offline import OfflineConfig
-from tandem.config.rl import RLConfig
+from tandem.commands.changes import Change
+from tandem.commands.offline import OfflineConfig
+from tandem.commands.rl import RLConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree
 from tandem.launch.slurm.commands import jobs_under_way

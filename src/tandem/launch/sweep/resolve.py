@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.commands.offline import OfflineConfig
+from tandem.commands.rl import RLConfig
 from tandem.config.base import Config
-from tandem.config.evaluate import EvaluateConfig
 from tandem.config.explain import explain_validation_error, option_paths
 from tandem.config.full_names import find_option
 from tandem.config.hints import TAKEN, algorithm_hint, algorithm_name, explanation, options_named
-from tandem.config.offline import OfflineConfig
-from tandem.config.rl import RLConfig
 from tandem.config.sbatch import is_one_line
 from tandem.config.shared import ModelConfig
 from tandem.config.slurm import SlurmConfig

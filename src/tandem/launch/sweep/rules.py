@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.config.full_names import find_option
-from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.sampling import SamplingConfig
 from tandem.config.shared import num_steps
 from tandem.config.sources import Tree

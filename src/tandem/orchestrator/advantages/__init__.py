@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tandem.config.advantages import PER_TURN, AdvantageConfig
+from tandem.algorithms.advantages import PER_TURN, AdvantageConfig
 from tandem.isolation.failures import failure_of
 from tandem.isolation.threads import TRIAL_TIMEOUT_S, try_within
 from tandem.orchestrator.advantages.functions import (

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.envs.process import open_environment
 from tandem.envs.trial import try_environment
 from tandem.models.files import check_model_dir

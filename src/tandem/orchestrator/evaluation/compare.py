@@ -10,7 +10,7 @@ from typing import Any
 from rich.padding import Padding
 from rich.table import Column, Table
 
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.orchestrator.evaluation.scores import confidence
 from tandem.utils.console import Console
 from tandem.utils.errors import UserError, shorten

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from tandem.config.evaluate import EndpointConfig
+from tandem.commands.evaluate import EndpointConfig
 from tandem.envs.model import ChatRefused
 from tandem.types.rollout import Message
 from tandem.utils.errors import UserError

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.envs.process import EnvironmentProcess, HeldTask
 from tandem.envs.results import checked_score, total
 from tandem.isolation.failures import failure_of

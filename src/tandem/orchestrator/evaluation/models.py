@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.config.resume import starting_directory
 from tandem.orchestrator.evaluation.endpoint import ChatEndpoint
 from tandem.utils.errors import UserError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.config.align import AlignLossConfig
+from tandem.commands.align import AlignLossConfig
 from tandem.trainer.losses.kl import kl_estimate
 from tandem.trainer.losses.metrics import mean_of
 from tandem.trainer.losses.own import compute_own

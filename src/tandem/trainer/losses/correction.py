@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.config.losses import CorrectionConfig
+from tandem.algorithms.objective.policy import CorrectionConfig
 from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.trainer.losses.sequences import sequence_lengths
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.trainer.losses.correction import correction_weights
 from tandem.trainer.losses.kl import k3, kl_estimate, kl_losses, kl_rewards
 from tandem.trainer.losses.metrics import Metric, loss_part, maximum_of, mean_of

@@ -7,7 +7,7 @@ values   v₁ v₂ v₃ v₄     v_t is the critic's estimate of the reward-to-g
 import torch
 from torch import Tensor
 
-from tandem.config.losses import LossConfig, PpoConfig
+from tandem.algorithms.objective.policy import LossConfig, PpoConfig
 from tandem.trainer.losses.kl import kl_rewards
 from tandem.trainer.losses.metrics import loss_part, mean_of
 from tandem.trainer.losses.sequences import discounted_sums, is_last_token

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.config.align import AlignLossConfig
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
+from tandem.commands.align import AlignLossConfig
 from tandem.isolation.failures import failure_of
 from tandem.isolation.threads import TRIAL_TIMEOUT_S, try_within
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
 from tandem.config.shared import lr_factor
 from tandem.data.dataset import Dataset
 from tandem.models.reward_model import scorer_config

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tandem.config.align import AlignLossConfig
+from tandem.commands.align import AlignLossConfig
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
 from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
 from tandem.trainer.losses.types import LossOutput

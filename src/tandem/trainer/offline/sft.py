@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from tandem.config.sft import SFTConfig
+from tandem.commands.sft import SFTConfig
 from tandem.config.shared import lr_factor
 from tandem.data.dataset import Dataset
 from tandem.data.packing import divide, pack

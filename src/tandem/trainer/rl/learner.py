@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.losses import LossConfig
-from tandem.config.trainer import TrainerConfig
+from tandem.algorithms.objective.policy import LossConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.data.packing import divide, split, take
 from tandem.trainer.losses import (
     PolicyLoss,

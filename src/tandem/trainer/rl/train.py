@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.shared import lr_factor
-from tandem.config.trainer import TrainerConfig
 from tandem.data.batch_files import ORCHESTRATOR, RolloutReader
 from tandem.models.precision import WorkingWeights
 from tandem.models.runtime import choose_device

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.shapes import QWEN3_0_6B, QWEN3_4B
 
-from tandem.config.rl import RLConfig
+from tandem.commands.rl import RLConfig
 from tandem.launch.local.deployment import colocate
 from tandem.launch.local.gpu_memory import estimate_memory, table, trainer_memory
 from tandem.launch.local.gpus import plan_gpus

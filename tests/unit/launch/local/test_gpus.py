@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.rl import RLConfig
+from tandem.commands.rl import RLConfig
 from tandem.launch.local import gpus
 from tandem.launch.local.gpus import GpuPlan, find_gpu_plan, plan_gpus
 from tandem.launch.plan import make_plan

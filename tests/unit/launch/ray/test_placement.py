@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.rl import RLConfig
+from tandem.commands.rl import RLConfig
 from tandem.launch.local.gpus import find_gpu_plan
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan, make_plan
 from tandem.launch.ray import placement as placement_module

@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 from tests.patience import PATIENCE
 
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import load_config
-from tandem.config.evaluate import EvaluateConfig
-from tandem.config.rl import RLConfig
 from tandem.config.sbatch import gpus_per_node
-from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.launch.plan import make_plan
 from tandem.launch.slurm import srun

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import load_config
-from tandem.config.sft import SFTConfig
 from tandem.launch.slurm.submission import submit_run
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json

@@ -17,9 +17,9 @@ import yaml
 from tests.damages import DAMAGES, damage
 from tests.unit.launch.sweep.conftest import Write
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.rl import RLConfig
 from tandem.config.base import load_config
-from tandem.config.rl import RLConfig
 from tandem.entrypoints import sweep as entrypoint
 from tandem.launch.slurm.job import SITE_TEMPLATES
 from tandem.launch.sweep import folder, resolve

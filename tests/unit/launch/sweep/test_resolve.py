@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.unit.launch.sweep.conftest import Write
 
-from tandem.config.align import AlignConfig, AlignLossType
-from tandem.config.rl import RLConfig
+from tandem.commands.align import AlignConfig, AlignLossType
+from tandem.commands.rl import RLConfig
 from tandem.launch.sweep.algorithms import ALGORITHMS, DISTRIBUTED
 from tandem.launch.sweep.arguments import ELSEWHERE
 from tandem.launch.sweep.document import read_document

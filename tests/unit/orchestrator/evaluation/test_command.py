@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.config.environment import EnvConfig
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
+from tandem.envs.config import EnvConfig
 from tandem.launch.local.server import serving
 from tandem.orchestrator.evaluation.command import evaluate_all, refuse_missing_model
 from tandem.orchestrator.evaluation.endpoint import Answer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.orchestrator.evaluation.compare import (
     compare,
     read_results,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.planned_server import DROP, Plan, PlannedServer
 
-from tandem.config.evaluate import EndpointConfig
+from tandem.commands.evaluate import EndpointConfig
 from tandem.envs.model import ChatRefused
 from tandem.orchestrator.evaluation.endpoint import Answer, ChatEndpoint, EndpointModel
 from tandem.utils.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.envs.process import HeldTask
 from tandem.envs.protocol import ModelProxy, Score
 from tandem.envs.results import Result

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.evaluate import EvaluateConfig
+from tandem.commands.evaluate import EvaluateConfig
 from tandem.orchestrator.evaluation.models import load_version, models_of, template_of
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient, Reply

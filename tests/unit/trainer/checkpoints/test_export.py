@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tandem.config.export import ExportConfig
+from tandem.commands.export import ExportConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.shared import CheckpointConfig
 from tandem.entrypoints.export import export

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.align import AlignLossConfig
+from tandem.commands.align import AlignLossConfig
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, labeled_streams, make_align_loss, pair_streams
 from tandem.trainer.losses.preference import (
     PairStreams,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.align import AlignLossConfig
+from tandem.commands.align import AlignLossConfig
 from tandem.data.packing import pack
 from tandem.data.preferences import encode_preference_row
 from tandem.data.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tandem.config.losses import CorrectionConfig, LossConfig
+from tandem.algorithms.objective.policy import CorrectionConfig, LossConfig
 from tandem.trainer.losses import make_policy_loss
 from tandem.trainer.losses.correction import correction_weights
 

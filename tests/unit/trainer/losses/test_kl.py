@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.losses import KlConfig, LossConfig
+from tandem.algorithms.objective.policy import KlConfig, LossConfig
 from tandem.trainer.losses import PolicyStreams, make_policy_loss
 from tandem.trainer.losses.kl import Estimator, kl_estimate, kl_losses, kl_rewards
 

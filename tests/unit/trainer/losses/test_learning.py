@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.commands.rl import RLConfig
 from tandem.config.base import load_config
-from tandem.config.rl import RLConfig
 from tandem.orchestrator.advantages import make_advantage_function
 from tandem.trainer.losses import PolicyStreams, loss_denominator, make_policy_loss, needs_reference, token_weights
 from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.trainer.losses import loss_denominator, token_weights
 
 SEQUENCES = torch.tensor([0, 1, 1, 1])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.losses import CorrectionConfig, KlConfig, LossConfig, TeacherConfig
+from tandem.algorithms.objective.policy import CorrectionConfig, KlConfig, LossConfig, TeacherConfig
 from tandem.trainer.losses import (
     PolicyStreams,
     ignores_zero_advantages,

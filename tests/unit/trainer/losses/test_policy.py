@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.trainer.losses import LossOutput, PolicyStreams, make_policy_loss
 from tandem.trainer.losses.metrics import Metric
 from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.config.losses import CorrectionConfig, KlConfig, LossConfig, TeacherConfig
+from tandem.algorithms.objective.policy import CorrectionConfig, KlConfig, LossConfig, TeacherConfig
 from tandem.data.packing import pack
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors

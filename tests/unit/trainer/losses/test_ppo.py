@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.losses import KlConfig, LossConfig, PpoConfig
+from tandem.algorithms.objective.policy import KlConfig, LossConfig, PpoConfig
 from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, value_losses, whiten
 
 SEQUENCES = torch.tensor([0, 0, 0, 1])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.config.align import AlignLossConfig
-from tandem.config.losses import KlConfig, LossConfig, TeacherConfig
+from tandem.algorithms.objective.policy import KlConfig, LossConfig, TeacherConfig
+from tandem.commands.align import AlignLossConfig
 from tandem.trainer.losses.trial import try_align_loss, try_policy_loss
 from tandem.utils.errors import UserError
 

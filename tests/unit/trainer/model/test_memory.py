@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.models.memory_estimate import DEFAULT
 from tandem.trainer.build import load_trained

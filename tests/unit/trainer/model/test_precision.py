@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.config.align import AlignLossConfig
+from tandem.algorithms.objective.policy import PpoConfig
+from tandem.commands.align import AlignLossConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.lora import LoRAConfig
-from tandem.config.losses import PpoConfig
 from tandem.config.parallel import Checkpointing, ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.data.packing import divide, pack
 from tandem.models import ops
 from tandem.models.cpu import kernels

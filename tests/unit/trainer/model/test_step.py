@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.data.packing import divide, pack
 from tandem.models.attention import PackedAttention
 from tandem.trainer.losses import make_policy_loss

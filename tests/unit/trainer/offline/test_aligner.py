@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.config.align import AlignLossConfig, AlignLossType
+from tandem.commands.align import AlignLossConfig, AlignLossType
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import pack

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.align import AlignLossConfig, AlignLossType
+from tandem.commands.align import AlignLossConfig, AlignLossType
 from tandem.data.tokenizer import Tokenizer
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, encode_align_row, mismatches, scored
 from tandem.types.rollout import TrainingSequence

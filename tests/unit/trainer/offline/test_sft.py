@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.sft import SFTConfig
+from tandem.commands.sft import SFTConfig
 from tandem.data.conversations import encode_sft_row
 from tandem.data.dataset import load_dataset
 from tandem.data.packing import pack

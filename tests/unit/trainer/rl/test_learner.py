@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.trainer import TrainerConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.data.packing import pack
 from tandem.trainer.rl.learner import Learner, with_signal
 from tandem.types.rollout import TrainBatch, TrainingSequence

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tandem.algorithms.objective.policy import LossConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.lora import LoRAConfig
-from tandem.config.losses import LossConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
-from tandem.config.trainer import TrainerConfig
 from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import divide, pack
 from tandem.models.attention import PackedAttention

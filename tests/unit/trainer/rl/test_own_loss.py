@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.losses import LossConfig
-from tandem.config.trainer import TrainerConfig
+from tandem.algorithms.objective.policy import LossConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import pack
 from tandem.trainer.losses import ignores_zero_advantages

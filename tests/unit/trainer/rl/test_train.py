@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.trainer import TrainerConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.data.batch_files import RolloutWriter
 from tandem.data.packing import pack
 from tandem.models.hf import load_decoder, named_tensors

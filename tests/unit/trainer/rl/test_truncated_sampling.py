@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.config.losses import LossConfig
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.data.packing import pack
 from tandem.engine.sampler import SamplingRows, sample
 from tandem.orchestrator.batches import make_samples

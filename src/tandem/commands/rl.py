@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from tandem.commands.colocated import CacheOptions
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import Config
-from tandem.config.colocated import CacheOptions
 from tandem.config.gpus import GpuConfig
 from tandem.config.inference import InferenceConfig, port_of
-from tandem.config.orchestrator import OrchestratorConfig
 from tandem.config.ray import RayConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, StartOptions, SyncOptions, root_url
 from tandem.config.slurm import SlurmOptions
 from tandem.config.sources import Tree, merge
-from tandem.config.trainer import TrainerConfig
 
 SECTIONS: dict[str, type[Config]] = {
     "trainer": TrainerConfig,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from tandem.commands.offline import OfflineConfig
 from tandem.config.data import SFTDataConfig
-from tandem.config.offline import OfflineConfig
 from tandem.config.parallel import require_room
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.align import KNOWN_TO, REFERENCES, AlignConfig, AlignLossConfig
+from tandem.commands.align import KNOWN_TO, REFERENCES, AlignConfig, AlignLossConfig
 from tandem.config.base import load_config
 from tandem.utils.errors import UserError
 

@@ -1,32 +1,18 @@
 """Options of the orchestrator."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from tandem.config.advantages import AdvantageConfig
-from tandem.config.batches import BatchOptions
+from tandem.algorithms.advantages import AdvantageConfig
+from tandem.algorithms.filters import CurriculumConfig
+from tandem.commands.batches import BatchOptions
 from tandem.config.client import OUTAGE_TIMEOUT_S, ClientConfig
-from tandem.config.environment import EnvConfig, MixedEnvConfig
-from tandem.config.filters import CurriculumConfig, FilterConfig
 from tandem.config.sampling import EvalConfig, SamplingConfig
 from tandem.config.shared import LogOptions, ModelOptions, RunOptions, SeedOptions, SyncOptions
+from tandem.envs.config import EnvConfig, EnvPlan, MixedEnvConfig
 from tandem.utils.errors import shown
 from tandem.utils.secrets import hidden
-
-
-@dataclass(frozen=True)
-class EnvPlan:
-    """An environment with everything that may be its own."""
-
-    name: str  # empty: the only one
-    env: EnvConfig
-    weight: float
-    group_size: int
-    sampling: SamplingConfig
-    filters: FilterConfig
-    num_eval_prompts: int
 
 
 class OrchestratorConfig(BatchOptions, LogOptions, SeedOptions, SyncOptions, RunOptions, ModelOptions):

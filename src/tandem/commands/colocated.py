@@ -1,8 +1,8 @@
 """Options of the process that both trains and serves (`deployment = "colocated"`)."""
 
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import Config
 from tandem.config.inference import InferenceConfig
-from tandem.config.trainer import TrainerConfig
 
 
 class CacheOptions(Config):

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from tandem.commands.rl import SECTIONS, SHARED_KEYS
 from tandem.config.base import Config
 from tandem.config.lora import TARGETS
-from tandem.config.rl import SECTIONS, SHARED_KEYS
 from tandem.config.shared import SchedulerConfig, lr_factor
 from tandem.config.sources import Tree
 from tandem.utils.errors import UserError, shorten

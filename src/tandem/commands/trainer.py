@@ -2,8 +2,8 @@
 
 from pydantic import Field, model_validator
 
+from tandem.algorithms.objective.policy import LossConfig
 from tandem.config.lora import check_lora
-from tandem.config.losses import LossConfig
 from tandem.config.parallel import check_checkpointing, require_room
 from tandem.config.shared import (
     ComputeOptions,

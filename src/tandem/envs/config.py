@@ -1,13 +1,15 @@
 """Options of environments."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field, model_validator
 
+from tandem.algorithms.filters import FilterConfig
 from tandem.config.base import Config
-from tandem.config.filters import FilterConfig
-from tandem.config.rewards import AnyReward
+from tandem.config.sampling import SamplingConfig
+from tandem.rewards.config import AnyReward
 
 TAKEN_NAMES = ("", "mean", "std", "min", "max")  # reward/mean and so on are those of all rewards together
 
@@ -116,3 +118,16 @@ class MixedEnvConfig(EnvConfig):
     @property
     def own_name(self) -> str:
         return self.name or re.sub(r"[^\w.-]+", "-", self.id.rpartition(":")[2])
+
+
+@dataclass(frozen=True)
+class EnvPlan:
+    """An environment with everything that may be its own."""
+
+    name: str  # empty: the only one
+    env: EnvConfig
+    weight: float
+    group_size: int
+    sampling: SamplingConfig
+    filters: FilterConfig
+    num_eval_prompts: int

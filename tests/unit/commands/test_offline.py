@@ -2,8 +2,8 @@
 
 import pytest
 
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import load_config
-from tandem.config.sft import SFTConfig
 
 BASE = ("--model.name", "m", "--data.path", "rows.jsonl")
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.commands.rl import SECTIONS, SHARED_KEYS, RLConfig, share_values
 from tandem.config.base import load_config
-from tandem.config.rl import SECTIONS, SHARED_KEYS, RLConfig, share_values
 
 PLACES = ("", "trainer", "orchestrator", "inference")
 SCALARS: dict[tuple[str, ...], st.SearchStrategy[Any]] = {

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tandem.algorithms.objective.policy import LossConfig
+from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.commands.rl import RLConfig
+from tandem.commands.trainer import TrainerConfig
 from tandem.config.base import load_config
-from tandem.config.losses import LossConfig
-from tandem.config.orchestrator import OrchestratorConfig
-from tandem.config.rl import RLConfig
-from tandem.config.trainer import TrainerConfig
 
 MODEL = ("--model.name", "m")
 REVERSE_TEXT = Path(__file__).parents[3] / "examples" / "reverse_text"

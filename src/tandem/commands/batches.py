@@ -2,9 +2,9 @@
 
 from pydantic import Field
 
-from tandem.config.advantages import LengthPenaltyConfig, OverlongConfig
+from tandem.algorithms.advantages import LengthPenaltyConfig, OverlongConfig
+from tandem.algorithms.filters import FilterConfig
 from tandem.config.base import Config
-from tandem.config.filters import FilterConfig
 from tandem.config.shared import MetricsConfig
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tandem.config.align import AlignConfig
+from tandem.commands.align import AlignConfig
+from tandem.commands.changes import review_changes
+from tandem.commands.rl import RLConfig
+from tandem.commands.sft import SFTConfig
 from tandem.config.base import Config
-from tandem.config.changes import review_changes
 from tandem.config.lora import TARGETS
-from tandem.config.rl import RLConfig
-from tandem.config.sft import SFTConfig
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_json
 

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.environment import EnvConfig
 from tandem.config.sampling import SampleOptions
 from tandem.config.shared import ComputeOptions, KeyOptions, LogOptions, SeedOptions, ServerUrl
 from tandem.config.slurm import SlurmOptions
+from tandem.envs.config import EnvConfig
 
 
 class EndpointConfig(KeyOptions):

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from tandem.algorithms.objective.policy import refuse_stray_options
+from tandem.commands.offline import OfflineConfig
 from tandem.config.base import Config
 from tandem.config.data import AlignDataConfig
-from tandem.config.losses import refuse_stray_options
 from tandem.config.names import OrImportPath
-from tandem.config.offline import OfflineConfig
 from tandem.utils.imports import is_import_path
 
 AlignLossType = Literal["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]

@@ -1,0 +1,1 @@
+"""Algorithms: their options and formulas, without torch. To add one is to add a file: docs/algorithms.md."""

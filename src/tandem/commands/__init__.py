@@ -1,0 +1,1 @@
+"""The options of each command, composed of the options of its parts."""
