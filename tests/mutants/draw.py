@@ -26,6 +26,7 @@ SCOPE = (
         "data/batch_files.py",
         "orchestrator",
         "rewards",
+        "algorithms",
         "trainer/losses",
         "trainer/checkpoints",
         "launch/sweep",

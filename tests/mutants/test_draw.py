@@ -79,26 +79,26 @@ def test_every_mistake_is_another_program() -> None:
 
 
 def test_a_seed_draws_the_same_again() -> None:
-    drawn = draw(20, 1, ["losses/kl"])
-    assert len(set(drawn)) == 20 and {mutation.file for mutation in drawn} == {"trainer/losses/kl.py"}
-    assert draw(20, 1, ["losses/kl"]) == drawn != draw(20, 2, ["losses/kl"])
+    drawn = draw(20, 1, ["objective/kl"])
+    assert len(set(drawn)) == 20 and {mutation.file for mutation in drawn} == {"algorithms/objective/kl.py"}
+    assert draw(20, 1, ["objective/kl"]) == drawn != draw(20, 2, ["objective/kl"])
 
 
 def test_every_file_has_tests_and_its_own_come_first() -> None:
     for file in files_in_scope():
         assert find_tests(file), file
-    assert find_tests("trainer/losses/kl.py")[0] == "trainer/losses/test_kl.py"
-    first, *others = find_tests("orchestrator/advantages/__init__.py")
+    assert find_tests("algorithms/objective/kl.py")[0] == "algorithms/objective/test_kl.py"
+    first, *others = find_tests("orchestrator/advantages.py")
     assert first == "orchestrator/test_advantages.py" and "orchestrator/test_loop.py" in others
     assert all((UNIT / test).is_file() for test in find_tests("orchestrator/loop.py"))
 
 
 def test_a_package_with_code_of_its_own_is_in_scope() -> None:
     files = files_in_scope()
-    assert {"orchestrator/advantages/__init__.py", "trainer/losses/__init__.py"} <= set(files)
+    assert {"algorithms/advantages/__init__.py", "trainer/losses/__init__.py"} <= set(files)
     assert "rewards/__init__.py" not in files
-    (mutation,) = draw(1, 1, ["advantages/__init__"])
-    assert mutation.file == "orchestrator/advantages/__init__.py"
+    (mutation,) = draw(1, 1, ["filters/__init__"])
+    assert mutation.file == "algorithms/filters/__init__.py"
 
 
 def test_what_is_called_equivalent_is_still_there() -> None:

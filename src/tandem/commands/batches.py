@@ -2,8 +2,8 @@
 
 from pydantic import Field
 
-from tandem.algorithms.advantages import LengthPenaltyConfig, OverlongConfig
 from tandem.algorithms.filters import FilterConfig
+from tandem.algorithms.length_penalties import LengthPenaltyConfig, OverlongConfig
 from tandem.config.base import Config
 from tandem.config.shared import MetricsConfig
 

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tandem.algorithms.advantages import AdvantageConfig
-from tandem.algorithms.filters import CurriculumConfig
+from tandem.algorithms.curriculum import CurriculumConfig
 from tandem.commands.batches import BatchOptions
 from tandem.config.client import OUTAGE_TIMEOUT_S, ClientConfig
 from tandem.config.sampling import EvalConfig, SamplingConfig

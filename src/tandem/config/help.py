@@ -93,7 +93,8 @@ def docstrings(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if issubclass(base, BaseModel) and not base.__module__.startswith("pydantic"):
             found |= _docstrings_of_module(base.__module__).get(base.__name__, {})
-    return found
+    fields = cls.model_fields if issubclass(cls, BaseModel) else {}
+    return found | {name: field.description for name, field in fields.items() if field.description is not None}
 
 
 @cache

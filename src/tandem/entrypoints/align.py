@@ -22,7 +22,7 @@ def align(config: AlignConfig) -> None:
     from tandem.trainer.offline.preferences import encode_align_row
     from tandem.utils.files import read_json
 
-    if config.loss.is_own:
+    if config.loss.is_custom:
         from tandem.trainer.losses.trial import try_align_loss
 
         try_align_loss(config.loss, num_ranks=config.parallel.ranks)

@@ -55,7 +55,7 @@ def run(config: ColocatedConfig) -> None:
     trainer = config.trainer.model_copy(update={"resume": config.resume or config.trainer.resume})
     setup_logging(trainer.log_level)
     refuse_missing_gpu(trainer.device, "device")
-    if trainer.loss.is_own:
+    if trainer.loss.is_custom:
         load_function(trainer.loss.type, trainer.loss.options, "loss")
     with hold_run(trainer.output_dir, "trainer", ["trainer"]):
         spread_over_ranks(__spec__.name, trainer.parallel.ranks, trainer.checkpoint.on_signal_timeout_s)

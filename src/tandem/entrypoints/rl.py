@@ -90,7 +90,7 @@ def check(config: RLConfig) -> int:
     from tandem.launch import preflight
 
     start = preflight.check(config)
-    if config.trainer.loss.is_own:  # its file has imported torch by now
+    if config.trainer.loss.is_custom:  # its file has imported torch by now
         from tandem.launch.local.gpus import count_ranks
         from tandem.trainer.losses.trial import try_policy_loss
 

@@ -22,7 +22,7 @@ def train(config: TrainerConfig) -> None:
     setup_logging(config.log_level)
     refuse_missing_gpu(config.device, "device")
     config.model.read_chat_template()  # it is written next to the weights
-    if config.loss.is_own:
+    if config.loss.is_custom:
         load_function(config.loss.type, config.loss.options, "loss")
     with hold_run(config.output_dir, "trainer", ["trainer"]):
         spread_over_ranks("tandem.entrypoints.trainer", config.parallel.ranks, config.checkpoint.on_signal_timeout_s)

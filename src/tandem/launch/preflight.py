@@ -55,7 +55,7 @@ def check(config: RLConfig) -> int:
     _check_deployment(config)
     _check_devices(here)
     loss = config.trainer.loss
-    if loss.is_own:
+    if loss.is_custom:
         load_function(loss.type, loss.options, "trainer.loss")
     return start
 

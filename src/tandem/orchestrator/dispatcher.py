@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from tandem.algorithms.curriculum import Curriculum
 from tandem.isolation.failures import failure_of
 from tandem.orchestrator.buffer import GroupBuffer
-from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.failures import FailureLedger, TaskFailed
 from tandem.orchestrator.protocols import ServedVersion
 from tandem.orchestrator.tasks import TaskOrder

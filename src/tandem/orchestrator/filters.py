@@ -1,20 +1,16 @@
 """What is not trained on: single rollouts, and groups in whose place other prompts are sampled (dynamic sampling)."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.algorithms.filters import FilterConfig
-from tandem.commands.orchestrator import EnvPlan
-from tandem.envs.config import EnvConfig
+from tandem.algorithms.filters import FILTERS, FilterConfig
+from tandem.envs.config import EnvConfig, EnvPlan
 from tandem.orchestrator.failures import TooManyFailures
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.rewards.config import FROM_0_TO_1
 from tandem.rewards.registry import REWARDS
 from tandem.types.rollout import Group, Rollout
 from tandem.utils.errors import UserError
-
-NGRAM = 4
 
 
 def refuse_hopeless_filters(plan: EnvPlan, *, is_interactive: bool) -> None:
@@ -101,35 +97,14 @@ class GroupFilter:
         return replace(group, rollouts=left) if len(left) > 1 else None
 
     def _reason_against(self, group: Group) -> str | None:
-        config, rewards = self.config, self.shaping.rewards(group)
-        mean = sum(group.rewards) / len(group.rewards)
-        if config.min_reward is not None and mean < config.min_reward:
-            return "min_reward"
-        if config.max_reward is not None and mean > config.max_reward:
-            return "max_reward"
-        if config.equal_rewards and len(set(rewards)) == 1:
-            return "equal_rewards"
-        return None
+        rewards = self.shaping.rewards(group)
+        reasons = (one.of_group(group, rewards, self.config) for one in FILTERS.values() if one.of_group)
+        return next(filter(None, reasons), None)
 
 
 def rollout_reason(rollout: Rollout, config: FilterConfig) -> str | None:
     """The option by which a rollout is filtered; None: it stays."""
-    if config.truncated and rollout.is_truncated:
-        return "truncated"
-    if config.min_tokens is not None and rollout.num_sampled < config.min_tokens:
-        return "min_tokens"
-    if config.max_tokens is not None and rollout.num_sampled > config.max_tokens:
-        return "max_tokens"
-    turns = [turn.completion.token_ids for turn in rollout.turns]
-    if config.max_repetition is not None and max(map(repetition, turns)) > config.max_repetition:
-        return "max_repetition"
-    return None
-
-
-def repetition(token_ids: Sequence[int]) -> float:
-    """The share of the 4-grams that have come before; 0 without any."""
-    ngrams = [tuple(token_ids[start : start + NGRAM]) for start in range(len(token_ids) - NGRAM + 1)]
-    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+    return next(filter(None, (one.of_rollout(rollout, config) for one in FILTERS.values() if one.of_rollout)), None)
 
 
 def _counts(reasons: Counter[str]) -> str:

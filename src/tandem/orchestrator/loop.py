@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from tandem.algorithms.curriculum import Curriculum
 from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.data.batch_files import RolloutWriter
 from tandem.data.tokenizer import Tokenizer
@@ -29,7 +30,6 @@ from tandem.orchestrator.batches import batch_metrics, make_batch
 from tandem.orchestrator.buffer import GroupBuffer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.conversations import open_episodes
-from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.evaluation.evaluator import Evaluator, MixedEvaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures

@@ -3,23 +3,9 @@
 import statistics
 from collections.abc import Sequence
 
+from tandem.algorithms.length_penalties import length_bonuses, overlong_penalty
 from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.types.rollout import Group
-
-
-def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """0 up to max_tokens − buffer_tokens, then linear, up to `penalty` at max_tokens."""
-    excess = num_tokens - (max_tokens - buffer_tokens)
-    return penalty * min(max(excess / buffer_tokens, 0.0), 1.0)
-
-
-def length_bonuses(lengths: Sequence[int], solved: Sequence[bool]) -> list[float]:
-    """½ for the shortest completion of a group down to −½ for the longest; those that are not solved get no bonus."""
-    shortest, longest = min(lengths), max(lengths)
-    if shortest == longest:
-        return [0.0] * len(lengths)
-    bonuses = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
-    return [bonus if is_solved else min(0.0, bonus) for bonus, is_solved in zip(bonuses, solved, strict=True)]
 
 
 class RewardShaping:

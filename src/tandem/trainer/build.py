@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.algorithms.objective.policy import PpoConfig
+from tandem.algorithms.losses.ppo import PpoConfig
 from tandem.commands.offline import OfflineConfig
 from tandem.commands.trainer import TrainerConfig
 from tandem.config.lora import LoRAConfig

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from tandem.commands.align import KNOWN_TO, REFERENCES, AlignConfig, AlignLossConfig
+from tandem.algorithms.losses import ALIGN_LOSSES
+from tandem.algorithms.objective.alignment import AlignLossConfig
+from tandem.commands.align import AlignConfig
 from tandem.config.base import load_config
 from tandem.utils.errors import UserError
 
@@ -53,25 +55,26 @@ def test_refused_with_key_value_and_remedy(arguments: list[str], expected: list[
 
 def test_a_loss_of_the_users_own_is_over_pairs_or_completions_near_a_reference() -> None:
     loss = AlignLossConfig(type="my.losses:mine", options={"beta": 0.3})
-    assert loss.is_own and loss.is_paired and loss.reference_source == "precomputed"
+    assert loss.is_custom and loss.is_paired and loss.reference_source == "precomputed"
     assert not AlignLossConfig(type="my.losses:mine", labeled=True).is_paired
     assert AlignLossConfig(type="my.losses:mine", reference="none").reference_source == "none"
 
 
 def test_usual_values_depend_on_the_objective() -> None:
-    assert AlignLossConfig().scale == 0.1 and AlignLossConfig(type="simpo").scale == 2.0
-    assert AlignLossConfig(type="simpo", beta=3.0).scale == 3.0
+    assert AlignLossConfig().arguments == {"beta": 0.1, "label_smoothing": 0.0}
+    assert AlignLossConfig(type="simpo").arguments == {"beta": 2.0, "label_smoothing": 0.0, "gamma": 0.5}
+    assert AlignLossConfig(type="simpo", beta=3.0, gamma=0.0).arguments["gamma"] == 0.0
+    kto = AlignLossConfig(type="kto", undesirable_weight=0.0)
+    assert kto.arguments == {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.0}
+    assert AlignLossConfig(type="cpo", sft_weight=0.0).arguments["sft_weight"] == 0.0
     assert AlignLossConfig(type="kto").reference_source == "precomputed"
     assert AlignLossConfig(type="cpo").reference_source == "none"
     assert AlignLossConfig(reference="none").reference_source == "none"
-    assert AlignLossConfig(type="simpo", gamma=0.0).margin == 0.0 and AlignLossConfig(type="simpo").margin == 0.5
-    assert AlignLossConfig(type="kto", undesirable_weight=0.0).label_weights == (1.0, 0.0)
-    assert AlignLossConfig(type="cpo", sft_weight=0.0).imitation_weight == 0.0
 
 
 def test_the_resolved_configuration_can_be_given_again() -> None:
     """Every objective, with all options it knows written out."""
-    for loss_type in REFERENCES:
-        known: Any = {name: 0.25 for name, types in KNOWN_TO.items() if loss_type in types}
+    for loss_type, algorithm in ALIGN_LOSSES.items():
+        known: Any = dict.fromkeys(algorithm.options.model_fields, 0.25)
         loss = AlignLossConfig(type=loss_type, **known)
         assert AlignLossConfig.model_validate(loss.model_dump(mode="json")) == loss

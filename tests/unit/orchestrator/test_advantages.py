@@ -14,25 +14,19 @@ from pydantic import ValidationError
 from tests.unit.orchestrator.conftest import MakeGroup
 from tests.unit.orchestrator.fakes import say_more
 
-from tandem.algorithms.advantages import PER_TURN, AdvantageConfig
+from tandem.algorithms.advantages import ADVANTAGES, AdvantageConfig
+from tandem.algorithms.advantages.dr_grpo import dr_grpo_advantages
+from tandem.algorithms.advantages.grpo import grpo_advantages
+from tandem.algorithms.advantages.maxrl import maxrl_advantages
+from tandem.algorithms.advantages.per_turn import per_turn_advantages, returns_by_turn
+from tandem.algorithms.advantages.plain import reward_advantages, zero_advantages
+from tandem.algorithms.advantages.reinforce_pp import reinforce_pp_advantages, reinforce_pp_baseline_advantages
+from tandem.algorithms.advantages.rloo import rloo_advantages
 from tandem.orchestrator.advantages import (
-    FUNCTIONS,
     checked_advantages,
     make_advantage_function,
     make_batch_advantages,
     try_advantages,
-)
-from tandem.orchestrator.advantages.functions import (
-    dr_grpo_advantages,
-    grpo_advantages,
-    maxrl_advantages,
-    per_turn_advantages,
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
-    returns_by_turn,
-    reward_advantages,
-    rloo_advantages,
-    zero_advantages,
 )
 from tandem.rewards.checked import MAX_REWARD
 from tandem.utils.errors import UserError
@@ -101,7 +95,7 @@ def test_rewards_as_they_are_and_none_at_all() -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.235])
 def test_groups_of_equal_rewards_get_exact_zeros(type, reward: float) -> None:
     """The mean of seven times 0.235 is not 0.235 in binary."""
-    advantages = FUNCTIONS[type]([[reward] * 7, [0.0, 1.0, 2.0]])
+    advantages = ADVANTAGES[type].compute([[reward] * 7, [0.0, 1.0, 2.0]])
     assert advantages[0] == [0.0] * 7
     assert any(advantages[1])
 
@@ -112,13 +106,13 @@ def test_batches_of_equal_rewards_get_exact_zeros() -> None:
 
 @pytest.mark.parametrize("type", ["grpo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_tiny_differences_do_not_explode(type) -> None:
-    assert max(map(abs, FUNCTIONS[type]([[1.0, 1.0 + 1e-12]])[0])) < 1e-5
+    assert max(map(abs, ADVANTAGES[type].compute([[1.0, 1.0 + 1e-12]])[0])) < 1e-5
 
 
 @settings(max_examples=50)
 @given(GROUPS, st.sampled_from(RELATIVE))
 def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(groups: list[list[float]], type) -> None:
-    for rewards, advantages in zip(groups, FUNCTIONS[type](groups), strict=True):
+    for rewards, advantages in zip(groups, ADVANTAGES[type].compute(groups), strict=True):
         assert abs(sum(advantages)) < 1e-6
         for i, first in enumerate(rewards):
             for j, second in enumerate(rewards):
@@ -275,7 +269,7 @@ def test_the_advantages_of_a_batch_are_those_of_its_rewards() -> None:
 @pytest.mark.parametrize("rewards", [[[1.0]], []])
 def test_every_turn_has_its_reward(make_group: MakeGroup, rewards: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="shorter"):
-        make_batch_advantages(AdvantageConfig(type=PER_TURN))([make_group(0)], rewards)
+        make_batch_advantages(AdvantageConfig(type="per_turn"))([make_group(0)], rewards)
 
 
 def test_turns_are_credited_with_the_reward_that_was_not_earned_before_them(make_group: MakeGroup) -> None:
@@ -285,6 +279,6 @@ def test_turns_are_credited_with_the_reward_that_was_not_earned_before_them(make
         replace(say_more(rollout, [5]), earned_before=[0.0, earned])
         for rollout, earned in zip(group.rollouts, (2.0, 4.0), strict=True)
     )
-    batch_advantages = make_batch_advantages(AdvantageConfig(type=PER_TURN))
+    batch_advantages = make_batch_advantages(AdvantageConfig(type="per_turn"))
     [[first, second]] = batch_advantages([replace(group, rollouts=[one, other])], [[3.0, 1.0]])
     assert first == pytest.approx([1, 1], abs=1e-5) and second == pytest.approx([-1, -1], abs=1e-5)

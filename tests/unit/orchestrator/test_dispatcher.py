@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import FakePolicy
 
-from tandem.algorithms.filters import CurriculumConfig
+from tandem.algorithms.curriculum import Curriculum, CurriculumConfig
 from tandem.isolation.failures import Failure
 from tandem.orchestrator.buffer import GroupBuffer
-from tandem.orchestrator.curriculum import Curriculum
 from tandem.orchestrator.dispatcher import Dispatcher
 from tandem.orchestrator.failures import FailureLedger, TaskFailed, TooManyFailures
 from tandem.orchestrator.tasks import TaskOrder

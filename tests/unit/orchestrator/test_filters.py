@@ -8,9 +8,10 @@ import pytest
 from tests.unit.orchestrator.fakes import say_more
 
 from tandem.algorithms.filters import FilterConfig
+from tandem.algorithms.filters.repetition import repetition
 from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.orchestrator.failures import TooManyFailures
-from tandem.orchestrator.filters import GroupFilter, refuse_hopeless_filters, repetition
+from tandem.orchestrator.filters import GroupFilter, refuse_hopeless_filters
 from tandem.orchestrator.shaping import RewardShaping
 from tandem.types.rollout import Group
 from tandem.utils.errors import UserError

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import say_more
 
+from tandem.algorithms.length_penalties import length_bonuses, overlong_penalty
 from tandem.commands.orchestrator import OrchestratorConfig
-from tandem.orchestrator.shaping import RewardShaping, length_bonuses, overlong_penalty
+from tandem.orchestrator.shaping import RewardShaping
 
 
 @pytest.mark.parametrize(

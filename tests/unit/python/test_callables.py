@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.orchestrator.advantages.functions import grpo_advantages
+from tandem.algorithms.advantages.grpo import grpo_advantages
 from tandem.python.callables import import_path, replace_callables
 from tandem.utils.errors import UserError
 from tandem.utils.imports import load_object
@@ -152,7 +152,7 @@ def test_a_function_of_a_module_is_named_by_it(tmp_path: Path, monkeypatch: pyte
     def path(value: Any) -> str:
         return import_path(value, tmp_path / "run", "k")
 
-    assert path(grpo_advantages) == "tandem.orchestrator.advantages.functions:grpo_advantages"
+    assert path(grpo_advantages) == "tandem.algorithms.advantages.grpo:grpo_advantages"
     assert (path(Counter), path(maths.sqrt), path(operator.eq)) == ("collections:Counter", "math:sqrt", "_operator:eq")
     # A module that only this program finds is named by its file.
     (tmp_path / "beside_it.py").write_text("def score(completion, answer):\n    return 1.0\n")

@@ -1,6 +1,7 @@
-"""Objectives: pure functions of streams, chosen by `loss.type`."""
+"""Objectives: a loss with what surrounds it, chosen by `loss.type`; custom losses import what they need from here."""
 
-from tandem.trainer.losses.metrics import Metric, loss_part, maximum_of, mean_of
+from tandem.algorithms.losses.kind import LabeledStreams, Losses, LossOutput, PairStreams, PolicyStreams
+from tandem.algorithms.metrics import Metric, loss_part, maximum_of, mean_of
 from tandem.trainer.losses.normalization import loss_denominator, token_weights
 from tandem.trainer.losses.objective import (
     PolicyLoss,
@@ -10,9 +11,6 @@ from tandem.trainer.losses.objective import (
     needs_reference,
     needs_teacher,
 )
-from tandem.trainer.losses.preference import PairStreams
-from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams
-from tandem.trainer.losses.unpaired import LabeledStreams
 
 __all__ = [
     "LabeledStreams",

@@ -6,22 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.commands.align import AlignLossConfig
-from tandem.trainer.losses.kl import kl_estimate
-from tandem.trainer.losses.metrics import mean_of
-from tandem.trainer.losses.own import compute_own
-from tandem.trainer.losses.preference import (
-    PairStreams,
-    cpo_loss,
-    dpo_loss,
-    hinge_loss,
-    ipo_loss,
-    orpo_loss,
-    simpo_loss,
-)
-from tandem.trainer.losses.sequences import sequence_lengths, sum_by_sequence
-from tandem.trainer.losses.types import LossOutput, require_gradient
-from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
+from tandem.algorithms.losses.kind import LabeledStreams, Losses, LossOutput, PairStreams
+from tandem.algorithms.metrics import mean_of
+from tandem.algorithms.objective.alignment import AlignLossConfig
+from tandem.algorithms.objective.kl import kl_estimate
+from tandem.algorithms.sequences import sequence_lengths, sum_by_sequence
+from tandem.trainer.losses.custom import compute_custom, require_gradient
 from tandem.utils.registry import load_function
 
 
@@ -49,47 +39,37 @@ class StepFacts:
     delta: float = 0.0  # reward shift; bco
 
 
-AlignLoss = Callable[[AlignStreams, StepFacts], LossOutput]
-PairLoss = Callable[[PairStreams, AlignLossConfig, StepFacts], LossOutput]
-LabeledLoss = Callable[[LabeledStreams, AlignLossConfig, StepFacts], LossOutput]
-
-PAIR_LOSSES: dict[str, PairLoss] = {
-    "dpo": lambda pairs, config, _: dpo_loss(pairs, config.scale, config.label_smoothing or 0.0),
-    "hinge": lambda pairs, config, _: hinge_loss(pairs, config.scale),
-    "ipo": lambda pairs, config, _: ipo_loss(pairs, config.scale),
-    "simpo": lambda pairs, config, _: simpo_loss(pairs, config.scale, config.margin, config.label_smoothing or 0.0),
-    "orpo": lambda pairs, config, facts: orpo_loss(pairs, config.scale, facts.mean_chosen_length),
-    "cpo": lambda pairs, config, facts: cpo_loss(
-        pairs, config.scale, config.label_smoothing or 0.0, config.imitation_weight, facts.mean_chosen_length
-    ),
-}
-LABELED_LOSSES: dict[str, LabeledLoss] = {
-    "kto": lambda labeled, config, facts: kto_loss(labeled, config.scale, facts.kl, *config.label_weights),
-    "bco": lambda labeled, config, facts: bco_loss(labeled, config.scale, facts.delta),
-}
+AlignObjective = Callable[[AlignStreams, StepFacts], LossOutput]
 
 
-def make_align_loss(config: AlignLossConfig) -> AlignLoss:
+def make_align_loss(config: AlignLossConfig) -> AlignObjective:
     """The loss is a sum over the pairs, or over the labeled completions."""
-    if config.is_paired:
-        pair_loss = own_loss(config, "pair") if config.is_own else PAIR_LOSSES[config.type]
-        return lambda streams, facts: _with_kl(streams, pair_loss(pair_streams(streams), config, facts))
-    labeled_loss = own_loss(config, "completion") if config.is_own else LABELED_LOSSES[config.type]
-    return lambda streams, facts: _with_kl(streams, labeled_loss(labeled_streams(streams), config, facts))
+    divided = pair_streams if config.is_paired else labeled_streams
+    compute = find_align_loss(config)
+
+    def summed(streams: AlignStreams, facts: StepFacts) -> LossOutput:
+        output = compute(divided(streams), facts)
+        return _with_kl(streams, LossOutput(output.losses.sum(), output.metrics))
+
+    return summed
 
 
-def own_loss(
-    config: AlignLossConfig, unit: str
-) -> Callable[[PairStreams | LabeledStreams, AlignLossConfig, StepFacts], LossOutput]:
-    """A user's own function, with its options, that gives one loss per `unit`."""
-    function = load_function(config.type, config.options, "loss")
+def find_align_loss(config: AlignLossConfig) -> Callable[[PairStreams | LabeledStreams, StepFacts], Losses]:
+    """One of ours, or a custom one, with its options."""
+    algorithm, arguments = config.algorithm, config.arguments
+    if algorithm is not None:
+        return lambda streams, facts: algorithm.compute(
+            streams, **arguments, **{name: getattr(facts, name) for name in algorithm.facts}
+        )
+    function = load_function(config.type, arguments, "loss")
+    unit = "pair" if config.is_paired else "completion"
 
-    def compute(streams: PairStreams | LabeledStreams, config: AlignLossConfig, facts: StepFacts) -> LossOutput:
-        output = compute_own(function, streams, len(streams), config.type, unit)
+    def checked(streams: PairStreams | LabeledStreams, facts: StepFacts) -> Losses:
+        output = compute_custom(function, streams, len(streams), config.type, unit)
         require_gradient(output.losses, config.type)
-        return LossOutput(output.losses.sum(), output.metrics)
+        return output
 
-    return compute
+    return checked
 
 
 def _with_kl(streams: AlignStreams, output: LossOutput) -> LossOutput:

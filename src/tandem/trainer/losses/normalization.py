@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.objective.policy import LossConfig
-from tandem.trainer.losses.sequences import sequence_lengths
+from tandem.algorithms.sequences import sequence_lengths
 
 
 def token_weights(config: LossConfig, sequences: Tensor, num_sequences: int, dtype: torch.dtype) -> Tensor:

@@ -3,21 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tandem.algorithms.losses.kind import Losses, LossOutput, PolicyStreams
+from tandem.algorithms.metrics import Metric, loss_part, maximum_of, mean_of
+from tandem.algorithms.objective.correction import correction_weights
+from tandem.algorithms.objective.kl import k3, kl_estimate, kl_losses, kl_rewards
 from tandem.algorithms.objective.policy import LossConfig
-from tandem.trainer.losses.correction import correction_weights
-from tandem.trainer.losses.kl import k3, kl_estimate, kl_losses, kl_rewards
-from tandem.trainer.losses.metrics import Metric, loss_part, maximum_of, mean_of
+from tandem.algorithms.sequences import bounded_exp, discounted_sums
+from tandem.trainer.losses.custom import compute_custom, require_gradient
 from tandem.trainer.losses.normalization import token_weights
-from tandem.trainer.losses.own import compute_own
-from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term
-from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
-from tandem.trainer.losses.sequences import discounted_sums
-from tandem.trainer.losses.types import Losses, LossOutput, PolicyStreams, require_gradient
 from tandem.utils.registry import load_function
 
 PolicyLoss = Callable[[PolicyStreams], LossOutput]
@@ -30,14 +27,15 @@ def make_policy_loss(config: LossConfig) -> PolicyLoss:
 
 
 def find_token_loss(config: LossConfig) -> TokenLoss:
-    """One of ours, or a user's own with its options."""
-    if config.is_own:
+    """One of ours, or a custom one, with its options."""
+    if config.is_custom:
         return partial(checked_losses, load_function(config.type, config.options, "loss"), config.type)
-    return partial(TOKEN_LOSSES[config.type], config=config)
+    assert config.algorithm is not None
+    return partial(config.algorithm.compute, **config.arguments)
 
 
 def checked_losses(function: TokenLoss, name: str, streams: PolicyStreams) -> Losses:
-    return compute_own(function, streams, len(streams.logprobs), name, "token")
+    return compute_custom(function, streams, len(streams.logprobs), name, "token")
 
 
 def needs_reference(config: LossConfig) -> bool:
@@ -55,7 +53,7 @@ def needs_entropy_gradient(config: LossConfig) -> bool:
 def ignores_zero_advantages(config: LossConfig) -> bool:
     """Whether a token whose advantage is zero has no gradient, so that it need not be computed."""
     regularized = needs_reference(config) or needs_teacher(config) or needs_entropy_gradient(config)
-    return not regularized and config.type != "ppo" and not config.is_own
+    return not regularized and not config.has_critic and not config.is_custom
 
 
 def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLoss) -> LossOutput:
@@ -63,7 +61,7 @@ def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLos
     term = token_loss(replace(streams, advantages=token_advantages(streams, config)))
     parts = {"policy": term.losses}
     metrics = mismatch_metrics(_trainer_log_ratios(streams, config))
-    metrics |= {"ratio": mean_of(bounded_exp(log_ratios(streams)))} | term.metrics
+    metrics |= {"ratio": mean_of(bounded_exp(streams.log_ratios))} | term.metrics
     if config.correction.type != "none":
         correction = _correction(streams, config)
         parts["policy"] = correction * term.losses
@@ -89,7 +87,7 @@ def policy_loss(streams: PolicyStreams, config: LossConfig, token_loss: TokenLos
     sums = {name: (weights * losses).sum() for name, losses in parts.items()}
     metrics |= {f"loss/{name}": loss_part(part) for name, part in sums.items()}
     loss = torch.stack(list(sums.values())).sum()
-    if config.is_own:
+    if config.is_custom:
         require_gradient(loss, config.type)
     return LossOutput(loss, metrics)
 
@@ -100,7 +98,7 @@ def token_advantages(streams: PolicyStreams, config: LossConfig) -> Tensor:
     The penalty-to-go is kl.coef · Σ_(i ≥ t) k_i. With a critic, it is in the rewards that advantages come from.
     """
     advantages, logprobs = streams.advantages, streams.logprobs.detach()
-    if config.kl.coef > 0 and config.kl.place == "reward" and config.type != "ppo":
+    if config.kl.coef > 0 and config.kl.place == "reward" and not config.has_critic:
         assert streams.reference_logprobs is not None
         penalties = kl_rewards(logprobs, streams.reference_logprobs, config.kl.estimator, config.kl.coef)
         penalty_to_go = discounted_sums(penalties, streams.sequences, 1.0)
@@ -111,53 +109,13 @@ def token_advantages(streams: PolicyStreams, config: LossConfig) -> Tensor:
     return advantages
 
 
-def log_ratios(streams: PolicyStreams) -> Tensor:
-    """Of each token to the policy before the batch, or to the engine's: see `loss.old_logprobs`."""
-    return streams.logprobs - streams.old_logprobs
-
-
-def clipped_tokens(streams: PolicyStreams, config: LossConfig) -> Losses:
-    return _clipped(log_ratios(streams), streams, config)
-
-
-def clipped_sequences(streams: PolicyStreams, config: LossConfig, kind: Literal["product", "geometric"]) -> Losses:
-    ratios = sequence_log_ratios(log_ratios(streams), streams.sequences, streams.num_sequences, kind)
-    return _clipped(ratios, streams, config)
-
-
-def _clipped(ratios: Tensor, streams: PolicyStreams, config: LossConfig) -> Losses:
-    clip_low, clip_high = config.clips
-    assert clip_low is not None and clip_high is not None
-    return clipped_term(ratios, streams.advantages, clip_low, clip_high, config.dual_clip)
-
-
-def cispo(streams: PolicyStreams, config: LossConfig) -> Losses:
-    _, clip_high = config.clips
-    assert clip_high is not None
-    return cispo_term(streams.logprobs, log_ratios(streams), streams.advantages, clip_high)
-
-
-def reinforce(streams: PolicyStreams, config: LossConfig) -> Losses:
-    return reinforce_term(streams.logprobs, streams.advantages)
-
-
-TOKEN_LOSSES: dict[str, Callable[..., Losses]] = {
-    "grpo": clipped_tokens,
-    "ppo": clipped_tokens,
-    "gspo": partial(clipped_sequences, kind="geometric"),
-    "rloo": partial(clipped_sequences, kind="product"),
-    "cispo": cispo,
-    "reinforce": reinforce,
-}
-
-
 def _correction(streams: PolicyStreams, config: LossConfig) -> Tensor:
     return correction_weights(
         _trainer_log_ratios(streams, config),
         streams.sequences,
         streams.num_sequences,
         config.correction,
-        is_weighted=config.old_logprobs == "recomputed" or config.type == "reinforce",
+        is_weighted=config.old_logprobs == "recomputed" or not config.has_ratio,
     )
 
 

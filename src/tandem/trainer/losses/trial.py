@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import torch
 
+from tandem.algorithms.losses.kind import LossOutput, PolicyStreams
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.algorithms.objective.policy import LossConfig
-from tandem.commands.align import AlignLossConfig
 from tandem.isolation.failures import failure_of
 from tandem.isolation.threads import TRIAL_TIMEOUT_S, try_within
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
+from tandem.trainer.losses.custom import CustomLossFailed
 from tandem.trainer.losses.objective import make_policy_loss, needs_entropy_gradient, needs_reference, needs_teacher
-from tandem.trainer.losses.own import OwnLossFailed
-from tandem.trainer.losses.types import LossOutput, PolicyStreams
 from tandem.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _try_size(
     try:
         return try_within(timeout_s, f"loss.type = {name!r}", compute)
     except (Exception, SystemExit) as raised:  # by the user's function, or by the backward pass through it
-        error = raised.__cause__ if isinstance(raised, OwnLossFailed) and raised.__cause__ else raised
+        error = raised.__cause__ if isinstance(raised, CustomLossFailed) and raised.__cause__ else raised
         if isinstance(error, UserError):
             raise UserError(str(error).replace("loss.", f"{section}.", 1)) from error
         failure = failure_of(error)

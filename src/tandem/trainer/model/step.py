@@ -12,10 +12,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tandem.algorithms.losses.kind import LossOutput
+from tandem.algorithms.metrics import Metric, loss_part, mean_of
 from tandem.config.parallel import ParallelConfig
 from tandem.models.runtime import whole
-from tandem.trainer.losses.metrics import Metric, loss_part, mean_of
-from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.language_model import Inputs
 from tandem.trainer.model.totals import StepMetrics, Totals
 from tandem.trainer.parallel.ranks import Ranks

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from tandem.trainer.losses.metrics import Metric, Reduction, join
+from tandem.algorithms.metrics import Metric, Reduction, join
 from tandem.trainer.parallel.ranks import Ranks
 
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
+from tandem.algorithms.losses.bco import RewardShift
 from tandem.commands.align import AlignConfig
 from tandem.config.shared import lr_factor
 from tandem.data.dataset import Dataset
@@ -13,7 +14,6 @@ from tandem.models.reward_model import scorer_config
 from tandem.trainer.build import TrainState, agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
-from tandem.trainer.losses.unpaired import RewardShift
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.optimizer import set_lr

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tandem.commands.align import AlignLossConfig
+from tandem.algorithms.losses.bco import RewardShift
+from tandem.algorithms.losses.kind import LossOutput
+from tandem.algorithms.losses.kto import mismatched_kl
+from tandem.algorithms.losses.reward_model import reward_model_loss, score_streams
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
-from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
-from tandem.trainer.losses.types import LossOutput
-from tandem.trainer.losses.unpaired import RewardShift, mismatched_kl
 from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.step import Predictions, Scores, Stepper
 from tandem.trainer.model.totals import StepMetrics
@@ -83,7 +84,8 @@ class Aligner:
             sequences = torch.from_numpy(micro_batch.sequences).to(device)
             if isinstance(predictions, Scores):
                 scores = score_streams(predictions.scores, stream(micro_batch, MARGINS), sequences)
-                return reward_model_loss(scores, self.config.centering or 0.0)
+                output = reward_model_loss(scores, **self.config.arguments)
+                return LossOutput(output.losses.sum(), output.metrics)
             assert self.loss is not None
             streams = AlignStreams(
                 predictions.logprobs,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.commands.align import AlignLossConfig
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.config.data import Texts
 from tandem.data.conversations import Fields, Fit
 from tandem.data.packing import divide, pack

@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from tandem.algorithms.losses.kind import LossOutput
 from tandem.commands.sft import SFTConfig
 from tandem.config.shared import lr_factor
 from tandem.data.dataset import Dataset
@@ -14,7 +15,6 @@ from tandem.data.packing import divide, pack
 from tandem.trainer.build import agree_on_start, joined_ranks, load_trained
 from tandem.trainer.checkpoints.checkpointer import Checkpointer
 from tandem.trainer.checkpoints.stopping import StopSignal
-from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.optimizer import set_lr
 from tandem.trainer.model.step import Predictions, Stepper

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.algorithms.losses.kind import LossOutput
+from tandem.algorithms.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
 from tandem.algorithms.objective.policy import LossConfig
 from tandem.commands.trainer import TrainerConfig
 from tandem.data.packing import divide, split, take
@@ -23,8 +25,6 @@ from tandem.trainer.losses import (
     make_policy_loss,
     token_weights,
 )
-from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
-from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.memory import MicroBatchSize, Room, is_short_of_room
 from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
@@ -107,7 +107,7 @@ class Learner:
     def _completed(self, updates: list[Update], temperature: float) -> list[Update]:
         """With the streams that models compute before the first update."""
         loss = self.config.loss
-        asks_policy = loss.type == "ppo" or (loss.old_logprobs == "recomputed" and self._moves_more_than_once)
+        asks_policy = loss.has_critic or (loss.old_logprobs == "recomputed" and self._moves_more_than_once)
         if not self.frozen_models and not asks_policy:
             return updates
         updates = [
@@ -117,7 +117,7 @@ class Learner:
             )
             for update in updates
         ]
-        return self._with_values(updates) if loss.type == "ppo" else updates
+        return self._with_values(updates) if loss.has_critic else updates
 
     @property
     def _moves_more_than_once(self) -> bool:
@@ -190,7 +190,7 @@ def estimate_advantages(part: PackedBatch, config: LossConfig) -> PackedBatch:
     streams = {name: torch.from_numpy(stream) for name, stream in part.streams.items()}
     sequences = torch.from_numpy(part.sequences)
     rewards = token_rewards(
-        streams["rewards"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config
+        streams["rewards"], streams["old_logprobs"], streams.get("reference_logprobs"), sequences, config.kl
     )
     advantages, returns = gae(rewards, streams["old_values"], sequences, config.ppo.gamma, config.ppo.lam)
     return with_streams(part, {"advantages": advantages, "returns": returns})

@@ -138,7 +138,7 @@ def load_policy(config: TrainerConfig, ranks: Ranks, *, batch_invariant: bool) -
         lora=config.lora,
         seed=config.seed,
         entropy_gradient=needs_entropy_gradient(config.loss),
-        critic=config.loss.ppo if config.loss.type == "ppo" else None,
+        critic=config.loss.ppo if config.loss.has_critic else None,
         batch_invariant=batch_invariant,
     )
 

@@ -7,19 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.commands.align import AlignLossConfig
+from tandem.algorithms.losses.bco import bco_loss
+from tandem.algorithms.losses.cpo import cpo_loss
+from tandem.algorithms.losses.dpo import dpo_loss
+from tandem.algorithms.losses.hinge import hinge_loss
+from tandem.algorithms.losses.ipo import ipo_loss
+from tandem.algorithms.losses.kind import LabeledStreams, Losses, PairStreams
+from tandem.algorithms.losses.kto import kto_loss
+from tandem.algorithms.losses.orpo import orpo_loss
+from tandem.algorithms.losses.simpo import simpo_loss
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, labeled_streams, make_align_loss, pair_streams
-from tandem.trainer.losses.preference import (
-    PairStreams,
-    cpo_loss,
-    dpo_loss,
-    hinge_loss,
-    ipo_loss,
-    orpo_loss,
-    simpo_loss,
-)
-from tandem.trainer.losses.types import LossOutput
-from tandem.trainer.losses.unpaired import LabeledStreams, bco_loss, kto_loss
 from tandem.utils.errors import UserError
 
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -4.0, -8.0, -0.25, -3.0, -5.0])
@@ -97,13 +95,13 @@ FACTS = StepFacts(mean_chosen_length=2.5, kl=0.5, delta=0.25)
     ],
 )
 def test_an_objective_has_the_numbers_of_its_options_and_of_the_step(
-    options: dict, facts: StepFacts, expected: Callable[[PairStreams | LabeledStreams], LossOutput]
+    options: dict, facts: StepFacts, expected: Callable[[PairStreams | LabeledStreams], Losses]
 ) -> None:
     config = AlignLossConfig(**options)
     given = streams(with_reference=config.reference_source != "none")
     output = make_align_loss(config)(given, facts)
     wanted = expected(pair_streams(given) if config.is_paired else labeled_streams(given))
-    assert output.loss.item() == wanted.loss.item()
+    assert output.loss.item() == wanted.losses.sum().item()
     assert {name: metric.value.item() for name, metric in output.metrics.items() if name != "kl"} == {
         name: metric.value.item() for name, metric in wanted.metrics.items()
     }

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.commands.align import AlignLossConfig
+from tandem.algorithms.losses.kto import mismatched_kl
+from tandem.algorithms.losses.reward_model import reward_model_loss, score_streams
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.data.packing import pack
 from tandem.data.preferences import encode_preference_row
 from tandem.data.tokenizer import Tokenizer
@@ -21,8 +23,6 @@ from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
 from tandem.models.reward_model import new_scorer
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
-from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
-from tandem.trainer.losses.unpaired import mismatched_kl
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.trainer.offline.preferences import AlignBatch, AlignRow, scored
 from tandem.trainer.offline.reward_model import ScoringModel
@@ -328,7 +328,7 @@ def test_reward_model(tiny_model: Path, trl_options, tokenizer, disturb) -> None
     packed = AlignBatch.of(pairs).packed
     (scores,) = ScoringModel(scorer)(Inputs.of(packed, torch.device("cpu")), temperature=1.0)
     given, sequences = torch.from_numpy(packed.streams["margins"]), torch.from_numpy(packed.sequences)
-    loss = reward_model_loss(score_streams(scores, given, sequences), centering=0.1).loss / len(PAIRS)
+    loss = reward_model_loss(score_streams(scores, given, sequences), centering=0.1).losses.sum() / len(PAIRS)
     parameters = dict(scorer.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()))
     ours = scorer.named_tensors(dict(zip(parameters, found, strict=True)))

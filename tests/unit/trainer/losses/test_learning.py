@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.algorithms.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
 from tandem.commands.rl import RLConfig
 from tandem.config.base import load_config
 from tandem.orchestrator.advantages import make_advantage_function
 from tandem.trainer.losses import PolicyStreams, loss_denominator, make_policy_loss, needs_reference, token_weights
-from tandem.trainer.losses.ppo import critic_loss, gae, moment_sums, token_rewards, whiten
 
 REVERSE_TEXT = Path(__file__).parents[4] / "examples" / "reverse_text"
 NUM_SEQUENCES, GROUP_SIZE = 64, 8
@@ -86,7 +86,7 @@ def test_it_learns(name: str | None) -> None:
             taught = teacher(tokens)[0]
         returns = old_values
         if options.type == "ppo":
-            rewards = token_rewards(advantages, old, known, sequences, options)
+            rewards = token_rewards(advantages, old, known, sequences, options.kl)
             advantages, returns = gae(rewards, old_values, sequences, options.ppo.gamma, options.ppo.lam)
             advantages = whiten(advantages, moment_sums(advantages))
         for _ in range(2):

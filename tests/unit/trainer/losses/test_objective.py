@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.algorithms.objective.policy import CorrectionConfig, KlConfig, LossConfig, TeacherConfig
+from tandem.algorithms.metrics import join
+from tandem.algorithms.objective.correction import CorrectionConfig
+from tandem.algorithms.objective.kl import KlConfig
+from tandem.algorithms.objective.policy import LossConfig, TeacherConfig
 from tandem.trainer.losses import (
     PolicyStreams,
     ignores_zero_advantages,
@@ -15,7 +18,6 @@ from tandem.trainer.losses import (
     needs_reference,
     needs_teacher,
 )
-from tandem.trainer.losses.metrics import join
 
 TEACHER = TeacherConfig(coef=0.5, model=Path("teacher"))
 TYPES = ["grpo", "gspo", "rloo", "cispo", "reinforce", "ppo"]

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.algorithms.losses.cispo import cispo_term
+from tandem.algorithms.losses.clipping import clipped_term
+from tandem.algorithms.metrics import Metric
 from tandem.algorithms.objective.policy import LossConfig
+from tandem.algorithms.sequences import bounded_exp, sequence_log_ratios
 from tandem.trainer.losses import LossOutput, PolicyStreams, make_policy_loss
-from tandem.trainer.losses.metrics import Metric
-from tandem.trainer.losses.policy import cispo_term, clipped_term, reinforce_term
-from tandem.trainer.losses.ratios import bounded_exp, sequence_log_ratios
 
 
 def loss_and_gradient(make_streams, ratios, advantages, lengths=None, **options) -> tuple[LossOutput, Tensor]:
@@ -156,7 +157,6 @@ def test_gradients_are_those_of_the_values() -> None:
     assert torch.autograd.gradcheck(lambda x: clipped_term(x, advantages, 0.2, 0.3, None).losses, log_ratios)
     assert torch.autograd.gradcheck(lambda x: clipped_term(x, advantages, 0.1, 0.1, 1.2).losses, log_ratios)
     assert torch.autograd.gradcheck(lambda x: cispo_term(x, frozen, advantages, 0.1).losses, log_ratios)
-    assert torch.autograd.gradcheck(lambda x: reinforce_term(x, advantages).losses, log_ratios)
 
 
 @pytest.mark.parametrize("kind", ["geometric", "product"])

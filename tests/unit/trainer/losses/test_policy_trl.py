@@ -16,11 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.algorithms.objective.policy import CorrectionConfig, KlConfig, LossConfig, TeacherConfig
+from tandem.algorithms.advantages.dr_grpo import dr_grpo_advantages
+from tandem.algorithms.advantages.rloo import rloo_advantages
+from tandem.algorithms.objective.correction import CorrectionConfig
+from tandem.algorithms.objective.kl import KlConfig
+from tandem.algorithms.objective.policy import LossConfig, TeacherConfig
 from tandem.data.packing import pack
 from tandem.models.decoder import Decoder
 from tandem.models.hf import named_tensors
-from tandem.orchestrator.advantages.functions import dr_grpo_advantages, rloo_advantages
 from tandem.trainer.losses import PolicyStreams, loss_denominator, make_policy_loss
 from tandem.trainer.model.language_model import Inputs, LanguageModel
 from tandem.types.rollout import TrainingSequence

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.algorithms.objective.policy import KlConfig, LossConfig, TeacherConfig
-from tandem.commands.align import AlignLossConfig
+from tandem.algorithms.objective.alignment import AlignLossConfig
+from tandem.algorithms.objective.kl import KlConfig
+from tandem.algorithms.objective.policy import LossConfig, TeacherConfig
 from tandem.trainer.losses.trial import try_align_loss, try_policy_loss
 from tandem.utils.errors import UserError
 

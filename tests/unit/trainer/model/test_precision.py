@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.algorithms.objective.policy import PpoConfig
-from tandem.commands.align import AlignLossConfig
+from tandem.algorithms.losses.kind import LossOutput
+from tandem.algorithms.losses.ppo import PpoConfig
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.commands.trainer import TrainerConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.parallel import Checkpointing, ParallelConfig
@@ -23,7 +24,6 @@ from tandem.models.cpu import kernels
 from tandem.models.hf import copy_weights, load_decoder, named_tensors
 from tandem.models.precision import WorkingWeights
 from tandem.trainer.build import TrainState, load_trained
-from tandem.trainer.losses.types import LossOutput
 from tandem.trainer.model.frozen import FrozenModel
 from tandem.trainer.model.language_model import Inputs
 from tandem.trainer.model.memory import MicroBatchSize

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.trainer.losses.metrics import loss_part, maximum_of, mean_of
+from tandem.algorithms.metrics import loss_part, maximum_of, mean_of
 from tandem.trainer.model.totals import StepMetrics, Totals, over_updates
 from tandem.trainer.parallel.ranks import Ranks
 

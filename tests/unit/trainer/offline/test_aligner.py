@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.commands.align import AlignLossConfig, AlignLossType
+from tandem.algorithms.losses.reward_model import reward_model_loss, score_streams
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.shared import ModelConfig, OptimizerConfig
 from tandem.data.packing import pack
 from tandem.trainer.losses.alignment import AlignStreams, StepFacts, make_align_loss
-from tandem.trainer.losses.reward_model import reward_model_loss, score_streams
 from tandem.trainer.model.memory import MicroBatchSize
 from tandem.trainer.model.step import Scores
 from tandem.trainer.offline.aligner import Aligner
@@ -24,7 +24,7 @@ from tandem.types.rollout import TrainingSequence
 from tandem.utils.errors import UserError
 
 CPU = torch.device("cpu")
-TYPES: list[AlignLossType] = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
+TYPES: list[str] = ["dpo", "ipo", "hinge", "kto", "bco", "orpo", "cpo", "simpo", "reward"]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def start(make_stepper, rows, tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_type: AlignLossType) -> None:
+def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_type: str) -> None:
     loss = AlignLossConfig(type=loss_type)
     results = []
     for bound in (1000, 60, 32):
@@ -87,7 +87,7 @@ def test_the_update_does_not_depend_on_the_number_of_micro_batches(start, loss_t
 
 
 @pytest.mark.parametrize("loss_type", ["dpo", "kto"])
-def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: AlignLossType) -> None:
+def test_metrics_are_means_over_pairs_or_over_completions(start, loss_type: str) -> None:
     """Against each sequence alone: c = Σ log-prob, its reward β (c - c°), and their means."""
     aligner, rows, mismatched = start(AlignLossConfig(type=loss_type, beta=0.3), 40)
 
@@ -120,7 +120,7 @@ def test_a_reward_model_gives_scores_and_nothing_else(start) -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["cpo", "orpo"])
-def test_imitation_is_a_mean_over_the_chosen_tokens_of_the_step(start, loss_type: AlignLossType) -> None:
+def test_imitation_is_a_mean_over_the_chosen_tokens_of_the_step(start, loss_type: str) -> None:
     aligner, rows, _ = start(AlignLossConfig(type=loss_type), 40)
     with torch.no_grad():
         chosen = [aligner.stepper.predict(pack([row.samples[0]])).logprobs for row in rows]
@@ -175,7 +175,7 @@ def test_a_rank_without_data_takes_part_without_a_trace() -> None:
 
 @pytest.mark.parametrize("loss_type", [name for name in TYPES if name != "reward"])
 @pytest.mark.parametrize("empty", ["one chosen", "every chosen", "one rejected"])
-def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: AlignLossType, empty: str) -> None:
+def test_an_answer_without_tokens_does_no_harm(start, rows, loss_type: str, empty: str) -> None:
     """Data hold none, see data.on_bad_row; should one come all the same, the step is finite."""
     which = 1 if empty == "one rejected" else 0
     for number in range(len(rows) if empty == "every chosen" else 1):
@@ -223,7 +223,7 @@ def preferred(completions: LabeledStreams, *, beta: float) -> Losses:
         ("bco", OWN_LABELED_LOSS, ("loss", "rewards_chosen", "kl", "entropy", "grad_norm")),
     ],
 )
-def test_a_loss_that_a_user_brings(start, tmp_path, monkeypatch, loss_type: AlignLossType, code: str, names) -> None:
+def test_a_loss_that_a_user_brings(start, tmp_path, monkeypatch, loss_type: str, code: str, names) -> None:
     """The formula of DPO, or of BCO at its first step, in a file of one's own moves the model as ours does."""
     (tmp_path / "own_align_loss_of_a_test.py").write_text(code)
     monkeypatch.chdir(tmp_path)

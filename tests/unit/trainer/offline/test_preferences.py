@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.commands.align import AlignLossConfig, AlignLossType
+from tandem.algorithms.objective.alignment import AlignLossConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.trainer.offline.preferences import BAD, GOOD, AlignBatch, AlignRow, encode_align_row, mismatches, scored
 from tandem.types.rollout import TrainingSequence
@@ -120,7 +120,7 @@ def completion(tokenizer: Tokenizer, encoded: TrainingSequence) -> str:
     return tokenizer.decode(learned, skip_special_tokens=False)
 
 
-def encode(row: dict, tokenizer: Tokenizer, loss_type: AlignLossType) -> AlignRow:
+def encode(row: dict, tokenizer: Tokenizer, loss_type: str) -> AlignRow:
     return encode_align_row(row, lambda each: each, tokenizer, AlignLossConfig(type=loss_type))
 
 
@@ -149,8 +149,6 @@ def test_rows_as_the_objectives_take_them(tokenizer: Tokenizer) -> None:
         (PAIR | {"margin": True}, "reward", "'margin' must be a number; it is True"),
     ],
 )
-def test_rows_that_do_not_fit_the_objective(
-    tokenizer: Tokenizer, row: dict, loss_type: AlignLossType, message: str
-) -> None:
+def test_rows_that_do_not_fit_the_objective(tokenizer: Tokenizer, row: dict, loss_type: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encode(row, tokenizer, loss_type)
