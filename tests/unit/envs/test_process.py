@@ -114,7 +114,7 @@ def test_a_score_over_its_limit_names_the_rewards_it_waited_for() -> None:
 @pytest.mark.parametrize("cls", ["Misbehaving", "Sync"])
 def test_a_process_that_dies_is_replaced(cls: str) -> None:
     (died,) = failures(config("dies", cls=cls))
-    assert died == Failure("the environment's process ended with exit code 7")
+    assert died == Failure("the environment's process ended with exit code 7", fault="crash")
 
 
 def test_one_of_two_that_wait_for_the_next_process_may_be_cancelled() -> None:
