@@ -51,7 +51,7 @@ def test_cuda_graphs_stay_true_where_the_cache_was_released(tiny_model: Path) ->
             others = torch.full((between // 2,), 255, dtype=torch.uint8, device="cuda")  # NaN where a cache reads it
             del others
             torch.cuda.empty_cache()
-            engine.take_back_cache()
+            engine.reacquire_cache()
             assert generate(engine) == expected
     finally:
         engine.stop()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from tandem.engine.protocol import AdapterRefused
+from tandem.weights.versions import AdapterRefused
 
 
 class Loaded(Protocol):

@@ -15,10 +15,10 @@ class CacheMemory(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
     def release(self) -> None:
-        """Nobody may touch the tensors until `take_back`; what was in them is lost."""
+        """Nobody may touch the tensors until `reacquire`; what was in them is lost."""
         ...
 
-    def take_back(self) -> None:
+    def reacquire(self) -> None:
         """What is in the tensors is arbitrary."""
         ...
 
@@ -39,6 +39,6 @@ class StorageMemory:
         for storage, _ in self._storages:
             storage.resize_(0)
 
-    def take_back(self) -> None:
+    def reacquire(self) -> None:
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)

@@ -22,7 +22,6 @@ from tandem.engine.kv_cache import KVCache
 from tandem.engine.logit_processors import adjust
 from tandem.engine.protocol import (
     ALL_TOKENS,
-    AdapterRefused,
     EngineError,
     EngineStats,
     FinishReason,
@@ -37,10 +36,10 @@ from tandem.engine.scheduler import Fork, Scheduler
 from tandem.engine.state import Request, Rows, Sample, SlotState, to_result
 from tandem.engine.stops import StopStrings
 from tandem.engine.structure import StructureRefused
-from tandem.engine.weights import NewWeights
 from tandem.models.decoder import Decoder
-from tandem.models.hf import copy_weights
 from tandem.models.lora import AdapterBank, AdapterWeights
+from tandem.weights.versions import AdapterRefused
+from tandem.weights.ways import Install
 
 StopReason = int | str | None
 NewText = Callable[..., TextStream]
@@ -142,12 +141,8 @@ class EngineCore:
             if self.scheduler.has_begun_one_of(request):
                 self._abort(request)
 
-    def swap_weights(self, weights: NewWeights, version: int) -> None:
-        if callable(weights):
-            weights()
-            self.decoder.repack()
-        else:
-            copy_weights(self.decoder, weights)
+    def swap_weights(self, install: Install, version: int) -> None:
+        install()
         self.version = version
         self.scheduler.requeue_all()
         self.scheduler.blocks.forget()
@@ -156,7 +151,7 @@ class EngineCore:
             self._cache_is_poisoned = False
 
     def release_cache(self) -> None:
-        """What runs is computed again after `cache.take_back`, before which there is no step."""
+        """What runs is computed again after `cache.reacquire`, before which there is no step."""
         self.scheduler.requeue_all()
         self.scheduler.blocks.forget()
         self.cache.release()

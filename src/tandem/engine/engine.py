@@ -22,19 +22,12 @@ import torch
 
 from tandem.engine.adapters import AdapterRegistry
 from tandem.engine.core import EngineCore
-from tandem.engine.protocol import (
-    EngineBusy,
-    EngineError,
-    EngineStats,
-    GenerationRequest,
-    OnDone,
-    OnPart,
-    UpdateMode,
-)
+from tandem.engine.protocol import EngineBusy, EngineError, EngineStats, GenerationRequest, OnDone, OnPart, UpdateMode
 from tandem.engine.sampler import UINT64, splitmix64_of_one
 from tandem.engine.state import Request
-from tandem.engine.weights import FileSource, WeightSource
 from tandem.models.runtime import in_own_thread
+from tandem.weights.announced import AnnouncedSource
+from tandem.weights.ways import Source
 
 logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "the engine is shutting down"
@@ -64,7 +57,7 @@ class NativeEngine:
         """`check_when_idle`: check the scheduler's invariants whenever there is nothing to do. `gather`: an engine that
         was idle lets all requests of a burst arrive before its first step."""
         self.core = core
-        self.source: WeightSource = FileSource()
+        self.source: Source = AnnouncedSource()
         self.paused = False
         self.failure: str | None = None
         self._seed = seed
@@ -118,9 +111,10 @@ class NativeEngine:
         self._call(lambda: setattr(self, "paused", False))
 
     def update_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> None:
+        """The order of events is in the docstring of `tandem.weights`."""
         with self._one_update:
-            weights = in_own_thread(self.source.read)(path, version, self.core.decoder)
-            self._call(lambda: self.core.swap_weights(weights, version), mode)
+            install = in_own_thread(self.source.read)(path, version, self.core.decoder)
+            self._call(lambda: self.core.swap_weights(install, version), mode)
         logger.info("serving version %d from %s", version, path)
 
     def load_adapter(
@@ -140,12 +134,12 @@ class NativeEngine:
             self._call(lambda: self.core.remove_adapter(adapter.number))
 
     def release_cache(self) -> None:
-        """Give the memory of the KV cache away until `take_back_cache`; requests wait, and those that run are computed
+        """Give the memory of the KV cache away until `reacquire_cache`; requests wait, and those that run are computed
         again."""
         self._call(self.core.release_cache)
 
-    def take_back_cache(self) -> None:
-        self._call(self.core.cache.take_back)
+    def reacquire_cache(self) -> None:
+        self._call(self.core.cache.reacquire)
 
     def reset_prefix_cache(self) -> None:
         self._call(self.core.scheduler.blocks.forget)

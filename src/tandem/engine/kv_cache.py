@@ -61,15 +61,15 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes
 
     def release(self) -> None:
-        """Until `take_back` nothing may be computed."""
+        """Until `reacquire` nothing may be computed."""
         assert not self.is_released
         self._memory.release()
         self.is_released = True
 
-    def take_back(self) -> None:
+    def reacquire(self) -> None:
         """Nothing is cached any more."""
         assert self.is_released
-        self._memory.take_back()
+        self._memory.reacquire()
         self.is_released = False
         self.clear()
 

@@ -82,7 +82,7 @@ class MappedMemory:
             self._call("cuMemRelease", c_ulonglong(handle))
         self._handles.clear()
 
-    def take_back(self) -> None:
+    def reacquire(self) -> None:
         for address, num_bytes in self._mapped:
             self._map(address, num_bytes)
 

@@ -33,14 +33,6 @@ class UnusableWeights(EngineError):
     """The weights that serve give no numbers; other weights will."""
 
 
-class WeightUpdateRefused(ValueError):
-    """The new weights are unusable; the old ones keep serving."""
-
-
-class AdapterRefused(ValueError):
-    """The adapter cannot be loaded or is not there; nothing has changed."""
-
-
 class EngineBusy(RuntimeError):
     """Not now: what was asked for contradicts what the engine is doing."""
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from tandem.engine.engine import NativeEngine
     from tandem.engine.protocol import Engine
-    from tandem.weights.shared_memory import Memory
+    from tandem.weights.in_place import InPlace
+    from tandem.weights.in_process import InProcess
 
 logger = logging.getLogger(__name__)
 DESCRIPTION = "Trains on the batches of an orchestrator, and serves the model it trains."
@@ -63,14 +64,15 @@ def run(config: ColocatedConfig) -> None:
         server, engine, listening = open_server(inference, partial(build_native, releasable_cache=True))
 
         from tandem.engine.engine import NativeEngine
-        from tandem.trainer.rl.train import EngineBeside, train_rl
+        from tandem.trainer.rl.train import ColocatedEngine, train_rl
 
         run_dir = RunDir(trainer.output_dir)
         assert isinstance(engine, NativeEngine)
-        memory = connect(trainer, inference, engine)
-        room = None if config.release_cache is False else CacheRoom(engine, is_always_made=bool(config.release_cache))
+        sink, in_place = connect(trainer, inference, engine)
+        is_always_released = bool(config.release_cache)
+        cache = None if config.release_cache is False else EngineCache(engine, is_always_released)
         with serving(server, engine, listening) as serve:
-            train_rl(trainer, EngineBeside(memory, room, serve))
+            train_rl(trainer, ColocatedEngine(sink, in_place, cache, serve))
             serve_until_finished(run_dir, trainer.max_steps)
 
 
@@ -85,11 +87,11 @@ def of_this_rank(inference: InferenceConfig) -> InferenceConfig:
 
 
 @dataclass(frozen=True)
-class CacheRoom:
-    """The memory of the KV cache, which the trainer may have while it computes gradients."""
+class EngineCache:
+    """The memory of the engine's KV cache, which the trainer may have while it computes gradients."""
 
     engine: "NativeEngine"
-    is_always_made: bool
+    is_always_released: bool
 
     @property
     def num_bytes(self) -> int:
@@ -98,33 +100,33 @@ class CacheRoom:
     def release(self) -> None:
         self.engine.release_cache()
 
-    def take_back(self) -> None:
-        self.engine.take_back_cache()
+    def reacquire(self) -> None:
+        self.engine.reacquire_cache()
 
 
-def connect(trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeEngine") -> "Memory":
-    """How weights get from one to the other: they are the same, or the engine copies the trainer's."""
+def connect(
+    trainer: TrainerConfig, inference: InferenceConfig, engine: "NativeEngine"
+) -> "tuple[InProcess, None] | tuple[InPlace, InPlace]":
+    """The sink that the engine takes its weights from from now on, and the weights that both compute with, unless the
+    engine has to have a copy."""
     import torch
 
-    from tandem.engine.weights import LiveSource, MemorySource
-    from tandem.weights.in_place import LiveWeights
-    from tandem.weights.shared_memory import OwnMemory
+    from tandem.weights.in_place import InPlace
+    from tandem.weights.in_process import InProcess
 
     folder = RunDir(trainer.output_dir).weights.resolve()
-    copied = OwnMemory(getattr(torch, inference.model.dtype))
-    through_copies = MemorySource(copied, folder, engine.source)
+    engine.source = copies = InProcess(getattr(torch, inference.model.dtype), folder, engine.source)
     if (reason := why_copied(trainer, inference)) is not None:
         logger.info("the engine has its own copy of the weights: %s", reason)
-        engine.source = through_copies
-        return copied
-    live = LiveWeights(
+        return copies, None
+    engine.source = in_place = InPlace(
         {name: parameter.detach() for name, parameter in engine.core.decoder.named_parameters()},
-        copied,
+        copies,
+        inference.model.name.resolve(),
         lambda version: engine.update_weights(folder / step_name(version), version),
         trainer.rollout_timeout_s,
     )
-    engine.source = LiveSource(live, folder, inference.model.name.resolve(), through_copies)
-    return live
+    return in_place, in_place
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from tandem.engine.protocol import EngineBusy, EngineError, UpdateMode, WeightUpdateRefused
-from tandem.engine.weight_check import ServedModel, check_adapter_files
+from tandem.engine.protocol import EngineBusy, EngineError, UpdateMode
+from tandem.weights.check import ServedModel, check_adapter_files
+from tandem.weights.versions import WeightUpdateRefused
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tandem.utils.cuda_driver import DeviceBytes, call_driver
-from tandem.weights.files import Tensors, cast_each, each
-from tandem.weights.shared_memory import HEADER_BYTES, HeldVersion, Memory, SharedMemory, held_dtype, read_shared
+from tandem.weights.shared_memory import HEADER_BYTES, SharedMemory
 from tandem.weights.versions import Place
+from tandem.weights.ways import HeldVersion, Tensors, Way, cast_each, each, held_dtype
 
 logger = logging.getLogger(__name__)
 HANDLE = re.compile(r"cuda:([0-9a-f]{128})\+(\d+)")
@@ -37,7 +37,7 @@ class Handle(ctypes.Structure):
 
 
 class DeviceMemory:
-    """Of the GPU that the trainer computes on; of the machine where CUDA IPC does not work."""
+    """The trainer's side, on the GPU that it computes on; memory of the machine where CUDA IPC does not work."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -80,20 +80,8 @@ class DeviceMemory:
         torch.cuda.current_stream(self.device).synchronize()
 
 
-def shared_memory(dtype: torch.dtype, device: torch.device) -> Memory:
-    """What a trainer on this device shares its weights through."""
-    return DeviceMemory(dtype, device) if device.type == "cuda" else SharedMemory(dtype)
-
-
-def read_announced(place: Place, version: int, device: torch.device) -> dict[str, Tensor]:
-    """The tensors that a trainer has announced, on the GPU or in the memory of the machine. Raises OSError or
-    ValueError where they are no longer there."""
-    is_on_device = place.path.startswith("cuda:")
-    return read_device(place, version, device) if is_on_device else read_shared(place, version)
-
-
 def read_device(place: Place, version: int, device: torch.device) -> dict[str, Tensor]:
-    """A copy of the tensors that another process holds on this GPU."""
+    """The engine's side: a copy of the tensors that another process holds on this GPU."""
     found = HANDLE.fullmatch(place.path)
     if found is None or device.type != "cuda":
         raise ValueError(f"{place.path!r} is no place in the memory of {device.type}")
@@ -163,3 +151,6 @@ def _allocation(pointer: int) -> tuple[int, int]:
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
     return base.value, size.value
+
+
+WAY = Way(deployment="shared", devices=("cuda",), prefix="cuda:", sink=DeviceMemory, read=read_device)

@@ -1,19 +1,25 @@
 """Weights through the run directory: weights/step_000012/, loadable with transformers' from_pretrained; or, where an
 adapter is trained, with PEFT's.
 
-The trainer publishes; the orchestrator sees the manifest and tells the inference server the path.
+The trainer publishes; the orchestrator sees the manifest and tells the inference server the path, which reads it.
 """
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tandem.models.decoder import Decoder
+from tandem.models.hf import check_tensors, copy_weights, named_tensors, read_tensors
+from tandem.models.lora import AdapterWeights, read_adapter
+from tandem.models.spec import ModelSpec
 from tandem.utils.errors import disk_errors
 from tandem.utils.files import (
     INDEX,
@@ -26,7 +32,9 @@ from tandem.utils.files import (
 )
 from tandem.utils.manifest import MANIFEST, DamagedFiles, verify_manifest, write_manifest
 from tandem.utils.run_dir import remove_old_steps, step_name
-from tandem.weights.versions import ADAPTER_CONFIG
+from tandem.weights.check import check_adapter_files, verify_files
+from tandem.weights.versions import ADAPTER_CONFIG, AdapterRefused, WeightUpdateRefused
+from tandem.weights.ways import Install, Tensors, cast_each
 
 # Everything beside the tensors that makes a directory a model.
 SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -35,9 +43,6 @@ CHAT_TEMPLATE = "chat_template.jinja"
 TEMPLATE_FILES = (CHAT_TEMPLATE, "additional_chat_templates")
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""By name. An iterator of pairs need never hold all of them."""
-
 WRITERS = 4  # threads that write files
 # A model larger than this is written as several files: by several threads, and hashed and checked by several.
 FILE_BYTES = 2**28
@@ -196,15 +201,6 @@ def _write_part(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def each(tensors: Tensors) -> Iterable[tuple[str, Tensor]]:
-    return cast("Iterable[tuple[str, Tensor]]", tensors.items() if isinstance(tensors, Mapping) else tensors)
-
-
-def cast_each(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in each(tensors):
-        yield name, tensor.detach().to(dtype)  # by the device it lies on
-
-
 def divide(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Parts of at most so many bytes, or of one tensor. At least one part."""
     part: dict[str, Tensor] = {}
@@ -239,3 +235,27 @@ def write_adapter(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> 
     """A LoRA adapter in PEFT's format. It is small: the precision stays that of training."""
     _write_part(on_cpu(dict(cast_each(tensors, torch.float32))), folder / ADAPTER_WEIGHTS)
     (folder / ADAPTER_CONFIG).write_bytes(json_text(dict(config)))
+
+
+class FileSource:
+    """The files of a published version, or any model directory."""
+
+    def read(self, path: Path, version: int, decoder: Decoder) -> Install:
+        try:
+            verify_files(path, version)
+            if ModelSpec.load(path) != decoder.spec:
+                raise WeightUpdateRefused(f"{path} / config.json describes another model than the one being served")
+            tensors = read_tensors(path)
+            check_tensors(named_tensors(decoder), tensors)
+        except WeightUpdateRefused:
+            raise
+        except (ValueError, KeyError, OSError, SafetensorError) as error:
+            raise WeightUpdateRefused(f"{path}: {error}") from error
+        return partial(copy_weights, decoder, tensors)
+
+    def read_adapter(self, path: Path, version: int | None, decoder: Decoder) -> AdapterWeights:
+        check_adapter_files(path)
+        try:
+            return read_adapter(path, decoder)
+        except (ValueError, KeyError, OSError) as error:
+            raise AdapterRefused(f"{path}: {error}") from error

@@ -23,6 +23,14 @@ POLL_S = 0.02
 LOOK_AGAIN_S = 1.0
 
 
+class WeightUpdateRefused(ValueError):
+    """The new weights are unusable; the old ones keep serving."""
+
+
+class AdapterRefused(ValueError):
+    """The adapter cannot be loaded or is not there; nothing has changed."""
+
+
 def newest_version(folder: Path) -> int | None:
     """The newest version published below `folder`, or None. Cheap: the orchestrator asks many times a second."""
     if not folder.exists():
@@ -36,7 +44,7 @@ def newest_version(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Memory that processes of one machine share."""
+    """Where processes other than the trainer find a version. How `path` begins says by which way."""
 
     path: str
     tensors: dict[str, list[Any]]  # by name: data type, shape, where the first byte lies
@@ -44,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Announcement:
-    """A version that is in memory (memory.py); its files come later."""
+    """A version that is in memory (announced.py); its files come later."""
 
     version: int
     place: Place | None  # None: only the process that announces it can read it

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tandem.engine.engine import NativeEngine
 from tandem.engine.protocol import EngineError, GeneratedSample, GenerationRequest, Sampling, UnusableWeights
-from tandem.models.hf import named_tensors
+from tandem.models.hf import copy_weights, named_tensors
 
 EOS = 1
 Generate = Callable[[NativeEngine, list[GenerationRequest]], list[list[GeneratedSample]]]
@@ -259,6 +259,6 @@ def test_logits_that_are_no_numbers_are_an_error_and_poison_nobody_else(
     engine.inspect(diverge)
     with pytest.raises(UnusableWeights, match="version 0"):
         generate(engine, [GenerationRequest(prompt_of(30), Sampling(6), n=3)])
-    engine.inspect(lambda: engine.core.swap_weights(tensors, 1))
+    engine.inspect(lambda: engine.core.swap_weights(lambda: copy_weights(engine.core.decoder, tensors), 1))
     after = generate(engine, [healthy])
     assert after[0][0].logprobs == before[0][0].logprobs

@@ -23,7 +23,7 @@ from tandem.engine.protocol import GeneratedSample, GenerationRequest, Sampling
 from tandem.engine.runner import Runner
 from tandem.engine.sampler import Drawn, sample, sampling_rows
 from tandem.engine.state import Rows
-from tandem.models.hf import named_tensors
+from tandem.models.hf import copy_weights, named_tensors
 
 Generate = Callable[[NativeEngine, list[GenerationRequest]], list[list[GeneratedSample]]]
 
@@ -236,7 +236,7 @@ def test_new_weights_in_the_middle_mark_the_tokens_they_made(
     def on_part(index: int, part: GeneratedSample) -> None:
         if not swapped[0]:
             swapped[0] = True
-            engine._send(lambda: engine.core.swap_weights(tensors, 1), print)
+            engine._send(lambda: engine.core.swap_weights(lambda: copy_weights(engine.core.decoder, tensors), 1), print)
 
     engine.submit(GenerationRequest(prompt_of(7), Sampling(30, seed=3, ignore_eos=True)), done.set_result, on_part)
     [found] = done.result(timeout=60).samples

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.engine import NativeEngine
-from tandem.engine.protocol import AdapterRefused, EngineBusy, GenerationRequest, GenerationResult, Sampling
+from tandem.engine.protocol import EngineBusy, GenerationRequest, GenerationResult, Sampling
 from tandem.models.hf import load_decoder
 from tandem.models.lora import WEIGHTS, AdapterBank, read_adapter
 from tandem.utils.files import read_json, write_json
 from tandem.utils.manifest import write_manifest
+from tandem.weights.versions import AdapterRefused
 
 PROMPT = [5, 9, 33, 12, 60, 7, 21, 40, 11]
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -31,7 +31,7 @@ def test_what_runs_is_computed_again_to_the_same_tokens(
     waiting = start(engine, REQUEST)
     engine.reset_prefix_cache()  # what needs no memory is done meanwhile
     assert not running.done() and not waiting.done()
-    engine.take_back_cache()
+    engine.reacquire_cache()
     assert cache.keys.untyped_storage().nbytes() + cache.values.untyped_storage().nbytes() == cache.num_bytes
     for future in (running, waiting):
         assert [sample.token_ids for sample in future.result(WAIT_S)] == expected

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.engine import NativeEngine
-from tandem.engine.protocol import EngineBusy, GeneratedSample, GenerationRequest, Sampling, WeightUpdateRefused
+from tandem.engine.protocol import EngineBusy, GeneratedSample, GenerationRequest, Sampling
 from tandem.utils.files import read_json, write_json
 from tandem.utils.manifest import write_manifest
+from tandem.weights.versions import WeightUpdateRefused
 
 Generate = Callable[[NativeEngine, list[GenerationRequest]], list[list[GeneratedSample]]]
 HoldAfter = Callable[[NativeEngine, int], threading.Event]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from tandem.engine.protocol import EngineBusy, WeightUpdateRefused
+from tandem.engine.protocol import EngineBusy
 from tandem.serving.identity import Identify, Identity
 from tandem.types.identity import ServerIdentity
+from tandem.weights.versions import WeightUpdateRefused
 
 
 def make(version: int = 3) -> Identity:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.protocol import AdapterRefused, WeightUpdateRefused
 from tandem.serving.roots import WeightRoots, weight_roots
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 
 @pytest.fixture

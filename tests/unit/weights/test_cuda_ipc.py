@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.weights.fakes import copies_of, installed
 from torch import Tensor
 
-from tandem.engine.weights import FileSource
-from tandem.models.hf import load_decoder, stream_tensors
+from tandem.models.hf import load_decoder
 from tandem.utils.cuda_driver import DeviceBytes, DriverError
 from tandem.utils.run_dir import step_name
 from tandem.weights import cuda_ipc as device
-from tandem.weights.cuda_ipc import DeviceMemory, read_announced, shared_memory, views_of
+from tandem.weights.announced import AnnouncedSource, open_sink, read_place
+from tandem.weights.cuda_ipc import DeviceMemory, views_of
 from tandem.weights.files import WeightsPublisher
 from tandem.weights.shared_memory import SharedMemory
 from tandem.weights.versions import Announcement, Place, announce
@@ -121,11 +122,11 @@ def test_each_version_is_written_over_the_one_before_and_whoever_read_that_keeps
 ) -> None:
     memory = DeviceMemory(torch.bfloat16, CPU)
     places = [hold(memory, 1, adapter_config)]
-    first = read_announced(places[0], 1, GPU)
+    first = read_place(places[0], 1, GPU)
     places.append(hold(memory, 2, adapter_config))
     assert places[0] == places[1] and len(driver.exported) == 1
     assert places[0].path.endswith(f"+{OFFSET}")
-    for version, found in ((1, first), (2, read_announced(places[1], 2, GPU))):
+    for version, found in ((1, first), (2, read_place(places[1], 2, GPU))):
         assert found.keys() == {"a", "b"} and found["a"].shape == (3, 5)
         assert torch.equal(found["a"][0], torch.full((5,), version / 3).to(dtype))
         assert torch.equal(found["b"], torch.full((7,), -version / 3).to(dtype))
@@ -144,7 +145,7 @@ def test_what_is_held_is_what_files_are_written_from(driver: FakeDriver) -> None
 def test_another_version_is_not_read(driver: FakeDriver, asked: int) -> None:
     place = hold(DeviceMemory(torch.bfloat16, CPU), 2)
     with pytest.raises(ValueError, match=f"holds version 2 by now, not {asked}"):
-        read_announced(place, asked, GPU)
+        read_place(place, asked, GPU)
 
 
 def test_a_version_that_is_being_written_is_none(driver: FakeDriver) -> None:
@@ -155,11 +156,11 @@ def test_a_version_that_is_being_written_is_none(driver: FakeDriver) -> None:
         yield "a", torch.ones(3, 5)
         for version in (1, 2):
             with pytest.raises(ValueError, match=f"not {version}"):
-                read_announced(place, version, GPU)
+                read_place(place, version, GPU)
         yield "b", torch.ones(7)
 
     memory.hold(tensors(), 2, None)
-    read_announced(place, 2, GPU)
+    read_place(place, 2, GPU)
 
 
 def test_a_copy_is_not_believed_that_was_written_over_meanwhile(
@@ -176,7 +177,7 @@ def test_a_copy_is_not_believed_that_was_written_over_meanwhile(
 
     monkeypatch.setattr(device, "_end", end_and_publish)
     with pytest.raises(ValueError, match="holds version 2 by now, not 1"):
-        read_announced(place, 1, GPU)
+        read_place(place, 1, GPU)
 
 
 def test_no_more_is_copied_than_the_tensors(driver: FakeDriver) -> None:
@@ -184,7 +185,7 @@ def test_no_more_is_copied_than_the_tensors(driver: FakeDriver) -> None:
     place = hold(DeviceMemory(torch.bfloat16, CPU), 1)
     (base,) = driver.sizes
     driver.sizes[base] += SLACK
-    assert read_announced(place, 1, GPU)["a"].untyped_storage().nbytes() < 1 << 10
+    assert read_place(place, 1, GPU)["a"].untyped_storage().nbytes() < 1 << 10
 
 
 def test_kernels_find_each_tensor_aligned(driver: FakeDriver) -> None:
@@ -194,17 +195,17 @@ def test_kernels_find_each_tensor_aligned(driver: FakeDriver) -> None:
 
 def test_memory_that_is_too_small_for_a_version_or_a_tensor_is_not_read(driver: FakeDriver) -> None:
     place = hold(DeviceMemory(torch.bfloat16, CPU), 1)
-    assert read_announced(Place(place.path, {"a": ["uint8", [512], 256]}), 1, GPU).keys() == {"a"}
+    assert read_place(Place(place.path, {"a": ["uint8", [512], 256]}), 1, GPU).keys() == {"a"}
     for size in (513, 1 << 40):
         with pytest.raises(ValueError, match="a lies outside of the memory"):
-            read_announced(Place(place.path, {"a": ["uint8", [size], 256]}), 1, GPU)
+            read_place(Place(place.path, {"a": ["uint8", [size], 256]}), 1, GPU)
     (base,) = driver.sizes
     driver.sizes[base] = OFFSET + device.HEADER_BYTES
-    assert read_announced(Place(place.path, {}), 1, GPU) == {}
+    assert read_place(Place(place.path, {}), 1, GPU) == {}
     for size, message in ((7, "has no version"), (0, "has no version"), (-1, f"offset {OFFSET} lies outside")):
         driver.sizes[base] = OFFSET + size
         with pytest.raises(ValueError, match=message):
-            read_announced(place, 1, GPU)
+            read_place(place, 1, GPU)
 
 
 def test_a_version_that_is_finished_while_it_is_copied_is_not_read(
@@ -221,7 +222,7 @@ def test_a_version_that_is_finished_while_it_is_copied_is_not_read(
 
     monkeypatch.setattr(device, "_end", end_and_finish)
     with pytest.raises(ValueError, match="the memory holds version -1 by now, not 1"):
-        read_announced(place, 1, GPU)
+        read_place(place, 1, GPU)
 
 
 def test_the_version_is_on_the_gpu_before_and_after_the_tensors(driver: FakeDriver) -> None:
@@ -241,7 +242,7 @@ def test_a_thread_uses_the_gpu_before_it_asks_the_driver_and_what_it_opened_is_r
     place = hold(DeviceMemory(torch.bfloat16, CPU), 1)
     driver.has_context = False
     driver.told.clear()
-    read_announced(place, 1, GPU)
+    read_place(place, 1, GPU)
     opening = ["synchronize", "cuIpcOpenMemHandle_v2", "cuMemGetAddressRange_v2"]
     assert driver.told == [*opening, "synchronize", "cuIpcCloseMemHandle"]
 
@@ -256,33 +257,33 @@ def test_without_cuda_ipc_weights_go_through_the_memory_of_the_machine(
     memory = DeviceMemory(torch.bfloat16, CPU)
     for version in (1, 2):
         place = hold(memory, version)
-        found = read_announced(place, version, CPU)
+        found = read_place(place, version, CPU)
         assert torch.equal(found["b"], torch.full((7,), -version / 3).bfloat16())
     assert [record.levelno for record in caplog.records] == [logging.WARNING], "told once"
 
 
 def test_a_trainer_shares_the_memory_of_what_it_computes_on() -> None:
-    assert isinstance(shared_memory(torch.bfloat16, CPU), SharedMemory)
-    on_gpu = shared_memory(torch.bfloat16, GPU)
+    assert isinstance(open_sink("shared", torch.bfloat16, CPU), SharedMemory)
+    on_gpu = open_sink("shared", torch.bfloat16, GPU)
     assert isinstance(on_gpu, DeviceMemory) and (on_gpu.dtype, on_gpu.device) == (torch.bfloat16, GPU)
+    assert open_sink("split", torch.bfloat16, GPU) is None, "files alone"
 
 
 @pytest.mark.parametrize("path", ["cuda:" + "00" * 63 + "+0", "cuda:" + "00" * 64, "cuda:" + "0g" * 64 + "+0"])
 def test_what_is_no_handle_is_not_given_to_the_driver(path: str) -> None:
     with pytest.raises(ValueError, match="is no place in the memory of cuda"):
-        read_announced(Place(path, {}), 1, GPU)
+        read_place(Place(path, {}), 1, GPU)
 
 
 def test_memory_of_a_gpu_that_a_server_cannot_reach_is_not_waited_for(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = load_decoder(tiny_model, torch.bfloat16, CPU)
-    expected = dict(stream_tensors(decoder))
+    expected = copies_of(decoder)
     WeightsPublisher(tmp_path, tiny_model, "bfloat16", keep=1).publish(expected, version=1)
     layout = {name: ["bfloat16", list(tensor.shape), 256] for name, tensor in expected.items()}
     announce(tmp_path, Announcement(1, Place("cuda:" + "00" * 64 + "+0", layout)))
-    found = FileSource().read(tmp_path / step_name(1), 1, decoder)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    installed(AnnouncedSource().read(tmp_path / step_name(1), 1, decoder), decoder, expected)
     assert "no place in the memory of cpu" in caplog.text
 
 

@@ -8,9 +8,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tandem.engine.protocol import AdapterRefused, EngineBusy, EngineError, UnusableWeights, WeightUpdateRefused
+from tandem.engine.protocol import EngineBusy, EngineError, UnusableWeights
 from tandem.engine.structure import StructureRefused
 from tandem.utils.serving.responses import error_answer
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 RETRY_AFTER_S = 1
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from tandem.engine.protocol import AdapterRefused, GenerationRequest, UpdateMode, WeightUpdateRefused
+from tandem.engine.protocol import GenerationRequest, UpdateMode
 from tandem.serving.http.answers import Answers, ChatAnswers, TextAnswers, whole_answer
 from tandem.serving.http.context import ApiContext, exact_router
 from tandem.serving.http.errors import BadRequest, NotServed
@@ -34,6 +34,7 @@ from tandem.types.openai import (
     UpdateWeightsRequest,
 )
 from tandem.utils.serving.responses import Answer
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 
 def generation_routes(context: ApiContext) -> APIRouter:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.engine.protocol import AdapterRefused, EngineError, GeneratedSample, GenerationRequest, GenerationResult
+from tandem.engine.protocol import EngineError, GeneratedSample, GenerationRequest, GenerationResult
 from tandem.engine.structure import StructureRefused
 from tandem.serving.http.answers import Answers, envelope, usage
 from tandem.serving.http.errors import ClientGone, engine_status
@@ -19,6 +19,7 @@ from tandem.serving.http.metrics import Metrics
 from tandem.serving.http.submission import Admission, Event, disconnected, stream
 from tandem.types.openai import StreamOptions
 from tandem.utils.serving.responses import DONE, error_event
+from tandem.weights.versions import AdapterRefused
 
 
 class EventStream(Response):

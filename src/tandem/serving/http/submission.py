@@ -12,18 +12,10 @@ from contextlib import contextmanager
 from starlette.requests import Request
 from starlette.types import Receive
 
-from tandem.engine.protocol import (
-    AdapterRefused,
-    Engine,
-    GeneratedSample,
-    GenerationRequest,
-    GenerationResult,
-    OnDone,
-    OnPart,
-    Outcome,
-)
+from tandem.engine.protocol import Engine, GeneratedSample, GenerationRequest, GenerationResult, OnDone, OnPart, Outcome
 from tandem.serving.http.errors import BadRequest, ClientGone, QueueFull
 from tandem.types.openai import GenerationOptions
+from tandem.weights.versions import AdapterRefused
 
 Event = tuple[int, int, GeneratedSample] | tuple[int, Outcome]
 """The next part of a sample (request, sample, part), or the outcome of a request."""

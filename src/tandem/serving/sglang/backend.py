@@ -19,7 +19,6 @@ from typing import Any
 
 from tandem.engine.adapters import AdapterRegistry
 from tandem.engine.protocol import (
-    AdapterRefused,
     EngineBusy,
     EngineStats,
     GeneratedSample,
@@ -31,6 +30,7 @@ from tandem.engine.protocol import (
 from tandem.serving.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.serving.sglang.translate import Adapter, Sample, ending, prompt_logprobs, token_versions
 from tandem.serving.updates import EngineLost, LoadFailed
+from tandem.weights.versions import AdapterRefused
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from tandem.config.inference import InferenceConfig
 from tandem.engine.protocol import (
-    AdapterRefused,
     EngineError,
     EngineStats,
     GenerationRequest,
@@ -28,13 +27,14 @@ from tandem.engine.protocol import (
     OnPart,
     UpdateMode,
 )
-from tandem.engine.weight_check import ServedModel
 from tandem.serving.sglang.backend import SGLangBackend
 from tandem.serving.sglang.client import SGLangClient
 from tandem.serving.sglang.probe import probe
 from tandem.serving.sglang.translate import Abilities, check_request
 from tandem.serving.updates import ControlPlane, EngineLost
 from tandem.utils.errors import UserError
+from tandem.weights.check import ServedModel
+from tandem.weights.versions import AdapterRefused
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

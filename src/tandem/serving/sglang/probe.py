@@ -11,12 +11,12 @@ import orjson
 
 from tandem.config.inference import InferenceConfig
 from tandem.engine.protocol import EngineError
-from tandem.engine.weight_check import ServedModel, compare_configs
 from tandem.serving.sglang.backend import Weights
 from tandem.serving.sglang.client import SGLangClient, SGLangRefused, SGLangUnreachable
 from tandem.serving.sglang.translate import Abilities
 from tandem.utils.errors import UserError
 from tandem.utils.waiting import Deadline
+from tandem.weights.check import ServedModel, compare_configs
 
 logger = logging.getLogger(__name__)
 

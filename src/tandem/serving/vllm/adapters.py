@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.engine.protocol import AdapterRefused, EngineError
+from tandem.engine.protocol import EngineError
 from tandem.serving.updates import ControlPlane
 from tandem.serving.vllm.backend import VllmBackend, within
 from tandem.types.openai import LoadAdapterRequest
+from tandem.weights.versions import AdapterRefused
 
 
 class NoSuchAdapter(AdapterRefused):

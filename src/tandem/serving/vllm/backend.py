@@ -5,10 +5,11 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tandem.engine.protocol import EngineError, UpdateMode, WeightUpdateRefused
-from tandem.engine.weight_check import ServedModel
+from tandem.engine.protocol import EngineError, UpdateMode
 from tandem.serving.updates import EngineLost, LoadFailed
 from tandem.serving.vllm.versions import VersionLedger
+from tandem.weights.check import ServedModel
+from tandem.weights.versions import WeightUpdateRefused
 
 # Reading a large checkpoint from a shared disk may take minutes; for ever it may not.
 TIMEOUT_S = 1800.0

@@ -21,8 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.engine.protocol import AdapterRefused, EngineError, UpdateMode, WeightUpdateRefused
-from tandem.engine.weight_check import ServedModel
+from tandem.engine.protocol import EngineError, UpdateMode
 from tandem.serving.http.errors import REFUSALS, BadRequest, answer_refusal, explain_invalid
 from tandem.serving.http.pause import pause_request
 from tandem.serving.identity import Identify, Identity
@@ -47,6 +46,8 @@ from tandem.utils.serving.browsers import RefuseForeignPages, not_json
 from tandem.utils.serving.closing import AnswerWhenClosing
 from tandem.utils.serving.limits import LimitBody
 from tandem.utils.serving.responses import Answer, error_answer
+from tandem.weights.check import ServedModel
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """The size of micro-batches: by default, on a GPU, as many tokens as its memory holds, as long as more is faster. And
-room for them, where an engine in the same process can make some."""
+memory for them, where an engine in the same process can lend its KV cache's."""
 
 import logging
 from collections.abc import Callable
@@ -19,20 +19,20 @@ GIB = 2**30
 T = TypeVar("T")
 
 
-class Room(Protocol):
-    """Memory of a neighbour who makes room while gradients are computed."""
+class CacheLease(Protocol):
+    """The memory of the KV cache of an engine in this process, which may be had while gradients are computed."""
 
     @property
     def num_bytes(self) -> int: ...
 
     @property
-    def is_always_made(self) -> bool:
+    def is_always_released(self) -> bool:
         """Whether or not what is computed needs it."""
         ...
 
     def release(self) -> None: ...
 
-    def take_back(self) -> None: ...
+    def reacquire(self) -> None: ...
 
 
 class MicroBatchSize:
@@ -40,11 +40,11 @@ class MicroBatchSize:
     is not sharded, since others would wait in a collective; and not in a run that has to repeat bit for bit."""
 
     def __init__(
-        self, stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool = False, room_bytes: int = 0
+        self, stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool = False, leased_bytes: int = 0
     ) -> None:
         self.stepper = stepper
         self.least = least
-        self.tokens = plan_tokens(stepper, asked, least=least, deterministic=deterministic, room_bytes=room_bytes)
+        self.tokens = plan_tokens(stepper, asked, least=least, deterministic=deterministic, leased_bytes=leased_bytes)
         self.can_be_lowered = not (asked or deterministic or stepper.is_sharded or stepper.ranks.size > 1)
 
     def fit(self, compute: Callable[[int], T]) -> T:
@@ -94,9 +94,9 @@ def is_on_gpu(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
 
 
-def plan_tokens(stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool, room_bytes: int = 0) -> int:
-    """What was `asked` for, unless that is 0; else at least `least`, and the same on all ranks. `room_bytes` can be had
-    besides what is free.
+def plan_tokens(stepper: Stepper[Any], asked: int, *, least: int, deterministic: bool, leased_bytes: int = 0) -> int:
+    """What was `asked` for, unless that is 0; else at least `least`, and the same on all ranks. `leased_bytes` can
+    be had besides what is free.
 
     To be asked before the first step, when whoever shares the GPU has taken its part.
     """
@@ -107,12 +107,12 @@ def plan_tokens(stepper: Stepper[Any], asked: int, *, least: int, deterministic:
     if device.type != "cuda" or deterministic or decoder is None:
         return max(least, DEFAULT)
     taken, per_token = planned_bytes(stepper, decoder)
-    fitting = fitting_tokens(free_bytes(device) + room_bytes, taken, per_token)
+    fitting = fitting_tokens(free_bytes(device) + leased_bytes, taken, per_token)
     smallest = -stepper.ranks.all_max(torch.tensor([-fitting], device=device))
     return max(least, int(smallest))
 
 
-def is_short_of_room(stepper: Stepper[Any], tokens: int) -> bool:
+def is_short_of_memory(stepper: Stepper[Any], tokens: int) -> bool:
     """Whether micro-batches of so many tokens do not fit into what is free, as far as can be told."""
     decoder, device = find_decoder(stepper), stepper.ranks.device
     if device.type != "cuda" or decoder is None:

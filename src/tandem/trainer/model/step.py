@@ -75,7 +75,7 @@ class Stepper(Generic[P]):
         self.is_sharded = is_sharded(parallel, ranks)
         self.max_grad_norm = max_grad_norm
         self.entropy_gradient = entropy_gradient
-        self.update: Callable[[], object] | None = None  # in place of the optimizer's step
+        self.leaves_update = False  # to whoever publishes the weights (`weights/in_place.py`)
 
     def step(
         self,
@@ -84,7 +84,7 @@ class Stepper(Generic[P]):
         denominator: float,
         temperature: float = 1.0,
     ) -> StepMetrics:
-        """Update the model by the loss over `denominator`."""
+        """Update the model by the loss over `denominator`; where the update is left to others, its gradients only."""
         self.optimizer.zero_grad(set_to_none=True)
         totals = Totals()
         # FSDP takes the mean over ranks; what is wanted is the sum.
@@ -103,7 +103,8 @@ class Stepper(Generic[P]):
                 "and go on from a checkpoint before it began"
             )
         try:
-            (self.update or self.optimizer.step)()
+            if not self.leaves_update:
+                self.optimizer.step()
         except torch.OutOfMemoryError as error:  # some weights may be updated: nothing to be tried again
             raise OutOfMemory(f"no memory for the optimizer's state; set parallel.optimizer_offload. {error}") from None
         metrics = totals.over_ranks(self.ranks, denominator)

@@ -26,7 +26,7 @@ from tandem.trainer.losses import (
     token_weights,
 )
 from tandem.trainer.model.frozen import FrozenModel
-from tandem.trainer.model.memory import MicroBatchSize, Room, is_short_of_room
+from tandem.trainer.model.memory import CacheLease, MicroBatchSize, is_short_of_memory
 from tandem.trainer.model.step import MicroBatchLoss, Predictions, Stepper
 from tandem.trainer.model.totals import StepMetrics, over_updates
 from tandem.types.rollout import PackedBatch, TrainBatch
@@ -48,20 +48,20 @@ class Learner:
         config: TrainerConfig,
         stepper: Stepper[Predictions],
         frozen_models: Mapping[str, FrozenModel] | None = None,
-        room: Room | None = None,
+        cache: CacheLease | None = None,
     ) -> None:
         self.config = config
         self.stepper = stepper
         self.frozen_models = frozen_models or {}
-        self.room = room
+        self.cache = cache
         self.loss = micro_batch_loss(config.loss, make_policy_loss(config.loss))
 
     def learn(self, batch: TrainBatch) -> dict[str, float]:
         """All updates of one batch. Metrics are means over the updates, or maxima."""
         batch.require_usable()
-        if self.room is None or not self._needs_room:
+        if self.cache is None or not self._needs_cache:
             return self._learn(batch)
-        with room_made(self.room, self.stepper.ranks.device) as times:
+        with cache_released(self.cache, self.stepper.ranks.device) as times:
             stats = self._learn(batch)
         return stats | times
 
@@ -89,13 +89,13 @@ class Learner:
             config.tokens_per_microbatch,
             least=config.seq_len,
             deterministic=config.deterministic,
-            room_bytes=0 if self.room is None else self.room.num_bytes,
+            leased_bytes=0 if self.cache is None else self.cache.num_bytes,
         )
 
     @functools.cached_property
-    def _needs_room(self) -> bool:
-        assert self.room is not None
-        return is_short_of_room(self.stepper, self.size.tokens) or self.room.is_always_made
+    def _needs_cache(self) -> bool:
+        assert self.cache is not None
+        return is_short_of_memory(self.stepper, self.size.tokens) or self.cache.is_always_released
 
     def _updates(self, batch: TrainBatch, tokens: int) -> Iterator[Update]:
         ranks, loss = self.stepper.ranks, self.config.loss
@@ -152,12 +152,12 @@ class Learner:
 
 
 @contextmanager
-def room_made(room: Room, device: torch.device) -> Iterator[dict[str, float]]:
-    """The neighbour's memory is ours meanwhile; all that is not kept is given back. How long either took is in what is
-    yielded, after the end."""
+def cache_released(cache: CacheLease, device: torch.device) -> Iterator[dict[str, float]]:
+    """The memory of the engine's KV cache is ours meanwhile; all that is not kept is given back. How long either took
+    is in what is yielded, after the end."""
     times: dict[str, float] = {}
     started = time.monotonic()
-    room.release()
+    cache.release()
     times["release_s"] = time.monotonic() - started
     try:
         yield times
@@ -165,7 +165,7 @@ def room_made(room: Room, device: torch.device) -> Iterator[dict[str, float]]:
         started = time.monotonic()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        room.take_back()
+        cache.reacquire()
         times["take_back_s"] = time.monotonic() - started
 
 

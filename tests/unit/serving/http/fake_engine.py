@@ -11,7 +11,6 @@ import numpy as np
 from tandem.data.text_stream import TextStream
 from tandem.data.tokenizer import Tokenizer
 from tandem.engine.protocol import (
-    AdapterRefused,
     EngineError,
     EngineStats,
     GeneratedSample,
@@ -22,8 +21,8 @@ from tandem.engine.protocol import (
     OnPart,
     PromptLogprob,
     UpdateMode,
-    WeightUpdateRefused,
 )
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 Script = Callable[[GenerationRequest, int], list[int]]
 """The tokens the model would go on to write, for one sample."""

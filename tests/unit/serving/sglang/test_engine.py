@@ -12,7 +12,6 @@ from tests.asking import ask
 from tests.unit.serving.sglang.fake_server import EOS, FakeSGLang
 
 from tandem.engine.protocol import (
-    AdapterRefused,
     EngineBusy,
     EngineError,
     GeneratedSample,
@@ -21,11 +20,11 @@ from tandem.engine.protocol import (
     Outcome,
     Sampling,
     UnusableWeights,
-    WeightUpdateRefused,
 )
 from tandem.serving.sglang import engine as engine_module
 from tandem.serving.sglang.engine import SGLangEngine
 from tandem.utils.errors import UserError
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 MakeEngine = Callable[..., SGLangEngine]
 Publish = Callable[[int], Path]

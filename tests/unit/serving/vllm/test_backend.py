@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.protocol import AdapterRefused, EngineBusy, EngineError, WeightUpdateRefused
+from tandem.engine.protocol import EngineBusy, EngineError
 from tandem.serving.updates import ControlPlane
 from tandem.serving.vllm.adapters import Adapters
 from tandem.serving.vllm.backend import VllmBackend
 from tandem.serving.vllm.versions import VersionLedger
 from tandem.types.openai import LoadAdapterRequest
 from tandem.utils.manifest import write_manifest
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 OLD, NEW = Path("/weights/old"), Path("/weights/new")
 

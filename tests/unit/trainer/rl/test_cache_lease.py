@@ -1,4 +1,4 @@
-"""Room that a neighbour makes while gradients are computed."""
+"""The memory of an engine's KV cache, which the trainer has while it computes gradients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +17,20 @@ from tandem.trainer.rl import learner as learner_module
 from tandem.trainer.rl.learner import Learner
 from tandem.types.rollout import TrainBatch, TrainingSequence
 
-ROOM_BYTES = 1000
+CACHE_BYTES = 1000
 
 
-class Neighbour:
-    def __init__(self, *, is_always_made: bool) -> None:
-        self.is_always_made = is_always_made
-        self.num_bytes = ROOM_BYTES
+class Cache:
+    def __init__(self, *, is_always_released: bool) -> None:
+        self.is_always_released = is_always_released
+        self.num_bytes = CACHE_BYTES
         self.calls: list[str] = []
 
     def release(self) -> None:
         self.calls.append("release")
 
-    def take_back(self) -> None:
-        self.calls.append("take back")
+    def reacquire(self) -> None:
+        self.calls.append("reacquire")
 
 
 @pytest.fixture
@@ -38,15 +38,15 @@ def make_learner(tiny_model: Path):
     config = TrainerConfig.model_validate({"model": {"name": tiny_model}, "seq_len": 64})
     ranks = Ranks.single(torch.device("cpu"))
     trained = load_trained(ModelConfig(name=tiny_model), OptimizerConfig(), ParallelConfig(), ranks)
-    return lambda room: Learner(config, trained.stepper, None, room)
+    return lambda cache: Learner(config, trained.stepper, None, cache)
 
 
 @contextmanager
-def watched(learner: Learner, neighbour: Neighbour) -> Iterator[None]:
+def watched(learner: Learner, cache: Cache) -> Iterator[None]:
     step = learner.stepper.step
 
     def watch(*arguments):
-        neighbour.calls.append("step")
+        cache.calls.append("step")
         return step(*arguments)
 
     learner.stepper.step = watch  # type: ignore[method-assign]
@@ -60,24 +60,24 @@ BATCH = TrainBatch(
 
 
 @pytest.mark.parametrize(("always", "is_short"), [(True, False), (False, True), (False, False)])
-def test_room_is_made_for_the_gradients_where_it_is_asked_for_or_needed(
+def test_the_cache_is_released_for_the_gradients_where_it_is_asked_for_or_needed(
     make_learner, monkeypatch: pytest.MonkeyPatch, always: bool, is_short: bool
 ) -> None:
-    monkeypatch.setattr(learner_module, "is_short_of_room", lambda stepper, tokens: is_short)
-    neighbour = Neighbour(is_always_made=always)
-    learner = make_learner(neighbour)
-    with watched(learner, neighbour):
+    monkeypatch.setattr(learner_module, "is_short_of_memory", lambda stepper, tokens: is_short)
+    cache = Cache(is_always_released=always)
+    learner = make_learner(cache)
+    with watched(learner, cache):
         stats = learner.learn(BATCH)
     if always or is_short:
-        assert neighbour.calls == ["release", "step", "take back"]
+        assert cache.calls == ["release", "step", "reacquire"]
         assert stats["release_s"] >= 0 and stats["take_back_s"] >= 0
     else:
-        assert neighbour.calls == ["step"] and "release_s" not in stats
+        assert cache.calls == ["step"] and "release_s" not in stats
 
 
-def test_room_is_given_back_where_a_step_fails(make_learner) -> None:
-    neighbour = Neighbour(is_always_made=True)
-    learner = make_learner(neighbour)
+def test_the_cache_is_reacquired_where_a_step_fails(make_learner) -> None:
+    cache = Cache(is_always_released=True)
+    learner = make_learner(cache)
 
     def fail(*_):
         raise MemoryError
@@ -85,4 +85,4 @@ def test_room_is_given_back_where_a_step_fails(make_learner) -> None:
     learner.stepper.step = fail
     with pytest.raises(MemoryError):
         learner.learn(BATCH)
-    assert neighbour.calls == ["release", "take back"]
+    assert cache.calls == ["release", "reacquire"]

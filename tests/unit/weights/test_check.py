@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.protocol import AdapterRefused, WeightUpdateRefused
-from tandem.engine.weight_check import ServedModel, check_adapter_files
 from tandem.models.shards import TensorHeaders, compare_tensors, read_tensor_headers
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, write_json
 from tandem.utils.manifest import write_manifest
+from tandem.weights.check import ServedModel, check_adapter_files
+from tandem.weights.versions import AdapterRefused, WeightUpdateRefused
 
 LAYOUT: TensorHeaders = {"embed": ("F32", [8, 4]), "norm": ("F32", [4])}
 

@@ -4,7 +4,7 @@ vLLM loads half of a bad model directory before it notices, and silently keeps o
 how far SGLang gets with one is not known. The server has loaded its first weights, so others with the same tensor names
 and shapes load too.
 
-Used before every weight update: by serving/updates.py for vLLM and SGLang, and by engine/weights.py, which reads the
+Used before every weight update: by serving/updates.py for vLLM and SGLang, and by weights/files.py, which reads the
 tensors as well. Because it also runs inside vLLM's environment, it may import only the standard library and modules of
 ours that do the same.
 """
@@ -12,12 +12,11 @@ ours that do the same.
 from pathlib import Path
 from typing import Any
 
-from tandem.engine.protocol import AdapterRefused, WeightUpdateRefused
 from tandem.models.shards import compare_tensors, read_tensor_headers
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
 from tandem.utils.manifest import MANIFEST, DamagedFiles, verify_manifest
-from tandem.weights.versions import ADAPTER_CONFIG, is_adapter
+from tandem.weights.versions import ADAPTER_CONFIG, AdapterRefused, WeightUpdateRefused, is_adapter
 
 # Keys of config.json that may differ between two sets of weights of one model.
 INCIDENTAL = (
