@@ -27,6 +27,7 @@ SCOPE = (
         "orchestrator",
         "rewards",
         "algorithms",
+        "serving/rewards",
         "trainer/losses",
         "trainer/checkpoints",
         "launch/sweep",

@@ -5,7 +5,6 @@ redirects, no compression. aiohttp takes three times the CPU for that (docs/log.
 """
 
 import asyncio
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict
 
 KEEP_S = 15.0  # how long a connection is kept without a request
@@ -23,8 +23,6 @@ DEAD_S = 60  # without any sign of the other machine's kernel
 MAX_HEAD_BYTES = 2**16  # of headers and trailers, those that we send and those that we take
 MAX_HEADERS = 100
 CHUNK_LINE_BYTES = 16  # that every chunk of a body may have around it
-HEX = re.compile(rb"[0-9a-fA-F]{1,16}")
-NO_BODY = (204, 304)
 
 
 def watch_peer(connection: "SocketOptions") -> None:
@@ -56,106 +54,80 @@ class Answer:
 
 
 class Parser:
-    """One answer, fed as it comes."""
+    """One answer, fed to httptools as it comes, which calls the methods below."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.may_continue = False  # whether another request may follow on the connection
-        self._data = bytearray()
-        self._length: int | None = None  # of the body; None: it is in chunks, or ends with the connection
-        self._is_chunked = False
-        self._chunks = bytearray()
+        self._http: HttpResponseParser | None = HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._answer: Answer | None = None
+        self._num_headers = 0
         self._num_around = 0  # bytes of headers and of what is around chunks
+        self._ends_with_connection = False
 
     def feed(self, data: bytes) -> Answer | None:
         """The answer, if this was the last of it. Raises NotHttp."""
-        self._data += data
+        assert self._http is not None, "an answer has one end"
+        self._num_around += len(data)
         try:
-            if not self.status and not self._read_head():
-                return None
-            if self._is_chunked:
-                return self._answer(self._chunks) if self._read_chunks() else None
-        except ValueError as error:
-            raise NotHttp(f"the answer is not HTTP: {error}") from error
-        if self._length is None or len(self._data) < self._length:
-            return None
-        self.may_continue &= len(self._data) == self._length
-        return self._answer(self._data[: self._length])
+            self._http.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            if self._answer is None:
+                raise NotHttp(f"the answer is not HTTP: {error.__context__ or error}") from error
+            self.may_continue = False  # what is not HTTP came behind it
+        if self._num_around > MAX_HEAD_BYTES:
+            raise NotHttp(f"the answer is not HTTP: more than {MAX_HEAD_BYTES} bytes of headers")
+        if self._answer is not None:
+            self._http = None  # the two hold each other
+        return self._answer
 
     def end(self) -> Answer | None:
         """The answer, if it ends with the connection."""
-        is_whole = self.status and self._length is None and not self._is_chunked
-        return self._answer(self._data) if is_whole else None
+        return self._whole() if self._ends_with_connection else None
 
-    def _answer(self, body: bytearray) -> Answer:
-        return Answer(self.status, self.headers, bytes(body))
+    def on_message_begin(self) -> None:
+        self.may_continue = False  # also where another answer follows, which nobody asked for
 
-    def _read_head(self) -> bool:
-        """Whether it is all there."""
-        while True:
-            if (end := self._find(b"\r\n\r\n")) < 0:
-                return False
-            self._count(end + 4)
-            first, *lines = self._data[:end].decode("utf-8", "surrogateescape").split("\r\n", MAX_HEADERS + 1)
-            del self._data[: end + 4]
-            version, status = first[:8], int(first[8:12])
-            if version not in ("HTTP/1.1", "HTTP/1.0"):
-                raise ValueError(f"it begins with {version!r}")
-            if status >= 200:  # else the answer itself is still to come
-                break
-        if len(lines) > MAX_HEADERS:
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
             raise ValueError(f"more than {MAX_HEADERS} headers")
-        split = (line.partition(":") for line in lines)
-        self.headers = CIMultiDict((name, value.strip()) for name, _, value in split)
+        if not self.status:  # else it is a trailer
+            self.headers.add(name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        assert self._http is not None
+        status, version = self._http.get_status_code(), self._http.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise ValueError(f"its version is {version}")
+        if status < 200:  # the answer itself is still to come
+            self.headers.clear()
+            return
+        encoding = self.headers.get("Transfer-Encoding")
+        if encoding is not None and encoding.lower() != "chunked":
+            raise ValueError(f"Transfer-Encoding {encoding!r} was not asked for")
         self.status = status
-        self.may_continue = version == "HTTP/1.1" and self.headers.get("Connection", "").lower() != "close"
-        self._read_size()
-        return True
+        self.may_continue = self._http.should_keep_alive()
+        self._ends_with_connection = encoding is None and "Content-Length" not in self.headers
 
-    def _read_size(self) -> None:
-        """How the body ends: after its length, with its last chunk, or with the connection."""
-        encoding, length = self.headers.get("Transfer-Encoding"), self.headers.get("Content-Length")
-        if self.status in NO_BODY:
-            self._length = 0
-        elif encoding is not None:
-            self._is_chunked = encoding.lower() == "chunked"
-            if not self._is_chunked:
-                raise ValueError(f"Transfer-Encoding {encoding!r} was not asked for")
-        elif length is not None:
-            if not length.isdecimal():
-                raise ValueError(f"Content-Length is {length!r}")
-            self._length = int(length)
+    def on_chunk_header(self) -> None:
+        self._allow(CHUNK_LINE_BYTES)
 
-    def _read_chunks(self) -> bool:
-        """Whether they are all there."""
-        while (line := self._find(b"\r\n")) >= 0:
-            size = self._data[:line].partition(b";")[0].strip()
-            if not HEX.fullmatch(size):
-                raise ValueError(f"a chunk's size is {bytes(size[:20])!r}")
-            size = int(size, 16)
-            if size == 0:
-                end = self._find(b"\r\n\r\n", line)  # behind headers that may follow
-                self.may_continue &= end < 0 or end + 4 == len(self._data)
-                return end >= 0
-            if len(self._data) < line + 2 + size + 2:
-                return False
-            self._count(line - CHUNK_LINE_BYTES - 2 * size)
-            self._chunks += self._data[line + 2 : line + 2 + size]
-            del self._data[: line + 2 + size + 2]
-        return False
+    def on_body(self, body: bytes) -> None:
+        self._allow(2 * len(body))
+        self._body.append(body)
 
-    def _find(self, ending: bytes, start: int = 0) -> int:
-        """Where headers or a line end; -1 where that is still to come."""
-        end = self._data.find(ending, start, start + MAX_HEAD_BYTES)
-        if end < 0 and len(self._data) - start > MAX_HEAD_BYTES:
-            self._count(MAX_HEAD_BYTES + 1)
-        return end
+    def on_message_complete(self) -> None:
+        if self.status and self._answer is None:
+            self._answer = self._whole()
 
-    def _count(self, num_bytes: int) -> None:
-        self._num_around = max(0, self._num_around + num_bytes)
-        if self._num_around > MAX_HEAD_BYTES:
-            raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")
+    def _whole(self) -> Answer:
+        return Answer(self.status, self.headers, b"".join(self._body))
+
+    def _allow(self, num_bytes: int) -> None:
+        self._num_around = max(0, self._num_around - num_bytes)
 
 
 class Connection(asyncio.Protocol):

@@ -13,7 +13,7 @@ from tandem.utils.files import write_atomic, write_config, write_json
 from tandem.utils.run_content import COMMAND, VERSIONS
 from tandem.utils.secrets import hidden_in_arguments
 
-PACKAGES = ("tandem-rl", "torch", "numpy", "safetensors", "tokenizers", "pydantic", "fastapi")
+PACKAGES = ("tandem-rl", "torch", "numpy", "safetensors", "tokenizers", "pydantic", "starlette")
 
 
 def write_run_config(folder: Path, configs: Mapping[str, Any]) -> None:

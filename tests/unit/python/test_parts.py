@@ -48,7 +48,7 @@ import sys, tandem
 assert not {'torch', 'ray', 'pydantic', 'aiohttp'} & sys.modules.keys()
 for name in tandem.__all__:
     getattr(tandem, name)
-assert not {'torch', 'ray', 'transformers', 'fastapi'} & sys.modules.keys()
+assert not {'torch', 'ray', 'transformers', 'starlette'} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

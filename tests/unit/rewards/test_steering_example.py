@@ -12,8 +12,8 @@ from tests.unit.rewards.misbehaving_server import serving
 
 from tandem.config.goals import GoalConfig
 from tandem.rewards.config import AnyReward
-from tandem.rewards.goals import GoalSpace, make_goals
 from tandem.rewards.weighted import WeightedRewards
+from tandem.serving.rewards.goals import GoalSpace, make_goals
 
 GOALS = GoalSpace(
     make_goals(

@@ -124,6 +124,8 @@ def test_an_answer_is_read_however_it_is_cut(said: bytes, status: int, body: byt
     [
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"HTTP/1.1 xyz\r\n\r\n",
+        b"HTTP/2.0 200 OK\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
@@ -137,7 +139,7 @@ def test_an_answer_is_read_however_it_is_cut(said: bytes, status: int, body: byt
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + (b"1;" + b"x" * 1000 + b"\r\n \r\n") * 100,
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 20_000,
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_what_is_not_http_is_an_error(said: bytes) -> None:
     with pytest.raises(NotHttp, match="the answer is not HTTP"):
@@ -302,7 +304,7 @@ def test_an_idle_connection_keeps_nothing_of_the_answer() -> None:
     async def ask(pool: Connections) -> None:
         assert len((await pool.request("GET", "/")).body) == 100_000
         (idle,) = pool._idle
-        assert len(idle._parser._data) == 0
+        assert idle._parser._body == []
 
     use(server, ask)
 

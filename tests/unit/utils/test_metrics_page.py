@@ -14,8 +14,8 @@ from tests.unit.serving.http.fake_engine import FakeEngine
 
 import tandem
 from tandem.config.goals import GoalConfig, GoalOptions
-from tandem.rewards.server import GoalService
 from tandem.serving.http.metrics import Metrics
+from tandem.serving.rewards.service import GoalService
 from tandem.utils.files import write_json
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir

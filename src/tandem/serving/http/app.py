@@ -2,7 +2,7 @@
 answered when the engine calls back.
 
     Identify ─► CountRequests ─► AnswerWhenClosing ─► RefuseForeignPages ─► RequireApiKey ─► LimitBody ─► RequireJson
-        ─► ShortWay ─► routes: generation, information, control
+        ─► routes: generation, information, control
 """
 
 import asyncio
@@ -11,18 +11,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.engine.protocol import Engine
 from tandem.serving.http.context import ApiContext, ApiOptions
-from tandem.serving.http.errors import add_error_handlers
+from tandem.serving.http.control import Control
+from tandem.serving.http.errors import ERROR_HANDLERS
+from tandem.serving.http.generation import Generation
+from tandem.serving.http.information import Information
 from tandem.serving.http.metrics import CountRequests
-from tandem.serving.http.openapi import describe
-from tandem.serving.http.routes import control_routes, generation_routes, information_routes, package_version
-from tandem.serving.http.short_way import ShortWay
+from tandem.serving.http.openapi import documented
 from tandem.serving.identity import Identify
 from tandem.utils.serving.guards import guards
 
@@ -36,23 +37,20 @@ def create_app(
     model_dir: Path,
     options: ApiOptions,
     grammars: "Grammars | str" = "no library",
-) -> FastAPI:
+) -> ASGIApp:
     """The routes, around an engine that is running. `grammars`: for structured outputs, or why there are none."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         # While the loop still runs, so that whoever waits for the engine can be told.
         await asyncio.to_thread(engine.stop)
 
     context = ApiContext(engine, tokenizer, model_dir, options, grammars)
-    app = FastAPI(title="Tandem inference", version=package_version(), lifespan=lifespan)
-    add_error_handlers(app)
-    generation = generation_routes(context)
-    for routes in (generation, information_routes(context), control_routes(context)):
-        app.include_router(routes)
-    describe(app, needs_key=options.api_key is not None)
-    # Around all of FastAPI's, which answers unexpected errors outside of the middleware it is given.
+    # Those that generate come first: routes are tried in this order.
+    endpoints = [each for part in (Generation, Information, Control) for each in part(context).endpoints()]
+    needs_key = options.api_key is not None
+    routes = documented(endpoints, title="Tandem inference", needs_key=needs_key)
     layers = [
         Middleware(Identify, identity=context.identity),
         Middleware(CountRequests, metrics=context.metrics),
@@ -62,10 +60,9 @@ def create_app(
             max_body_bytes=options.max_body_bytes,
             receive_timeout_s=options.receive_timeout_s,
         ),
-        Middleware(ShortWay, api=app, routes=[route for route in generation.routes if isinstance(route, APIRoute)]),
     ]
-    stack = app.build_middleware_stack()
+    # Around all of Starlette's, which answers unexpected errors outside of the middleware it is given.
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS, lifespan=lifespan)
     for layer in reversed(layers):
-        stack = layer.cls(stack, *layer.args, **layer.kwargs)
-    app.middleware_stack = stack
+        app = layer.cls(app, *layer.args, **layer.kwargs)
     return app

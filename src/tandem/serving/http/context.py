@@ -1,17 +1,12 @@
-"""What the API's routes share: what is served, within which limits, and how a route refuses unknown parameters."""
+"""What the API's routes share: what is served, and within which limits."""
 
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from fastapi import APIRouter, Request
-from fastapi.routing import APIRoute
-from starlette.responses import Response
+from typing import TYPE_CHECKING
 
 from tandem.data.tokenizer import Tokenizer
 from tandem.engine.protocol import Engine
-from tandem.serving.http.errors import BadRequest, NotServed
+from tandem.serving.http.errors import NotServed
 from tandem.serving.http.metrics import Metrics
 from tandem.serving.http.prompts import PromptReader, SamplingDefaults
 from tandem.serving.http.structures import Structures
@@ -20,26 +15,6 @@ from tandem.serving.http.text import Encoders, TokenTexts
 from tandem.serving.identity import Identity
 from tandem.serving.roots import WeightRoots
 from tandem.utils.hub import served_names
-
-
-class ExactRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        answer = super().get_route_handler()
-        known = {field.alias for field in self.dependant.query_params}
-
-        async def checked(request: Request) -> Response:
-            if request.scope["query_string"]:
-                unknown = sorted(set(request.query_params) - known)
-                if unknown:
-                    raise BadRequest(f"unknown query parameter {unknown[0]!r}", unknown[0])
-            return await answer(request)
-
-        return checked
-
-
-def exact_router() -> APIRouter:
-    return APIRouter(route_class=ExactRoute)
-
 
 if TYPE_CHECKING:
     from tandem.engine.grammars import Grammars

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.engine.protocol import EngineBusy, EngineError, UnusableWeights
@@ -35,6 +34,15 @@ REFUSED = {
     "audio": "only text is supported",
     "reasoning_effort": "use chat_template_kwargs, if the model's chat template has such a switch",
 }
+
+
+class InvalidRequest(Exception):
+    """The query or the body is not of the shape its route takes: what pydantic says of it, and the body."""
+
+    def __init__(self, errors: Sequence[Any], body: Any) -> None:
+        super().__init__(errors)
+        self.errors = errors
+        self.body = body
 
 
 class BadRequest(ValueError):
@@ -83,52 +91,62 @@ def engine_status(error: Exception) -> tuple[int, str]:
     return (500, "unusable_weights") if isinstance(error, UnusableWeights) else (503, "engine_failed")
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        message, param = explain_invalid(error.errors(), error.body)
-        return error_answer(400, message, param=param)
+async def invalid(_: Request, error: InvalidRequest) -> Response:
+    message, param = explain_invalid(error.errors, error.body)
+    return error_answer(400, message, param=param)
 
-    @app.exception_handler(BadRequest)
-    async def refused(_: Request, error: BadRequest) -> Response:
-        return error_answer(400, str(error), param=error.param)
 
-    @app.exception_handler(WeightUpdateRefused)
-    @app.exception_handler(AdapterRefused)
-    @app.exception_handler(EngineBusy)
-    async def change_refused(_: Request, error: Exception) -> Response:
-        return answer_refusal(error)
+async def refused(_: Request, error: BadRequest) -> Response:
+    return error_answer(400, str(error), param=error.param)
 
-    @app.exception_handler(NotServed)
-    async def not_served(_: Request, error: NotServed) -> Response:
-        return error_answer(404, str(error), param=error.param, code="model_not_found")
 
-    @app.exception_handler(QueueFull)
-    async def queue_full(_: Request, error: QueueFull) -> Response:
-        answer = error_answer(429, str(error), code="queue_full")
-        answer.headers["Retry-After"] = str(RETRY_AFTER_S)
-        return answer
+async def change_refused(_: Request, error: Exception) -> Response:
+    return answer_refusal(error)
 
-    @app.exception_handler(StructureRefused)
-    @app.exception_handler(EngineError)
-    async def engine_failed(_: Request, error: Exception) -> Response:
-        status, code = engine_status(error)
-        return error_answer(status, str(error), code=code)
 
-    @app.exception_handler(ClientGone)
-    async def client_gone(_: Request, error: ClientGone) -> Response:
-        return error_answer(499, "the client closed the connection")
+async def not_served(_: Request, error: NotServed) -> Response:
+    return error_answer(404, str(error), param=error.param, code="model_not_found")
 
-    @app.exception_handler(HTTPException)
-    async def http_error(http: Request, error: HTTPException) -> Response:
-        message = f"there is no route {http.url.path}" if error.detail == "Not Found" else error.detail
-        answer = error_answer(error.status_code, message)
-        answer.headers.update(error.headers or {})
-        return answer
 
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return error_answer(500, f"the server failed on this request: {type(error).__name__}", code="internal_error")
+async def queue_full(_: Request, error: QueueFull) -> Response:
+    answer = error_answer(429, str(error), code="queue_full")
+    answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return answer
+
+
+async def engine_failed(_: Request, error: Exception) -> Response:
+    status, code = engine_status(error)
+    return error_answer(status, str(error), code=code)
+
+
+async def client_gone(_: Request, error: ClientGone) -> Response:
+    return error_answer(499, "the client closed the connection")
+
+
+async def http_error(http: Request, error: HTTPException) -> Response:
+    message = f"there is no route {http.url.path}" if error.detail == "Not Found" else error.detail
+    answer = error_answer(error.status_code, message)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def unexpected(_: Request, error: Exception) -> Response:
+    return error_answer(500, f"the server failed on this request: {type(error).__name__}", code="internal_error")
+
+
+ERROR_HANDLERS: dict[Any, Any] = {
+    InvalidRequest: invalid,
+    BadRequest: refused,
+    **dict.fromkeys(REFUSALS, change_refused),
+    NotServed: not_served,
+    QueueFull: queue_full,
+    StructureRefused: engine_failed,
+    EngineError: engine_failed,
+    ClientGone: client_gone,
+    HTTPException: http_error,
+    Exception: unexpected,
+}
+"""What Starlette answers each error with."""
 
 
 def explain_invalid(errors: Sequence[Any], body: Any = None) -> tuple[str, str | None]:

@@ -1,211 +1,146 @@
-"""The OpenAPI document, true to what is accepted and answered: FastAPI's own, but for the answers.
+"""/openapi.json, made from the endpoints and their models, and the pages that show it."""
 
-Answers are plain dicts; tests hold them against the schemas here.
-"""
-
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from tandem.serving.http.routing import Endpoint
+from tandem.serving.http.schemas import Error
+from tandem.utils.serving.auth import OPEN_PATHS
 
 Schema = dict[str, Any]
 
+PLACE = "#/components/schemas/{model}"
 TEXT: Schema = {"type": "string"}
-WHOLE: Schema = {"type": "integer"}
-NUMBER: Schema = {"type": "number"}
-TRUTH: Schema = {"type": "boolean"}
+COMMON = {
+    400: "A field or a query parameter is wrong or unknown; `param` names it.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body does not say that it is JSON.",
+    500: "A fault of the server.",
+    503: "The engine has failed or is shutting down.",
+}
+NO_KEY = {401: "The API key is missing or wrong."}
+FOREIGN = {403: "A web page asks, or the server is called by a name that is not its own."}
+CDN = "https://cdn.jsdelivr.net/npm"
+SWAGGER = f"""<!DOCTYPE html>
+<title>TITLE - Swagger UI</title>
+<link rel="stylesheet" href="{CDN}/swagger-ui-dist@5/swagger-ui.css">
+<div id="swagger-ui"></div>
+<script src="{CDN}/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({{url: "/openapi.json", dom_id: "#swagger-ui", deepLinking: true}})</script>
+"""
+REDOC = f"""<!DOCTYPE html>
+<title>TITLE - ReDoc</title>
+<redoc spec-url="/openapi.json"></redoc>
+<script src="{CDN}/redoc@2/bundles/redoc.standalone.js"></script>
+"""
 
 
-def or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+def package_version() -> str:
+    try:
+        return version("tandem-rl")
+    except PackageNotFoundError:  # run from its source, not installed
+        return "unknown"
 
 
-def list_of(schema: Schema) -> Schema:
-    return {"type": "array", "items": schema}
+def documented(
+    endpoints: Sequence[Endpoint], *, title: str, needs_key: bool, common: Mapping[int, str] = COMMON
+) -> list[BaseRoute]:
+    """The endpoints, then the routes that describe them. `common`: errors that all of them may give."""
+
+    @cache
+    def description() -> Schema:
+        operations = [(each, _operation(each, common, needs_key=needs_key)) for each in endpoints]
+        return describe(operations, {"title": title, "version": package_version()}, needs_key=needs_key)
+
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(description())  # orjson writes no integer of more than 64 bits
+
+    pages = {"/docs": SWAGGER, "/redoc": REDOC}
+    shown = [Route(path, HTMLResponse(page.replace("TITLE", title)), methods=["GET"]) for path, page in pages.items()]
+    return [*endpoints, Route("/openapi.json", openapi), *shown]
 
 
-def table(always: dict[str, Schema], sometimes: dict[str, Schema] | None = None) -> Schema:
-    return {"type": "object", "required": list(always), "properties": {**always, **(sometimes or {})}}
+def describe(operations: Iterable[tuple[Endpoint, Schema]], info: Schema, *, needs_key: bool) -> Schema:
+    """The document."""
+    paths: dict[str, Schema] = {}
+    models: dict[type[BaseModel] | None, None] = {Error: None}
+    for endpoint, operation in operations:
+        if endpoint.include_in_schema:
+            paths.setdefault(endpoint.path_format, {})[endpoint.method.lower()] = operation
+            models |= dict.fromkeys((endpoint.body, endpoint.answer, endpoint.failure))
+    _, definitions = models_json_schema([(model, "validation") for model in models if model], ref_template=PLACE)
+    components: Schema = {"schemas": definitions["$defs"]}
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
-def values(schema: Schema) -> Schema:
-    """A table whose keys are not known beforehand."""
-    return {"type": "object", "additionalProperties": schema}
-
-
-TOKEN_IDS = list_of(WHOLE)
-FINISH_REASON = {"enum": ["stop", "length", "tool_calls", "abort"]}
-STOP_REASON = {"anyOf": [TEXT, WHOLE, {"type": "null"}], "description": "The stop string or token, if one ended it."}
-PROMPT_LOGPROBS = list_of(
-    or_null(values(table({"logprob": NUMBER, "rank": or_null(WHOLE), "decoded_token": TEXT})))
-) | {"description": "For each token of the prompt but the first, by id."}
-VERSIONS = TOKEN_IDS | {"description": "Version of the weights behind each token."}
-USAGE = table(
-    {
-        "prompt_tokens": WHOLE,
-        "completion_tokens": WHOLE,
-        "total_tokens": WHOLE,
-        "prompt_tokens_details": table({"cached_tokens": WHOLE}),
+def _operation(endpoint: Endpoint, common: Mapping[int, str], *, needs_key: bool) -> Schema:
+    path, method = endpoint.path_format, endpoint.method.lower()
+    operation: Schema = {
+        "summary": endpoint.name.replace("_", " ").title(),
+        "operationId": re.sub(r"\W", "_", f"{endpoint.name}{path}") + f"_{method}",
+        "responses": _answers(endpoint, common, needs_key=needs_key),
     }
-)
-TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": TOKEN_IDS}
-CHAT_LOGPROBS = table({"content": list_of(table({**TOKEN, "top_logprobs": list_of(table(TOKEN))}))})
-TEXT_LOGPROBS = table(
-    {
-        "tokens": list_of(TEXT),
-        "token_logprobs": list_of(or_null(NUMBER)),
-        "top_logprobs": or_null(list_of(or_null(values(NUMBER)))),
-        "text_offset": TOKEN_IDS,
-    }
-)
-CALL = table({"id": TEXT, "type": {"const": "function"}, "function": table({"name": TEXT, "arguments": TEXT})})
-MESSAGE = table({"role": {"const": "assistant"}, "content": or_null(TEXT)}, {"tool_calls": list_of(CALL)})
-
-
-def completion(kind: str, choice: Schema, extras: dict[str, Schema]) -> Schema:
-    envelope = {"id": TEXT, "object": {"const": kind}, "created": WHOLE, "model": TEXT}
-    return table({**envelope, "choices": list_of(choice), "usage": USAGE}, extras)
-
-
-ENDING = {"index": WHOLE, "finish_reason": FINISH_REASON, "stop_reason": STOP_REASON}
-OF_TOKENS = {
-    "token_ids": TOKEN_IDS,
-    "weight_versions": VERSIONS,
-    "kept_token_ids": list_of(TOKEN_IDS),
-    "kept_logprobs": list_of(NUMBER),
-}
-OF_PROMPT = {"prompt_token_ids": TOKEN_IDS, "prompt_logprobs": PROMPT_LOGPROBS}
-MODEL = table(
-    {
-        "id": TEXT,
-        "object": {"const": "model"},
-        "created": WHOLE,
-        "owned_by": TEXT,
-        "root": TEXT,
-        "parent": or_null(TEXT),
-        "max_model_len": WHOLE,
-    }
-)
-LOADED = table({"lora_name": TEXT, "lora_path": TEXT})
-UNLOADED = table({"lora_name": TEXT})
-ANSWERS: dict[str, Schema] = {
-    "/v1/completions": completion(
-        "text_completion",
-        table({**ENDING, "text": TEXT, "logprobs": or_null(TEXT_LOGPROBS)}, OF_TOKENS | OF_PROMPT),
-        {},
-    ),
-    "/v1/chat/completions": completion(
-        "chat.completion",
-        table({**ENDING, "message": MESSAGE, "logprobs": or_null(CHAT_LOGPROBS)}, OF_TOKENS),
-        OF_PROMPT,
-    ),
-    "/v1/models": table({"object": {"const": "list"}, "data": list_of(MODEL)}),
-    "/v1/models/{model}": MODEL,
-    "/health": table({"status": {"const": "ok"}, "version": WHOLE, "model": TEXT, "paused": TRUTH}),
-    "/version": table({"version": TEXT}),
-    "/is_paused": table({"is_paused": TRUTH}),
-    "/pause": table({"status": {"const": "paused"}, "paused": TRUTH}),
-    "/resume": table({"status": {"const": "resumed"}, "paused": TRUTH}),
-    "/claim": table({"run": TEXT}),
-    "/release": table({"released": {"const": True}}),
-    "/update_weights": table({"version": WHOLE}),
-    "/reset_prefix_cache": table({"success": TRUTH}),
-    "/load_lora_adapter": LOADED,
-    "/v1/load_lora_adapter": LOADED,
-    "/unload_lora_adapter": UNLOADED,
-    "/v1/unload_lora_adapter": UNLOADED,
-    "/tokenize": table(
-        {"count": WHOLE, "max_model_len": WHOLE, "tokens": TOKEN_IDS, "token_strs": or_null(list_of(TEXT))}
-    ),
-    "/detokenize": table({"prompt": TEXT}),
-    "/tokenizer_info": table({"tokenizer_class": TEXT}) | {"description": "And all of tokenizer_config.json."},
-}
-
-
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"enum": ["invalid_request_error", "server_error"]},
-                "param": {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "The field it is about."},
-                "code": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-            },
-        }
-    },
-}
-OF_ALL = {
-    "400": "A field or a query parameter is wrong or unknown; `param` names it.",
-    "408": "The body did not arrive in time.",
-    "413": "The body is too large.",
-    "415": "The body does not say that it is JSON.",
-    "500": "A fault of the server.",
-    "503": "The engine has failed or is shutting down.",
-}
-TOO_MUCH = {"429": "Too many requests wait; come back after Retry-After seconds."}
-NO_MODEL = {"404": "The model is not served here."}
-NO_ADAPTER = {"404": "The adapter is not loaded."}
-BUSY = {"409": "The engine is busy with something that contradicts this, or another run holds the server."}
-GENERATION = ("/v1/completions", "/v1/chat/completions")
-OPEN = ("/health",)
-MORE: dict[str, dict[str, str]] = {
-    **dict.fromkeys((*GENERATION, "/tokenize"), NO_MODEL | TOO_MUCH),
-    **dict.fromkeys(("/v1/models/{model}", "/detokenize"), NO_MODEL),
-    **dict.fromkeys(("/claim", "/pause", "/update_weights", "/load_lora_adapter", "/v1/load_lora_adapter"), BUSY),
-    **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), NO_ADAPTER),
-}
-"""Statuses beside those that all routes have."""
-# Its failure has a shape of its own.
-UNHEALTHY = table({"status": {"const": "failed"}, "reason": TEXT, "version": WHOLE, "model": TEXT, "paused": TRUTH})
-
-
-def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Have the app publish its document with the errors it gives, in the shape it gives them."""
-    default = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = default()
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            schemas.pop("HTTPValidationError", None)
-            schemas.pop("ValidationError", None)
-            schemas["Error"] = ERROR_SCHEMA
-            for path, operations in document["paths"].items():
-                for operation in operations.values():
-                    _state_answers(path, operation, needs_key=needs_key)
-            if needs_key:
-                document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        assert app.openapi_schema is not None
-        return app.openapi_schema
-
-    app.openapi = openapi
-
-
-def _state_answers(path: str, operation: dict[str, Any], *, needs_key: bool) -> None:
-    answers = operation["responses"]
-    answers.pop("422", None)
-    _state_success(path, answers["200"])
-    errors = OF_ALL | MORE.get(path, {})
-    if needs_key and path not in OPEN:
-        errors["401"] = "The API key is missing or wrong."
+    if text := inspect.getdoc(endpoint.handler):
+        operation["description"] = text
+    if parameters := _parameters(endpoint):
+        operation["parameters"] = parameters
+    if endpoint.body is not None:
+        operation["requestBody"] = _body(endpoint.body, is_needed=endpoint.needs_body)
+    if needs_key and path not in OPEN_PATHS:
         operation["security"] = [{"key": []}]
-    if not needs_key and path not in OPEN:
-        errors["403"] = "A web page asks, or the server is called by a name that is not its own."
-    schema = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for status, text in errors.items():
-        answers[status] = {"description": text, "content": schema}
-    if path == "/health":
-        failed = {"application/json": {"schema": UNHEALTHY}}
-        answers["503"] = {"description": "The engine has failed.", "content": failed}
+    return operation
 
 
-def _state_success(path: str, answer: dict[str, Any]) -> None:
-    if path in ANSWERS:
-        answer["content"] = {"application/json": {"schema": ANSWERS[path]}}
-    else:
-        answer["content"] = {"text/plain": {"schema": TEXT}}
-    if path in GENERATION:
-        answer["content"]["text/event-stream"] = {"schema": TEXT}
+def _parameters(endpoint: Endpoint) -> list[Schema]:
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "title": name.title()}}
+        for name in endpoint.param_convertors
+    ]
+    fields = endpoint.query.model_json_schema(ref_template=PLACE).get("properties", {})
+    in_query = [
+        {"name": name, "in": "query", "required": False, "schema": {k: v for k, v in each.items() if k != "default"}}
+        for name, each in fields.items()
+    ]
+    return in_path + in_query
+
+
+def _body(model: type[BaseModel], *, is_needed: bool) -> Schema:
+    if is_needed:
+        return {"content": _json(_place(model)), "required": True}
+    return {"content": _json({"anyOf": [_place(model), {"type": "null"}], "title": "Body"})}
+
+
+def _answers(endpoint: Endpoint, common: Mapping[int, str], *, needs_key: bool) -> Schema:
+    is_open = endpoint.path in OPEN_PATHS
+    errors = {**common, **endpoint.statuses} | ({} if is_open else NO_KEY if needs_key else FOREIGN)
+    answers: Schema = {
+        str(status): {"description": text, "content": _json(_place(Error))} for status, text in errors.items()
+    }
+    content = {"text/plain": {"schema": TEXT}} if endpoint.answer is None else _json(_place(endpoint.answer))
+    if endpoint.may_stream:
+        content["text/event-stream"] = {"schema": TEXT}
+    answers["200"] = {"description": "Successful Response", "content": content}
+    if endpoint.failure is not None:
+        answers["503"] = {"description": "The engine has failed.", "content": _json(_place(endpoint.failure))}
+    return answers
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _place(model: type[BaseModel]) -> Schema:
+    return {"$ref": PLACE.format(model=model.__name__)}

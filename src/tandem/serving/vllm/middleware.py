@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.engine.protocol import EngineError, UpdateMode
+from tandem.engine.protocol import EngineError
 from tandem.serving.http.errors import REFUSALS, BadRequest, answer_refusal, explain_invalid
 from tandem.serving.http.pause import pause_request
 from tandem.serving.identity import Identify, Identity
@@ -236,18 +236,9 @@ def leave_in_time(app: Any) -> None:
         server.config.timeout_graceful_shutdown = LEAVE_S
 
 
-class PauseQuery(BaseModel):
-    """What /pause takes in its query, as vLLM does."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    mode: UpdateMode | None = None
-    clear_cache: bool | None = None
-
-
 def read_pause(body: bytes, query: dict[str, str]) -> PauseRequest:
     asked = None if body in (b"", b"null") else PauseRequest.model_validate_json(body)
-    return pause_request(asked, **PauseQuery.model_validate(query).model_dump())
+    return pause_request(asked, query)
 
 
 def versioned(

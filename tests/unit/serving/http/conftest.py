@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.fake_engine import FakeEngine
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import EOS, write_byte_tokenizer, write_tokenizer
 from tests.unit.serving.http.fake_engine import FakeEngine
 from tests.unit.serving.http.sse import choices, chunks

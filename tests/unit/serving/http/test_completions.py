@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import EOS, SEQ_LEN, write_byte_tokenizer
 from tests.unit.serving.http.fake_engine import FakeEngine
 from tests.unit.serving.http.sse import choices, chunks

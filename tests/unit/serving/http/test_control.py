@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import hello_engine
 from tests.unit.serving.http.fake_engine import FakeEngine
 from tests.unit.serving.http.test_chat import WEATHER

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import SEQ_LEN, hello_engine
 
 from tandem.data.tokenizer import Tokenizer

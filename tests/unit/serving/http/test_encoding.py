@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import SEQ_LEN
 from tests.unit.serving.http.fake_engine import FakeEngine
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.fake_engine import FakeEngine
 
 from tandem.data.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import hello_engine
 
 from tandem.data.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import CHARACTERS, hello_engine, write_tokenizer
 from tests.unit.serving.http.fake_engine import FakeEngine
 from tests.unit.serving.http.sse import choices, chunks

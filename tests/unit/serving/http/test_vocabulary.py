@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.unit.serving.http.conftest import SEQ_LEN, hello_engine, write_tokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer

@@ -1,13 +1,26 @@
 """Scores of token sequences by a reward model, many sequences in one forward pass."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import torch
 
 from tandem.data.balance import fill
 from tandem.models.attention import PackedAttention
+from tandem.models.cpu import library
 from tandem.models.padding import without_padding
-from tandem.models.reward_model import Scorer
+from tandem.models.reward_model import Scorer, load_scorer
+from tandem.models.runtime import choose_device, in_own_thread
+
+
+def load_score_model(
+    model_dir: Path, dtype: str, device: Literal["auto", "cpu", "cuda"], tokens_per_batch: int
+) -> "ScoreModel":
+    chosen = choose_device(device)
+    library.load_for(chosen)
+    scorer = in_own_thread(load_scorer)(model_dir, getattr(torch, dtype), chosen)
+    return ScoreModel(scorer, chosen, tokens_per_batch)
 
 
 class ScoreModel:
@@ -15,6 +28,10 @@ class ScoreModel:
         self.scorer = scorer
         self.device = device
         self.tokens_per_batch = tokens_per_batch
+
+    @property
+    def vocab_size(self) -> int:
+        return self.scorer.decoder.spec.vocab_size
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """The score of each sequence, in their order."""

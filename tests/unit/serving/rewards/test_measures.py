@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.rewards.measures import (
+from tandem.serving.rewards.measures import (
     formality,
     length,
     lexical_diversity,

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from tandem.config.goals import GoalConfig, GoalOptions
 from tandem.data.tokenizer import Tokenizer
 from tandem.models.reward_model import new_scorer, scorer_config
-from tandem.rewards.server import create_app
-from tandem.serving.reward_model.goal import RewardModelGoal
-from tandem.serving.reward_model.scores import ScoreModel
+from tandem.serving.rewards.goal import RewardModelGoal
+from tandem.serving.rewards.scores import ScoreModel
+from tandem.serving.rewards.server import create_app
 from tandem.weights.files import WeightsPublisher
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_its_scores_are_those_of_the_reward_model(tiny_model: Path, tmp_path: Pa
     texts = ["abc", "abd", "xyzxyz"]
     expected = model.scores([Tokenizer(folder).encode(text) for text in texts])
     goal = GoalConfig(
-        type="tandem.serving.reward_model.goal:RewardModelGoal",
+        type="tandem.serving.rewards.goal:RewardModelGoal",
         name="reward",
         args={"model": str(folder), "device": "cpu"},
     )

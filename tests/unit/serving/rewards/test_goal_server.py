@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tests.ports import free_port
 from tests.unit.tasks import until_alone
 
 from tandem.config.goals import GoalConfig, GoalOptions
-from tandem.rewards import measures, server
-from tandem.rewards.batcher import Batcher
-from tandem.rewards.goals import GOALS, BadGoal, Goal, GoalSpace, make_goals
-from tandem.rewards.server import GoalService, create_app
+from tandem.serving.rewards import measures, server
+from tandem.serving.rewards.batcher import Batcher
+from tandem.serving.rewards.goals import GOALS, BadGoal, Goal, GoalSpace, make_goals
+from tandem.serving.rewards.server import create_app
+from tandem.serving.rewards.service import GoalService
 from tandem.utils.connections import MAX_HEAD_BYTES
 from tandem.utils.errors import UserError
 from tandem.utils.serving.guards import guards
@@ -50,6 +51,11 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def client() -> Iterator[TestClient]:
     with TestClient(create_app(options(VOWELS, CALLS, max_texts=3, max_text_chars=10))) as client:
         yield client
+
+
+def test_goals_need_no_torch() -> None:
+    code = "import sys, tandem.serving.rewards.server; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_each_goal_has_a_number_for_each_text(client: TestClient) -> None:
@@ -337,7 +343,16 @@ def test_uvicorn_starts_it_with_several_workers(tmp_path: Path) -> None:
     toml = tmp_path / "goals.toml"
     length, vowels = 'type = "length"', f'type = "{PLUGINS}:vowels"\nlowest = 0\nhighest = 4'
     toml.write_text(f"[server]\nport = 1\n[[goals]]\n{length}\n[[goals]]\n{vowels}\n")
-    command = [sys.executable, "-m", "uvicorn", "tandem.rewards.server:app", "--port", str(port), "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "tandem.serving.rewards.server:app",
+        "--port",
+        str(port),
+        "--workers",
+        "2",
+    ]
     with subprocess.Popen(command, env={**os.environ, "TANDEM_GOALS": str(toml)}, start_new_session=True) as process:
         try:
             asyncio.run(wait_for(f"http://127.0.0.1:{port}/health", process))
@@ -397,7 +412,7 @@ def test_uvicorn_ends_with_one_line_where_the_file_is_wrong(
     with pytest.raises(SystemExit) as ended:
         _ = server.app
     told = capsys.readouterr().err
-    assert ended.value.code == 3 and told.startswith("tandem.rewards.server: ") and message in told
+    assert ended.value.code == 3 and told.startswith("tandem.serving.rewards.server: ") and message in told
     assert told.count("\n") == 1
 
 

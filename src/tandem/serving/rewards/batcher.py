@@ -6,8 +6,9 @@ Where that fails, each request is scored alone, so that a text costs only its ow
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")  # a text, in letters or in tokens
@@ -66,3 +67,12 @@ class Batcher(Generic[Item, Score]):
             return self._score_all(items)
         except (SystemExit, asyncio.CancelledError) as error:
             raise RuntimeError(f"scoring raised {type(error).__name__}: {error}") from error
+
+
+@asynccontextmanager
+async def batching(score_all: Callable[[list[Item]], list[Score]]) -> AsyncIterator[Batcher[Item, Score]]:
+    """A batcher that serves until the block ends."""
+    batcher = Batcher(score_all)
+    worker = asyncio.create_task(batcher.run())
+    yield batcher
+    worker.cancel()

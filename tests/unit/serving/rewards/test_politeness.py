@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.rewards.politeness import STRATEGIES, effect_of, politeness, strategies_in, tone
+from tandem.serving.rewards.politeness import STRATEGIES, effect_of, politeness, strategies_in, tone
 
 CASES = [
     ("Could you please help me", ["please", "counterfactual modal", "first person", "second person"], 1.09),

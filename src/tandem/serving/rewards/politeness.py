@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tandem.rewards.measures import sentences, words
+from tandem.serving.rewards.measures import sentences, words
 
 NEUTRAL, LEAST, MOST = 50.0, 0.0, 100.0
 POINTS = 25.0  # for one standard deviation

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.config.inference import ServerConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.models.reward_model import new_scorer, scorer_config
-from tandem.rewards.batcher import Batcher
-from tandem.rewards.server import guards_of
-from tandem.serving.reward_model.app import create_app
-from tandem.serving.reward_model.scores import ScoreModel
+from tandem.serving.rewards.batcher import Batcher
+from tandem.serving.rewards.scores import ScoreModel
+from tandem.serving.rewards.scoring import create_app
+from tandem.serving.rewards.server import guards_of
 from tandem.weights.files import WeightsPublisher
 
 CPU = torch.device("cpu")

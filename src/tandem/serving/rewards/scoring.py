@@ -1,34 +1,43 @@
 """A reward model behind the goal-space server: its routes, with the model as the only goal, and POST /score, which
 takes conversations too and refuses what is too long."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
+from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.config.goals import GoalOptions
+from tandem.config.reward_server import RewardServerConfig
 from tandem.data.tokenizer import Tokenizer
-from tandem.rewards.batcher import Batcher
-from tandem.rewards.goals import Goal
-from tandem.rewards.server import GoalService
-from tandem.serving.http.errors import BadRequest, add_error_handlers
+from tandem.models.files import within_positions
+from tandem.models.runtime import setup_torch
+from tandem.serving.http.errors import ERROR_HANDLERS, BadRequest
 from tandem.serving.http.messages import refuse_size
+from tandem.serving.http.openapi import documented
+from tandem.serving.http.routing import TOO_MUCH, AnyQuery, Endpoint
+from tandem.serving.http.schemas import shape
 from tandem.serving.http.text import Encoders
-from tandem.serving.reward_model.texts import ScoreAll, TextScores
+from tandem.serving.rewards.batcher import Batcher, batching
+from tandem.serving.rewards.goals import Goal
+from tandem.serving.rewards.scores import load_score_model
+from tandem.serving.rewards.service import GoalService
+from tandem.serving.rewards.texts import ScoreAll, TextScores
 from tandem.serving.text_size import TextLimit, size_of
-from tandem.serving.vocabulary import explain_beyond, token_beyond
+from tandem.serving.vocabulary import compare_vocabularies, explain_beyond, token_beyond
 from tandem.types.openai import ApiModel
 from tandem.utils.errors import UserError
 from tandem.utils.serving.responses import Answer
 
 Tokens = Sequence[int]
 NAME = "reward_model"  # of the goal
+SCORES = shape("Scores", scores=list[float])
 
 
 class ScoreRequest(ApiModel):
@@ -41,6 +50,26 @@ class ScoreRequest(ApiModel):
     """Texts that are scored as they are."""
 
 
+class ScoreService:
+    def __init__(self, score_all: ScoreAll, encode: "TextEncoder") -> None:
+        self._score_all = score_all
+        self._encode = encode
+        self._encoders = Encoders()
+        self._batcher: Batcher[Tokens, float] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with batching(self._score_all) as self._batcher:
+            yield
+
+    async def score(self, body: ScoreRequest, _: Request) -> Response:
+        """One score for each conversation or text, in their order."""
+        assert self._batcher is not None, "not running"
+        size = size_of(body.texts if body.messages is None else body.messages)
+        sequences = await self._encoders.run(size, partial(encode_all, body, self._encode))
+        return Answer({"scores": await self._batcher.score(sequences)})
+
+
 def create_app(
     score_all: ScoreAll,
     tokenizer: Tokenizer,
@@ -49,35 +78,41 @@ def create_app(
     seq_len: int,
     middleware: Sequence[Middleware] = (),
     options: GoalOptions | None = None,
-) -> FastAPI:
+    needs_key: bool = False,
+) -> Starlette:
     measure = TextScores(score_all, tokenizer, vocab_size, seq_len)
     goals = GoalService(options or GoalOptions(), [Goal(NAME, measure, measure.lowest, measure.highest)])
+    scoring = ScoreService(score_all, TextEncoder(tokenizer, vocab_size, seq_len))
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.batcher = Batcher(score_all)
-        worker = asyncio.create_task(app.state.batcher.run())
-        async with goals.running():
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with scoring.running(), goals.running():
             yield
-        worker.cancel()
 
-    app = FastAPI(title="Tandem reward server", lifespan=lifespan, middleware=list(middleware))
-    add_error_handlers(app)
-    goals.add_routes(app)
-    encoders, encode = Encoders(), TextEncoder(tokenizer, vocab_size, seq_len)
+    score = Endpoint("POST", "/score", scoring.score, SCORES, body=ScoreRequest, statuses=TOO_MUCH, query=AnyQuery)
+    routes = documented([*goals.endpoints(), score], title="Tandem reward server", needs_key=needs_key)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=ERROR_HANDLERS, lifespan=lifespan)
 
-    @app.get("/health")
-    async def health() -> Response:
-        return Answer({"status": "ok"})
 
-    @app.post("/score")
-    async def score(request: ScoreRequest) -> Response:
-        """One score for each conversation or text, in their order."""
-        size = size_of(request.texts if request.messages is None else request.messages)
-        sequences = await encoders.run(size, partial(encode_all, request, encode))
-        return Answer({"scores": await app.state.batcher.score(sequences)})
-
-    return app
+def load_app(config: RewardServerConfig, middleware: Sequence[Middleware], *, needs_key: bool) -> Starlette:
+    """Of the reward model that the configuration names."""
+    assert config.model is not None
+    name = config.model.name
+    setup_torch(threads=config.threads, seed=0, deterministic=False)
+    model = load_score_model(Path(name), config.model.dtype, config.device, config.tokens_per_batch)
+    config = within_positions(config, name)
+    assert config.model is not None
+    tokenizer = Tokenizer.of(config.model)
+    compare_vocabularies(tokenizer, model.vocab_size, name)
+    return create_app(
+        model.scores,
+        tokenizer,
+        vocab_size=model.vocab_size,
+        seq_len=config.seq_len,
+        middleware=middleware,
+        options=config,
+        needs_key=needs_key,
+    )
 
 
 class TextEncoder:

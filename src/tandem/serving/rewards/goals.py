@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from tandem.config.goals import GoalConfig
-from tandem.rewards import measures
 from tandem.rewards.checked import is_number
-from tandem.rewards.politeness import politeness
+from tandem.serving.rewards import measures
+from tandem.serving.rewards.politeness import politeness
 from tandem.utils.errors import UserError, shown
 from tandem.utils.registry import find_registered
 
