@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tandem.utils.provenance import write_run_config
+from tandem.launch.provenance import write_run_config
 from tandem.utils.run_dir import RunDir
 
 

@@ -21,8 +21,8 @@ from tandem.models.lora import AdapterBank
 from tandem.models.memory_estimate import kv_bytes, serving_activation_bytes
 from tandem.models.runtime import choose_device, in_own_thread
 from tandem.models.spec import ModelSpec
+from tandem.utils.devices import free_memory_bytes
 from tandem.utils.errors import UserError
-from tandem.utils.memory import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 CACHE_SHARE = 4  # of the free memory, where no option says how much the KV cache may take

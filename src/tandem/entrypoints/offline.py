@@ -9,6 +9,7 @@ from tandem.commands.changes import review_changes
 from tandem.commands.offline import OfflineConfig
 from tandem.data.dataset import Dataset, Encode, load_dataset
 from tandem.launch.local.ranks import spread_over_ranks
+from tandem.launch.provenance import own_command, write_run_config
 from tandem.launch.slurm.submission import is_to_be_submitted, submit_run
 from tandem.models.files import check_model, embedding_size, within_positions
 from tandem.trainer.checkpoints.history import how_to_go_on, is_finished, prepare_run, refuse_fewer_steps
@@ -18,7 +19,6 @@ from tandem.utils.log import say, setup_logging
 from tandem.utils.manifest import MANIFEST
 from tandem.utils.metrics import MetricsForwarder, RunLog, open_forwarder, refuse_missing_trackers
 from tandem.utils.processes import Stopped, is_first_rank
-from tandem.utils.provenance import own_command, write_run_config
 from tandem.utils.run_dir import RunDir, steps_with
 from tandem.utils.run_lock import hold_run, refuse_unwritable
 

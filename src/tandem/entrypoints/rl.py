@@ -100,8 +100,8 @@ def check(config: RLConfig) -> int:
 
 def write_plan(config: RLConfig) -> None:
     """What `--dry-run` leaves, and what it prints."""
+    from tandem.launch.provenance import write_run_config
     from tandem.launch.run_plan import describe_run, plan_run
-    from tandem.utils.provenance import write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
 
@@ -122,6 +122,7 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch.given_servers import release_given_servers
     from tandem.launch.local.deployment import MEANINGS
     from tandem.launch.progress import make_view
+    from tandem.launch.provenance import own_command, write_run_config
     from tandem.launch.ray.placement import write_servers
     from tandem.launch.restarts import Restarts
     from tandem.launch.run_plan import plan_run
@@ -129,7 +130,6 @@ def run(config: RLConfig, start_step: int) -> None:
     from tandem.launch.supervisor import Interrupted, RunFailed, Supervisor
     from tandem.trainer.checkpoints.history import how_to_go_on, rewind
     from tandem.utils.console import Console
-    from tandem.utils.provenance import own_command, write_run_config
     from tandem.utils.run_dir import RunDir
     from tandem.utils.run_lock import refuse_unwritable
 

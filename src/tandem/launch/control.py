@@ -21,8 +21,7 @@ from tandem.utils.manifest import MANIFEST
 from tandem.utils.metrics import read_metrics
 from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import RunDir, step_name, steps_with
-from tandem.utils.run_holder import Holder, read_holder
-from tandem.utils.run_lock import is_held
+from tandem.utils.run_holder import Holder, is_held, read_holder
 from tandem.utils.waiting import Deadline
 
 LOOK_S = 0.5

@@ -12,7 +12,7 @@ from tandem.launch.plan import ProcessPlan, make_plan
 from tandem.launch.ray.placement import RayPlaces, find_places, place_on_ray
 from tandem.launch.slurm.nodes import lay_over_nodes, on_this_node
 from tandem.models.spec import ModelSpec
-from tandem.utils.columns import align
+from tandem.utils.console import align
 from tandem.utils.devices import VISIBLE
 from tandem.utils.errors import UserError
 

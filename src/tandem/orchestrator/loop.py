@@ -35,6 +35,7 @@ from tandem.orchestrator.evaluation.evaluator import Evaluator, MixedEvaluator
 from tandem.orchestrator.failures import FailureLedger, TooManyFailures
 from tandem.orchestrator.filters import GroupFilter
 from tandem.orchestrator.protocols import ServedVersion
+from tandem.orchestrator.rate import Rate
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.samples import write_samples
 from tandem.orchestrator.servers import ServerList
@@ -46,7 +47,6 @@ from tandem.types.rollout import Group, SamplingRequest, Task
 from tandem.utils.errors import UserError, is_unwritable
 from tandem.utils.garbage import collect_by_the_clock
 from tandem.utils.metrics import MetricsForwarder, RunLog, read_metrics
-from tandem.utils.rate import Rate
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.waiting import Deadline
 from tandem.weights.versions import wait_for_whole

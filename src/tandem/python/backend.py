@@ -19,6 +19,7 @@ from tandem.config.explain import explain_validation_error
 from tandem.config.full_names import place_keys
 from tandem.config.short_names import TRAINER, keys_of
 from tandem.data.batch_files import RolloutWriter
+from tandem.launch.provenance import write_run_config
 from tandem.launch.supervisor import last_lines
 from tandem.models.files import check_model
 from tandem.python.callables import import_path, replace_callables
@@ -31,7 +32,6 @@ from tandem.utils.hub import fetch_model, is_to_be_fetched
 from tandem.utils.manifest import MANIFEST
 from tandem.utils.metrics import LINE_KEYS, RunLog, parse_metrics_line
 from tandem.utils.processes import SUPERVISOR_PID, describe_exit
-from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name, step_of, steps_with
 from tandem.utils.run_lock import hold_run
 

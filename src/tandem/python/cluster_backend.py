@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem.commands.trainer import TrainerConfig
+from tandem.launch.provenance import write_run_config
 from tandem.launch.ray.cluster import Cluster, RemoteWorker, WorkerDied
 from tandem.python.backend import PyTorchTrainingBackend
 from tandem.python.workers import train_message
 from tandem.utils.errors import UserError
 from tandem.utils.hub import is_hub_name
 from tandem.utils.processes import describe_exit
-from tandem.utils.provenance import write_run_config
 from tandem.utils.run_lock import TOKEN
 
 

@@ -1,13 +1,13 @@
 """The terminal, for tables, colours and displays that are redrawn."""
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import console
 from rich.segment import Segment
 from rich.text import Text
 
-from tandem.utils.columns import hang
 from tandem.utils.log import printable_lines
 
 
@@ -38,3 +38,19 @@ class Console(console.Console):
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row; all rows have the same number of cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def hang(line: str, width: int, indent: int) -> str:
+    """The line in so many columns, wrapped by words: what follows stands below the text that begins at `indent`."""
+    if len(line) <= width:
+        return line
+    words = textwrap.wrap(
+        line[indent:], max(width - indent, 1), break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    return line[:indent] + ("\n" + " " * indent).join(words)

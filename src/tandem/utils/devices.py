@@ -1,4 +1,4 @@
-"""Which GPUs there are, for those who do not import torch."""
+"""Which GPUs this machine has, and how much memory to spare, for those who do not import torch."""
 
 import json
 import os
@@ -55,3 +55,12 @@ def gpu_memory_bytes() -> tuple[int, ...]:
         return ()
     done = subprocess.run([sys.executable, "-c", MEMORY_PROBE], capture_output=True, check=False)
     return tuple(json.loads(done.stdout)) if done.returncode == 0 else ()
+
+
+def free_memory_bytes() -> int:
+    """Of the CPU. What the system could free at once counts too: reading a large model fills its file cache."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -40,7 +40,7 @@ def load_object(path: str, key: str) -> Any:
     outer = _IMPORTING.set(path)
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    except Exception as error:  # whatever the user's code does when it is imported
+    except Exception as error:  # answers, whatever the user's code does when it is imported
         reason = str(error) if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{key} = {path!r} cannot be imported: {with_place(reason, own_place(error))}") from error
     except SystemExit as error:
@@ -78,7 +78,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses and pickle look for it
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # cleans up
         del sys.modules[name]
         raise
     return module

@@ -26,7 +26,7 @@ class FailedElsewhere(RuntimeError):
 def one_line(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception:  # a user's __str__ may raise, too
+    except Exception:  # answers: a user's __str__ may raise, too
         text = "(its text cannot be made)"
     name = type(error).__name__
     return printable(shorten(" ".join(f"{name}: {text}".split()) if text else name, MAX_REASON))

@@ -199,7 +199,7 @@ def run_entrypoint(name: str, body: Callable[[], None]) -> None:
     except KeyboardInterrupt as interrupt:
         stopped = Stopped.by(interrupt)
         _exit(f"{name}: {stopped}", 128 + stopped.signal_number)
-    except Exception as error:
+    except Exception as error:  # answers, by an exit code
         is_disk = is_unwritable(error)
         in_one_line = isinstance(error, Diverged | OutOfMemory) or is_torch_out_of_memory(error) or is_disk
         _exit(f"{name}: {error}" if in_one_line else traceback.format_exc(), UNUSABLE if is_disk else 1)

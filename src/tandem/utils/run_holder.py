@@ -1,17 +1,23 @@
-"""Who holds a run directory, as its lock files say (utils/run_lock.py)."""
+"""Who holds a run directory, as its lock files say (utils/run_lock.py), and whether they still do."""
 
 import json
+import logging
 import os
 import shlex
 import socket
+import stat
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+from tandem.utils.errors import UserError
 from tandem.utils.processes import process_exists, process_state, start_time
 
+logger = logging.getLogger(__name__)
+STALE_S = 60.0
 MOST_PID = 2**31 - 1
 
 
@@ -79,6 +85,38 @@ def read_holder(path: Path) -> Holder | None:
         return Holder.decode(path.read_bytes()) if path.is_file() else None
     except OSError:
         return None
+
+
+def is_held(path: Path, holder: Holder | None) -> bool:
+    """Whether the lock is not stale; of another machine, that takes watching."""
+    if holder is not None and holder.is_on_this_machine():
+        return holder.is_alive()
+    logger.warning("%s: watching for up to %g s whether its owner on another machine is alive", path, STALE_S)
+    return _changes(lambda: lock_bytes(path))
+
+
+def _changes(look: Callable[[], bytes | None]) -> bool:
+    before, deadline = look(), time.monotonic() + STALE_S
+    while before is not None and time.monotonic() < deadline:
+        time.sleep(min(0.2, STALE_S / 10))
+        now = look()
+        if now is None:
+            return False  # released meanwhile
+        if now != before:
+            return True
+    return False
+
+
+def lock_bytes(path: Path) -> bytes | None:
+    """None where there is no lock. UserError where something else stands in its place: nobody will release it."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise UserError(f"{path} is no file, so it is no lock; remove it")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"the lock {path} cannot be read: {error.strerror}; remove it if nothing runs there") from error
 
 
 def _this_machine() -> str | None:

@@ -5,7 +5,7 @@ A command takes the roles that it fills before it touches anything: `rl`, `sft` 
 across nodes; it says who holds it, and its owner changes it every few seconds.
 
     same machine    the lock is stale if its process is gone, or is another one by its start time
-    elsewhere       the lock is stale if it did not change for STALE_S while it was watched: clocks need not agree
+    elsewhere       the lock is stale if it did not change for a minute while it was watched: clocks need not agree
 
 What a command starts (the processes of `rl`, the ranks of torchrun) finds the lock in its environment: it is covered
 by it, and keeps it fresh as well, so that a run whose supervisor is stopped does not look dead from another machine.
@@ -15,10 +15,9 @@ import errno
 import logging
 import os
 import shlex
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -27,13 +26,12 @@ from tandem.utils.files import remove
 from tandem.utils.log import say
 from tandem.utils.processes import is_first_rank, process_state
 from tandem.utils.run_content import FOLDER, kind_of, refuse_misshapen
-from tandem.utils.run_holder import Holder, read_holder
+from tandem.utils.run_holder import Holder, is_held, lock_bytes, read_holder
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("orchestrator", "trainer")  # always taken in this order
 BEAT_S = 5.0
-STALE_S = 60.0
 CLAIM_S = 5.0
 TOKEN = "TANDEM_RUN_LOCK"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system without hard links
@@ -73,7 +71,7 @@ def _telling_what_broke(lock: "RunLock") -> Iterator[None]:
     try:
         with naming_damage(root, "the run"):
             yield
-    except Exception as error:
+    except Exception as error:  # answers: says what is behind it
         if not lock.is_in_place():
             raise BrokenRunDirectory(gone(root)) from error
         raise
@@ -127,7 +125,7 @@ def take(path: Path, holder: Holder) -> "RunLock":
             created = _create(path, holder)
         if created:
             return RunLock(path, holder)
-        content = _bytes_of(path)
+        content = lock_bytes(path)
         if content is None:
             continue  # released meanwhile
         found = Holder.decode(content)
@@ -198,38 +196,6 @@ class RunLock:
                 *(self.holder.command, self.holder.pid, self.holder.pid),
             )
         return stopped
-
-
-def is_held(path: Path, holder: Holder | None) -> bool:
-    """Whether the lock is not stale; of another machine, that takes watching."""
-    if holder is not None and holder.is_on_this_machine():
-        return holder.is_alive()
-    logger.warning("%s: watching for up to %g s whether its owner on another machine is alive", path, STALE_S)
-    return _changes(lambda: _bytes_of(path))
-
-
-def _changes(look: Callable[[], bytes | None]) -> bool:
-    before, deadline = look(), time.monotonic() + STALE_S
-    while before is not None and time.monotonic() < deadline:
-        time.sleep(min(0.2, STALE_S / 10))
-        now = look()
-        if now is None:
-            return False  # released meanwhile
-        if now != before:
-            return True
-    return False
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    """None where there is no lock. UserError where something else stands in its place: nobody will release it."""
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise UserError(f"{path} is no file, so it is no lock; remove it")
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"the lock {path} cannot be read: {error.strerror}; remove it if nothing runs there") from error
 
 
 def _create(path: Path, holder: Holder) -> bool:

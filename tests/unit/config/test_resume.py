@@ -9,7 +9,7 @@ from tandem.commands.align import AlignConfig
 from tandem.commands.rl import RLConfig, storable
 from tandem.commands.sft import SFTConfig
 from tandem.config.base import load_config, parse
-from tandem.utils.provenance import write_run_config
+from tandem.launch.provenance import write_run_config
 
 
 def store(run: Path, name: str, config: dict[str, object]) -> Path:

@@ -27,16 +27,16 @@ from tandem.data.batch_files import ORCHESTRATOR
 from tandem.entrypoints import align, export, orchestrator, rl, sft, trainer
 from tandem.launch import preflight
 from tandem.launch.plan import make_plan, run_config
+from tandem.launch.provenance import write_run_config
 from tandem.launch.supervisor import Supervisor
 from tandem.orchestrator.evaluation.models import models_of
 from tandem.trainer.build import agree_on_start
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.utils import run_lock
+from tandem.utils import run_holder, run_lock
 from tandem.utils.files import remove, write_json
 from tandem.utils.manifest import write_manifest
 from tandem.utils.metrics import RunLog
 from tandem.utils.processes import run_entrypoint
-from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 
 HANGS_AFTER_S = 120
@@ -134,7 +134,7 @@ def up_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands do all but start processes, load tensors and ask servers."""
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a thousand runs are written, and no machine loses its power
-    monkeypatch.setattr(run_lock, "STALE_S", 0.05)
+    monkeypatch.setattr(run_holder, "STALE_S", 0.05)
     monkeypatch.setattr(run_lock, "CLAIM_S", 0.05)
     monkeypatch.setattr("tandem.launch.guard.guarded", nullcontext)
     monkeypatch.setattr(Supervisor, "run", lambda self, on_tick: on_tick())

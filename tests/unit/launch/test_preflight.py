@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tandem.launch import preflight
+from tandem.launch.provenance import write_run_config
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_json, read_json_lines, write_json
 from tandem.utils.manifest import write_manifest
-from tandem.utils.provenance import write_run_config
 
 
 @pytest.fixture

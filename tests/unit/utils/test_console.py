@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 import tandem
-from tandem.utils.console import Console
+from tandem.utils.console import Console, align, hang
 
 HOSTILE = "a\x1b[2J\x9b31m\u202eb\x07"
 SHOWN = r"a\x1b[2J\x9b31m\u202eb"  # the bell is shown too, or dropped by rich
@@ -72,3 +72,14 @@ def test_no_module_prints_by_itself() -> None:
         ]
         assert calls.count("print") == (1 if name == "utils/log.py" else FOR_PROGRAMS.get(name, 0)), name
         assert "Console" not in imported, name
+
+
+def test_cells_of_a_column_begin_below_each_other() -> None:
+    assert align([("a", "bbb", "c"), ("aaa", "b", "")]) == ["a    bbb  c", "aaa  b"]
+
+
+def test_a_long_line_goes_on_below_its_text() -> None:
+    assert hang("key   one two three", 13, 6) == "key   one two\n      three"
+    assert hang("key   one two", 13, 6) == "key   one two"
+    path = "/a/folder-with-a-name/that-is-long"  # stays in one piece
+    assert hang(f"key   see {path} for a", 13, 6) == f"key   see\n      {path}\n      for a"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tests.damages import damage
 
+from tandem.launch.provenance import write_run_config
 from tandem.utils import run_content
 from tandem.utils.errors import UserError
 from tandem.utils.files import remove
 from tandem.utils.metrics import RunLog
-from tandem.utils.provenance import write_run_config
 from tandem.utils.run_content import misshapen
 from tandem.utils.run_dir import (
     RUN_CONTENT,

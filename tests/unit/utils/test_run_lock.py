@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tandem.launch.provenance import write_run_config
 from tandem.orchestrator.samples import write_samples
 from tandem.python.workers import run_rank
 from tandem.trainer.checkpoints.snapshot import make_room
-from tandem.utils import run_lock
+from tandem.utils import run_holder, run_lock
 from tandem.utils.errors import BrokenRunDirectory, UserError
 from tandem.utils.files import staging_directory
 from tandem.utils.metrics import RunLog
-from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 from tandem.utils.run_holder import Holder, read_holder
 from tandem.utils.run_lock import ROLES, TOKEN, hold_run
@@ -164,7 +164,7 @@ def test_a_lock_that_vanishes_while_it_is_looked_at_is_not_watched(
         looked_at.unlink()
         monkeypatch.undo()
 
-    monkeypatch.setattr(run_lock, "_bytes_of", released)
+    monkeypatch.setattr(run_lock, "lock_bytes", released)
     run_lock.take(path, Holder.this_process("rl")).release()
     assert caplog.text == ""
 
@@ -236,7 +236,7 @@ def test_ranks_but_the_first_hold_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_lock_of_another_machine_is_held_while_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "STALE_S", 30.0)
+    monkeypatch.setattr(run_holder, "STALE_S", 30.0)
     path = elsewhere(tmp_path)
     holder = read_holder(path)
     assert holder is not None
@@ -261,7 +261,7 @@ def test_a_lock_of_another_machine_is_held_while_it_changes(tmp_path: Path, monk
 
 
 def test_a_lock_of_another_machine_that_never_changes_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "STALE_S", 0.3)
+    monkeypatch.setattr(run_holder, "STALE_S", 0.3)
     os.utime(elsewhere(tmp_path), (time.time() + 1e6, time.time() + 1e6))  # its clock means nothing
     started = time.monotonic()
     with hold_run(tmp_path, "rl"):
@@ -271,7 +271,7 @@ def test_a_lock_of_another_machine_that_never_changes_is_stale(tmp_path: Path, m
 
 
 def test_a_lock_that_cannot_be_read_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "STALE_S", 0.1)
+    monkeypatch.setattr(run_holder, "STALE_S", 0.1)
     for content in (b"", b"\xff", b"[]", b"{}", b'{"token": 1}'):
         (tmp_path / "trainer.lock").write_bytes(content)
         with hold_run(tmp_path, "rl"):
@@ -315,7 +315,7 @@ def test_whatever_stands_in_the_place_of_a_claim_goes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "CLAIM_S", 0.1)
-    monkeypatch.setattr(run_lock, "STALE_S", 0.1)
+    monkeypatch.setattr(run_holder, "STALE_S", 0.1)
     (tmp_path / "trainer.lock").write_bytes(b"stale")
     KINDS[kind](tmp_path / ".trainer.lock.stale")
     with hold_run(tmp_path, "rl"):

@@ -23,7 +23,7 @@ from tandem.models.memory_estimate import (
     training_memory,
 )
 from tandem.models.spec import ModelSpec
-from tandem.utils.columns import align
+from tandem.utils.console import align
 
 VLLM_SHARE = 0.9  # of a GPU, by vLLM's own default
 NATIVE_SHARE = 4  # of free memory, one part in so many, for the KV cache

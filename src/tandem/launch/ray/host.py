@@ -110,7 +110,7 @@ class Host:
             reason = "its work function has returned"
         except Closed:
             reason = "it was stopped"
-        except BaseException:  # whatever it was, those who wait have to learn of it
+        except BaseException:  # answers: those who wait have to learn of it, whatever it was
             reason = f"its work function failed on {socket.gethostname()}:\n{shorten_lines(traceback.format_exc())}"
         asyncio.run_coroutine_threadsafe(self._finish(reason), loop).result()
 

@@ -16,10 +16,9 @@ from tandem.models.shards import read_tensor_headers
 from tandem.serving.vllm.command import build_command, build_environment, is_headless
 from tandem.serving.vllm.installation import Installation, find_vllm
 from tandem.serving.vocabulary import compare_vocabularies
-from tandem.utils.devices import refuse_missing_gpu
+from tandem.utils.devices import free_memory_bytes, refuse_missing_gpu
 from tandem.utils.errors import UserError
 from tandem.utils.files import read_table
-from tandem.utils.memory import free_memory_bytes
 from tandem.utils.ports import handed_over, holder_of, listen, listen_or_refuse
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tandem.commands.evaluate import EvaluateConfig
+from tandem.launch.provenance import write_run_config
 from tandem.orchestrator.evaluation.models import load_version, models_of, template_of
 from tandem.utils.errors import UserError
 from tandem.utils.http import HttpClient, Reply
 from tandem.utils.manifest import MANIFEST
-from tandem.utils.provenance import write_run_config
 from tandem.utils.run_dir import RunDir, step_name
 
 

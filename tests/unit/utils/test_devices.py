@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.utils.memory import free_memory_bytes
+from tandem.utils.devices import free_memory_bytes
 
 
 def test_it_is_some_of_what_the_machine_has() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.utils.rate import Rate
+from tandem.orchestrator.rate import Rate
 
 
 def test_steps_that_come_in_bursts_have_a_steady_rate() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.launch.provenance import own_command, write_run_config
 from tandem.utils.files import read_json
-from tandem.utils.provenance import own_command, write_run_config
 
 
 def test_everything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
