@@ -27,6 +27,7 @@ from tandem.config.client import ClientConfig
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.config import EnvConfig
 from tandem.envs.process import open_environment
+from tandem.orchestrator import event_loop
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient
 from tandem.orchestrator.conversations import open_episodes
@@ -34,7 +35,6 @@ from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.orchestrator.weight_sync import Policy
 from tandem.types.identity import ServerIdentity
 from tandem.types.rollout import Group, SamplingRequest
-from tandem.utils import event_loop
 from tandem.utils.garbage import collect_by_the_clock
 from tandem.utils.metrics import RunLog
 from tandem.utils.ports import nearest_free_port

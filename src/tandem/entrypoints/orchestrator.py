@@ -7,7 +7,7 @@ from typing import Any
 from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.config.base import parse
 from tandem.config.short_names import ORCHESTRATOR as SHORT
-from tandem.utils import event_loop
+from tandem.orchestrator import event_loop
 from tandem.utils.files import read_json
 from tandem.utils.log import say
 from tandem.utils.processes import SUPERVISOR_PID, run_entrypoint, run_process

@@ -175,7 +175,7 @@ def configs_of(config: RLConfig, plans: "list[ProcessPlan]") -> dict[str, Any]:
     from tandem.launch.plan import run_config
 
     configs = {"rl": run_config(config)} | {plan.name: plan.config for plan in plans}
-    return configs | {name: beside for plan in plans for name, beside in plan.beside.items()}
+    return configs | {name: more for plan in plans for name, more in plan.more_configs.items()}
 
 
 if __name__ == "__main__":

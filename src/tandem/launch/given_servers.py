@@ -15,10 +15,10 @@ from tandem.config.client import ClientConfig
 from tandem.config.inference import LOOPBACK_HOSTS
 from tandem.orchestrator.claim import RunClaim
 from tandem.orchestrator.client import InferenceClient
+from tandem.orchestrator.event_loop import run_blocking
 from tandem.orchestrator.servers import ServerList
 from tandem.types.identity import LEASE_S
 from tandem.utils.errors import UserError
-from tandem.utils.event_loop import run_beside
 from tandem.utils.log import say
 from tandem.utils.run_dir import RunDir
 
@@ -42,7 +42,7 @@ def check_given_servers(config: RLConfig) -> None:
     for url, error in away.items():
         say(f"no inference server answers at {url} ({error}); the run starts without it, and uses it once it is there")
     answering = [url for url, look in looks.items() if url not in away and look.result()]
-    run_beside(_check_access(answering, client, RunDir(config.output_dir)))
+    run_blocking(_check_access(answering, client, RunDir(config.output_dir)))
 
 
 def release_given_servers(config: RLConfig) -> None:
@@ -60,7 +60,7 @@ def release_given_servers(config: RLConfig) -> None:
             await servers.close()
 
     with suppress(UserError):  # a file of servers that is gone by now
-        run_beside(release())
+        run_blocking(release())
 
 
 def _answers(url: str, config: ClientConfig) -> bool:

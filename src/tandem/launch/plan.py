@@ -15,7 +15,7 @@ from tandem.utils.run_dir import RunDir
 
 API_KEY_VAR = "TANDEM_API_KEY"
 SGLANG_KEY_VAR = "TANDEM_SGLANG_API_KEY"
-SHARED_UTILIZATION = 0.5  # of a GPU, for vLLM beside a trainer; by itself it would take nine tenths
+SHARED_UTILIZATION = 0.5  # of a GPU, for vLLM next to a trainer; alone it would take nine tenths
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ProcessPlan:
     environment: dict[str, str]  # on top of the launcher's own
     config: dict[str, Any]
     log: Path
-    beside: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # more configurations, by the file's name
+    more_configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # by the file's name
     listens_as: str | None = None  # the server whose port it listens on, where that is not its own name
 
     def describe(self) -> dict[str, Any]:

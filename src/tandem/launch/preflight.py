@@ -19,13 +19,13 @@ from tandem.models.files import (
     embedding_size,
 )
 from tandem.orchestrator.advantages import try_advantages
+from tandem.orchestrator.event_loop import run_blocking
 from tandem.orchestrator.rehearsal import open_tried
 from tandem.serving.vllm.serve import check_vllm
 from tandem.trainer.checkpoints import history as checkpoints
 from tandem.trainer.checkpoints.history import refuse_fewer_steps, require_checkpoint
 from tandem.utils.devices import refuse_missing_gpu
 from tandem.utils.errors import UserError
-from tandem.utils.event_loop import run_beside
 from tandem.utils.imports import is_import_path
 from tandem.utils.metrics import RunLog, refuse_missing_trackers
 from tandem.utils.ports import listen_or_refuse
@@ -49,7 +49,7 @@ def check(config: RLConfig) -> int:
     find_gpu_plan(here)
     refuse_missing_trackers(config.orchestrator.metrics.report_to)
     try_advantages(config.orchestrator.advantage, config.orchestrator.group_size)
-    run_beside(_check_environment(config.orchestrator, tokenizer))
+    run_blocking(_check_environment(config.orchestrator, tokenizer))
     if here is config:  # servers that the job has just started need not be there yet
         _check_server(config)
     _check_deployment(config)

@@ -56,7 +56,7 @@ def describe_run(config: RLConfig, plans: list[ProcessPlan], gpus: GpuPlan | Non
 def _what(plan: ProcessPlan) -> str:
     """Where it listens, whom it asks, how many ranks it has."""
     told = []
-    for config in (*plan.beside.values(), plan.config):  # colocated, the trainer has the server beside it
+    for config in (*plan.more_configs.values(), plan.config):  # colocated, the trainer has the server's too
         if "server" in config:
             told.append(f"http://{config['server']['host']}:{config['server']['port']}")
         elif "client" in config:

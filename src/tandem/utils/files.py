@@ -142,7 +142,7 @@ def is_plain(name: str) -> bool:
 
 
 def index_names(index: Path) -> list[str]:
-    """The files that model.safetensors.index.json divides a model among; all of them beside it."""
+    """The files that model.safetensors.index.json divides a model among; all of them next to it."""
     names = read_table(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) and is_plain(name) for name in names.values()):
         raise UserError(f"{index}: weight_map must name a file in this directory for every tensor")
@@ -176,7 +176,7 @@ def staging_path(final: Path) -> Path:
 
 
 def staging_directory(final: Path) -> Path:
-    """A fresh, empty directory beside `final`, to be filled and then published."""
+    """A fresh, empty directory next to `final`, to be filled and then published."""
     staging = staging_path(final)
     remove(staging)
     final.parent.mkdir(exist_ok=True)

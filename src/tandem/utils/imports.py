@@ -63,7 +63,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """A file as a module by its name; what lies beside it can be imported by it."""
+    """A file as a module by its name; what lies next to it can be imported by it."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")

@@ -92,7 +92,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """A resumed run writes beside the first start's file; what that has of later steps is not shown any more."""
+    """A resumed run writes next to the first start's file; what that has of later steps is not shown any more."""
 
     def __init__(self, run_dir: RunDir, config: Mapping[str, Any], start_step: int) -> None:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]

@@ -11,10 +11,10 @@ import pytest
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.config import EnvConfig
 from tandem.envs.process import open_environment
+from tandem.orchestrator import event_loop
 from tandem.orchestrator.failures import Attempt
 from tandem.orchestrator.rollouts import RolloutMaker
 from tandem.types.rollout import Completion, Group, SamplingRequest
-from tandem.utils import event_loop
 
 GROUP_SIZE = 50
 LIMIT_S = 0.5

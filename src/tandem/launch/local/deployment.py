@@ -55,7 +55,7 @@ def colocate(plans: list[ProcessPlan], config_folder: Path, release_cache: bool 
         trainer,
         command=command,
         environment=server.environment | trainer.environment,
-        beside={"inference": server.config},
+        more_configs={"inference": server.config},
         listens_as="inference" if len(servers) == 1 else None,
     )
     # The server is waited for by the others, so its process is started first.

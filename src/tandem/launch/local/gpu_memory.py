@@ -105,7 +105,7 @@ def have_weights_in_common(config: RLConfig, plan: GpuPlan) -> bool:
 
 
 def server_memory(config: RLConfig, spec: ModelSpec, gpu_bytes: int, *, is_together: bool = False) -> MemoryUse:
-    """Of one GPU of a server, with a trainer beside it or alone."""
+    """Of one GPU of a server, with a trainer on it or alone."""
     inference = config.inference
     assert inference is not None
     dtype = config.model.dtype
@@ -128,7 +128,7 @@ def server_memory(config: RLConfig, spec: ModelSpec, gpu_bytes: int, *, is_toget
 
 
 def trainer_memory(config: RLConfig, spec: ModelSpec, ranks: int, gpu_bytes: int, taken: int) -> MemoryUse:
-    """Of one rank, beside `taken` bytes of an inference server."""
+    """Of one rank, next to `taken` bytes of an inference server."""
     trainer, orchestrator = config.trainer, config.orchestrator
     rank = trainer.lora.rank if trainer.lora is not None else 0
     dtype = config.model.dtype

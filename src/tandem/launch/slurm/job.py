@@ -1,6 +1,6 @@
 """A job script: one readable bash file that SLURM runs, or a person by hand.
 
-The text is a template (templates/job.sh). A site puts its own beside it: a folder named by TANDEM_SLURM_TEMPLATES
+The text is a template (templates/job.sh). A site puts others before it: a folder named by TANDEM_SLURM_TEMPLATES
 with a job.sh that extends "tandem/job.sh" and says what differs.
 """
 

@@ -1,5 +1,5 @@
 """Runs that would be the same: two values of a key that mean the same in all of them, such as 1 and 1.0, are refused;
-values that mean nothing beside another one, such as those of LoRA beside `use_peft: false`, make one run."""
+values that mean nothing together with another one, such as those of LoRA with `use_peft: false`, make one run."""
 
 from collections.abc import Callable, Iterator, Sequence
 

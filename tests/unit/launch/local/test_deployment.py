@@ -31,7 +31,7 @@ def test_a_colocated_trainer_listens_in_place_of_the_server(make_config, tmp_pat
     before = {plan.name: plan for plan in make_plan(make_config(), tmp_path, num_cores=2)}
     trainer, orchestrator = deploy(list(before.values()), "colocated", tmp_path)
     assert (trainer.name, orchestrator.name) == ("trainer", "orchestrator")
-    assert trainer.listens_as == "inference" and trainer.beside == {"inference": before["inference"].config}
+    assert trainer.listens_as == "inference" and trainer.more_configs == {"inference": before["inference"].config}
     assert trainer.command[1:] == [
         *("-m", "tandem.entrypoints.colocated"),
         *("--trainer", "@", f"{tmp_path}/trainer.json", "--inference", "@", f"{tmp_path}/inference.json"),
@@ -43,7 +43,7 @@ def test_each_rank_of_a_colocated_trainer_takes_a_server_in(make_config, tmp_pat
     trainer, orchestrator = plan_run(config, tmp_path).processes
     assert (trainer.name, orchestrator.name) == ("trainer", "orchestrator")
     port = config.inference.server.port
-    assert trainer.beside["inference"]["server"]["port"] == port, "of the first; the others add their number"
+    assert trainer.more_configs["inference"]["server"]["port"] == port, "of the first; the others add their number"
     urls = orchestrator.config["client"]["base_url"].split(",")
     assert urls == [f"http://127.0.0.1:{port + rank}" for rank in range(3)]
     assert trainer.listens_as is None and trainer.command[-2:] == ["--release-cache", "false"]

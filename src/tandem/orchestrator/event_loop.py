@@ -37,8 +37,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-def run_beside(main: Coroutine[Any, Any, T]) -> T:
-    """Like asyncio.run, also where a loop is running, as in a notebook: beside it, in a thread of its own."""
+def run_blocking(main: Coroutine[Any, Any, T]) -> T:
+    """Like asyncio.run, also where a loop is running, as in a notebook: then in another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

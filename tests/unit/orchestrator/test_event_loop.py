@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tandem.utils import event_loop
+from tandem.orchestrator import event_loop
 
 
 def test_a_pass_reads_from_few_connections_and_all_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +62,6 @@ def test_a_coroutine_can_be_run_where_a_loop_runs_already() -> None:
         return 3
 
     async def cell() -> int:
-        return event_loop.run_beside(inner())
+        return event_loop.run_blocking(inner())
 
-    assert asyncio.run(cell()) == event_loop.run_beside(inner()) == 3
+    assert asyncio.run(cell()) == event_loop.run_blocking(inner()) == 3
