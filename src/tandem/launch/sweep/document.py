@@ -51,6 +51,13 @@ class Document:
     def refuse(self, section: str, key: str | None, message: str) -> UserError:
         return UserError(f"{self.where(section, key)}: {message}")
 
+    def refuse_key(self, key: str, message: str) -> UserError:
+        """With the line of `key`, wherever it stands."""
+        for section, keys in self.sections.items():
+            if key in keys:
+                return self.refuse(section, key, message)
+        return UserError(f"{self.path}: {message}")
+
 
 def read_document(path: Path) -> Document:
     try:

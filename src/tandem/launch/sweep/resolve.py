@@ -1,7 +1,6 @@
 """One variant of an experiment, as a command of ours with its configuration, checked before anything is written."""
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,24 +8,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tandem.commands.evaluate import EvaluateConfig
-from tandem.commands.offline import OfflineConfig
-from tandem.commands.rl import RLConfig
 from tandem.config.base import Config
 from tandem.config.explain import explain_validation_error, option_paths
 from tandem.config.full_names import find_option
 from tandem.config.hints import TAKEN, algorithm_hint, algorithm_name, explanation, options_named
-from tandem.config.sbatch import is_one_line
-from tandem.config.shared import ModelConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.sources import Tree, merge, nest, read_config_file
-from tandem.data.dataset import check_sources
-from tandem.data.rows import refuse_missing
-from tandem.envs.registry import check_names
 from tandem.launch.plan import hide_keys
-from tandem.launch.slurm.job import check_venv
 from tandem.launch.sweep.algorithms import ALGORITHMS, CONFIGS, DISTRIBUTED, Algorithm, is_loss_of
 from tandem.launch.sweep.arguments import ELSEWHERE, IMMATERIAL, ONLY
+from tandem.launch.sweep.checks import FileChecks
 from tandem.launch.sweep.document import Document
 from tandem.launch.sweep.expand import Variant
 from tandem.launch.sweep.layout import ARGUMENTS, check_layout, nearest_of
@@ -41,13 +32,10 @@ from tandem.launch.sweep.rules import (
     value_at,
 )
 from tandem.launch.sweep.same_runs import idle_keys, refuse_same_runs
-from tandem.models.files import check_model, check_positions
+from tandem.launch.sweep.sections import environment_of, evaluation_of, slurm_of
 from tandem.utils.errors import UserError
-from tandem.utils.hub import fetch_model, find_model, is_hub_name, is_offline
 from tandem.utils.progress import reported
-from tandem.utils.secrets import HIDDEN, holds_secret, names_secret
-
-KEYS = {"data.path": "dataset_name", "env.id": "env", "env.reward": "reward_funcs"}  # that give these options
+from tandem.utils.secrets import holds_secret, names_secret
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ class Resolver:
         self.document = document
         self.output_dir = check_layout(document)
         self.several = any(len(entry.alternatives) > 1 for entry in document.entries.values())
-        self._checked_models: set[tuple[Any, ...]] = set()
+        self._files = FileChecks(document)
 
     def resolve_all(self, variants: list[Variant]) -> list[SubExperiment]:
         runs = [self.resolve(variant) for variant in reported(variants, "sweep", "runs checked")]
@@ -122,8 +110,8 @@ class Resolver:
     def resolve(self, variant: Variant) -> SubExperiment:
         name, algorithm = self._algorithm(variant)
         folder = self.output_dir / variant.name
-        slurm = self._slurm(variant)
-        environment = self._environment(variant)
+        slurm = slurm_of(self.document, variant)
+        environment = environment_of(self.document, variant)
         secrets = {name: value for name, value in environment.items() if names_secret(name) or holds_secret(value)}
         options = Options(algorithm.command)
         if slurm.inference_nodes is not None and not algorithm.is_online:
@@ -132,15 +120,15 @@ class Resolver:
         try:
             tree = self._tree(variant, name, algorithm, options, slurm)
         except Refused as error:
-            raise self._refuse(error.key, str(error)) from error
+            raise self.document.refuse_key(error.key, str(error)) from error
         given = repr((algorithm.command, tree, slurm, environment))
         self._name_run(tree, variant.name, environment, online=algorithm.is_online)
         tree["output_dir"] = str(folder / "run")
         if algorithm.is_online and slurm.nodes > 1:  # `rl` lays itself over the nodes of its job
             tree["slurm"] = {"nodes": slurm.nodes, "inference_nodes": slurm.serving_nodes}
         config = self._check(CONFIGS[algorithm.command], tree, options)
-        self._check_files(config, tree)
-        evaluation = self._evaluation(folder, tree, algorithm)
+        self._files.check(config, tree)
+        evaluation = evaluation_of(self.document, folder, tree, online=algorithm.is_online)
         secrets |= hide_keys(tree)
         environment = {name: value for name, value in environment.items() if name not in secrets}
         return SubExperiment(
@@ -153,38 +141,10 @@ class Resolver:
         given = variant.values["execution", "algorithm"]
         name = algorithm_name(given)
         if name not in ALGORITHMS:
-            raise self._refuse("algorithm", f"algorithm = {given!r} is not known; {nearest_of(name, ALGORITHMS)}")
+            raise self.document.refuse_key(
+                "algorithm", f"algorithm = {given!r} is not known; {nearest_of(name, ALGORITHMS)}"
+            )
         return name, ALGORITHMS[name]
-
-    def _slurm(self, variant: Variant) -> SlurmConfig:
-        given: dict[str, Any] = variant.section("slurm")
-        if venv := variant.section("execution").get("venv", given.get("venv")):
-            given["venv"] = Path(str(venv)).absolute()
-            try:
-                check_venv(given["venv"], "venv")
-            except UserError as error:
-                raise self._refuse("venv", str(error)) from error
-        for key in given:  # one by one, for the line
-            try:
-                SlurmConfig.model_validate({"nodes": given.get("nodes", 1), key: given[key]})
-            except ValidationError as error:
-                raise self._refuse(key, explain_validation_error(SlurmConfig, error)) from error
-        try:
-            return SlurmConfig.model_validate(given)
-        except ValidationError as error:
-            raise self.document.refuse("slurm", None, explain_validation_error(SlurmConfig, error)) from error
-
-    def _environment(self, variant: Variant) -> dict[str, str]:
-        """What the job script exports."""
-        given = variant.section("environment")
-        for name, value in given.items():
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                told = f"{name!r} is no name of a variable; give letters, digits and _"
-                raise self.document.refuse("environment", name, told)
-            if not isinstance(value, str) or not is_one_line(value):
-                told = HIDDEN if names_secret(name) else repr(value)
-                raise self.document.refuse("environment", name, f"{name} = {told} is not a text of one line")
-        return given
 
     def _tree(self, variant: Variant, name: str, algorithm: Algorithm, options: Options, slurm: SlurmConfig) -> Tree:
         online = algorithm.is_online
@@ -303,68 +263,7 @@ class Resolver:
             return cls.model_validate(tree)
         except ValidationError as error:
             keys = [key for details in error.errors() for key in _keys_of(details, options)]
-            raise self._refuse((keys or [""])[0], explain_validation_error(cls, error)) from error
-
-    def _check_files(self, config: Config, tree: Tree) -> None:
-        model: ModelConfig = getattr(config, "model")  # noqa: B009  # all three commands have it
-        try:
-            self._check_model(model, tree.get("seq_len"))
-        except UserError as error:
-            key = "model_name_or_path" if "model.name" in str(error) else "max_length"
-            raise self._refuse(key, str(error)) from error
-        try:
-            if isinstance(config, OfflineConfig):
-                check_sources(config.data)
-            if isinstance(config, RLConfig):
-                for plan in config.orchestrator.plans.values():
-                    check_names(plan.env)
-                    if plan.env.id == "dataset" and isinstance(path := plan.env.args.get("path"), str):
-                        refuse_missing(path, "data.path")
-        except UserError as error:
-            option, _, rest = str(error).partition(" = ")
-            key = KEYS.get(option, option)
-            raise self._refuse(key, f"{key} = {rest}") from error
-
-    def _check_model(self, model: ModelConfig, seq_len: int | None) -> None:
-        """Once, whatever else varies."""
-        if (asked := (model.name, model.impl, model.trust_remote_code, seq_len)) in self._checked_models:
-            return
-        self._checked_models.add(asked)
-        if is_hub_name(model.name) and not is_offline():
-            fetch_model(model.name)
-            model = model.model_copy(update={"name": find_model(model.name)})
-        check_model(model)
-        if seq_len is not None:
-            check_positions(model.name, seq_len)
-
-    def _evaluation(self, folder: Path, tree: Tree, algorithm: Algorithm) -> Tree | None:
-        """The configuration of `evaluate` for the trained model; None: no evaluation is asked for."""
-        given = {key: entry.alternatives[0] for key, entry in self.document.sections.get("evaluation", {}).items()}
-        if not given:
-            return None
-        if tree.get("loss", {}).get("type") == "reward":
-            raise self.document.refuse(
-                "evaluation", None, "algorithm = 'reward' trains no model that answers; leave it out"
-            )
-        merged = algorithm.is_online and tree.get("trainer", {}).get("lora")
-        model = folder / "run" / ("merged" if merged else "weights") / "latest"
-        evaluation: Tree = {"model": str(model), "output_dir": str(folder / "evaluation")}
-        for key, value in given.items():
-            evaluation = merge(evaluation, nest(("env.id" if key == "env" else key).split("."), value))
-        try:
-            check_names(EvaluateConfig.model_validate(evaluation).env)
-        except ValidationError as error:
-            raise self.document.refuse("evaluation", None, explain_validation_error(EvaluateConfig, error)) from error
-        except UserError as error:
-            raise self.document.refuse("evaluation", "env", str(error)) from error
-        return evaluation
-
-    def _refuse(self, key: str, message: str) -> UserError:
-        """With the line of `key`, wherever it stands."""
-        for section, keys in self.document.sections.items():
-            if key in keys:
-                return self.document.refuse(section, key, message)
-        return UserError(f"{self.document.path}: {message}")
+            raise self.document.refuse_key((keys or [""])[0], explain_validation_error(cls, error)) from error
 
 
 def _hint(key: str, algorithm: Algorithm) -> str:

@@ -403,7 +403,7 @@ def test_models_of_the_hub_are_fetched_unless_it_is_switched_off(
         (folder / "snapshots").mkdir()
         (folder / "snapshots" / "abc").symlink_to(tiny_model)
 
-    monkeypatch.setattr("tandem.launch.sweep.resolve.fetch_model", fetch)
+    monkeypatch.setattr("tandem.launch.sweep.checks.fetch_model", fetch)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"model\.name = 'org/tiny' is not a directory"):
