@@ -13,12 +13,11 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import orjson
 
@@ -26,14 +25,9 @@ from tandem.utils.errors import UserError, naming_file
 from tandem.utils.secrets import holds_secret
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-R = TypeVar("R")
 
 # Of a model in several files; vLLM, SGLang and transformers know it by this name.
 INDEX = "model.safetensors.index.json"
-# Reading, writing and hashing so much by one thread takes longer than to start others.
-WORTH_THREADS_BYTES = 2**26
-MAX_THREADS = 8
 # What is kept of a line that does not end.
 MAX_LINE_BYTES = 2**20
 WRITTEN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -295,11 +289,3 @@ class Follower:
 def checksum(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def for_each(work: Callable[[T], R], items: Sequence[T], size_bytes: int) -> list[R]:
-    """`work` of each item, by several threads where they are many bytes together. The first error is raised."""
-    if len(items) < 2 or size_bytes < WORTH_THREADS_BYTES:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(MAX_THREADS, len(items), os.cpu_count() or 1)) as pool:
-        return list(pool.map(work, items))

@@ -5,12 +5,21 @@ have one, and batches of rollouts, where it is the marker.
 """
 
 import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tandem.utils.files import checksum, for_each, is_plain, read_regular, write_json
+from tandem.utils.files import checksum, is_plain, read_regular, write_json
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MANIFEST = "manifest.json"
+# Hashing so much by one thread takes longer than to start others.
+WORTH_THREADS_BYTES = 2**26
+MAX_THREADS = 8
 
 
 class DamagedFiles(ValueError):
@@ -83,3 +92,11 @@ def _verify_file(entry: tuple[Path, int, str]) -> None:
             raise DamagedFiles(f"{path} does not match its checksum")
     except OSError as error:  # a name that is none, a disk that does not answer
         raise DamagedFiles(f"{str(path)!r} cannot be read: {error}") from error
+
+
+def for_each(work: Callable[[T], R], items: Sequence[T], size_bytes: int) -> list[R]:
+    """`work` of each item, by several threads where they are many bytes together. The first error is raised."""
+    if len(items) < 2 or size_bytes < WORTH_THREADS_BYTES:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(MAX_THREADS, len(items), os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, items))

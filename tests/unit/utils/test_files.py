@@ -16,7 +16,6 @@ from tandem.utils.errors import UserError
 from tandem.utils.files import (
     append_json_line,
     checksum,
-    for_each,
     keep_lines,
     locked,
     publish_directory,
@@ -163,22 +162,6 @@ def test_checksum_is_sha256(tmp_path: Path) -> None:
 def test_lines_are_json_to_other_tools(tmp_path: Path) -> None:
     append_json_line(tmp_path / "lines.jsonl", {"name": "zwölf"})
     assert json.loads((tmp_path / "lines.jsonl").read_text())["name"] == "zwölf"
-
-
-@pytest.mark.parametrize("size_bytes", [0, 2**40])
-def test_work_on_many_bytes_is_shared_among_threads(size_bytes: int) -> None:
-    threads = set()
-
-    def work(number: int) -> int:
-        threads.add(threading.get_ident())
-        if number > 7:
-            raise ValueError(f"failed at {number}")
-        return number * 2
-
-    assert for_each(work, range(8), size_bytes) == list(range(0, 16, 2))
-    assert (threading.get_ident() in threads) == (size_bytes == 0)
-    with pytest.raises(ValueError, match="failed at 8"):
-        for_each(work, range(20), size_bytes)
 
 
 def lock(path: Path) -> None:

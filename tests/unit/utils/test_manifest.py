@@ -1,11 +1,12 @@
 """Only what matches its manifest is weights."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from tandem.utils.manifest import DamagedFiles, read_manifest, verify_manifest, write_manifest
+from tandem.utils.manifest import DamagedFiles, for_each, read_manifest, verify_manifest, write_manifest
 
 
 @pytest.fixture
@@ -114,3 +115,19 @@ def test_one_flipped_bit(published: Path) -> None:
     (published / "model.safetensors").write_bytes(content)
     with pytest.raises(DamagedFiles, match=r"model\.safetensors does not match its checksum"):
         verify_manifest(published)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 2**40])
+def test_work_on_many_bytes_is_shared_among_threads(size_bytes: int) -> None:
+    threads = set()
+
+    def work(number: int) -> int:
+        threads.add(threading.get_ident())
+        if number > 7:
+            raise ValueError(f"failed at {number}")
+        return number * 2
+
+    assert for_each(work, range(8), size_bytes) == list(range(0, 16, 2))
+    assert (threading.get_ident() in threads) == (size_bytes == 0)
+    with pytest.raises(ValueError, match="failed at 8"):
+        for_each(work, range(20), size_bytes)

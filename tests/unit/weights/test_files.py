@@ -18,7 +18,7 @@ from tests.unit.weights.fakes import OnGpu
 
 from tandem.models.hf import read_tensors
 from tandem.models.shards import weight_files
-from tandem.utils import files
+from tandem.utils import files, manifest
 from tandem.utils.files import read_json, write_json
 from tandem.utils.manifest import DamagedFiles, verify_manifest
 from tandem.weights import files as filesystem
@@ -190,7 +190,7 @@ def test_an_unfinished_version_is_replaced(model_dir: Path, tmp_path: Path) -> N
 
 def test_a_large_model_is_divided_among_files(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "FILE_BYTES", 100)
-    monkeypatch.setattr(files, "WORTH_THREADS_BYTES", 0)
+    monkeypatch.setattr(manifest, "WORTH_THREADS_BYTES", 0)
     tensors = {f"w{i}": torch.full((10,), float(i)) for i in range(5)} | {"large": torch.arange(50.0)}
     path = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=1).publish(tensors, 1)
     verify_manifest(path, 1)
