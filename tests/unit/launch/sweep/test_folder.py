@@ -22,7 +22,7 @@ from tandem.commands.rl import RLConfig
 from tandem.config.base import load_config
 from tandem.entrypoints import sweep as entrypoint
 from tandem.launch.slurm.job import SITE_TEMPLATES
-from tandem.launch.sweep import folder, resolve
+from tandem.launch.sweep import checks, folder, resolve
 from tandem.launch.sweep.document import read_document
 from tandem.launch.sweep.expand import expand
 from tandem.launch.sweep.folder import Run, store_jobs, write_sweep
@@ -235,7 +235,7 @@ def test_what_all_runs_share_is_read_once(write: Write, tmp_path: Path, monkeypa
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "job.sh").write_text('{% extends "tandem/job.sh" %}')
     monkeypatch.setenv(SITE_TEMPLATES, str(tmp_path / "site"))
-    counted(resolve, "check_model")
+    counted(checks, "check_model")
     counted(folder, "read_jobs")
     counted(jinja2.Environment, "compile")
     entrypoint.write(write("learning_rate: [1.0e-4, 2.0e-4, 3.0e-4]", "max_length: [16, 32]"))
