@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tandem.orchestrator.client import InferenceError
     from tandem.python.backend import PyTorchTrainingBackend, TrainingFailed
     from tandem.python.cluster_backend import ClusterTrainingBackend
+    from tandem.python.config import RLTrainingConfig
     from tandem.python.data_buffer import DataBuffer, Prompt
     from tandem.python.engines import NativeEngine, VLLMEngine
     from tandem.python.pool import NoSamplersLeft
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tandem.python.rollouts import RemoteRolloutManager, RolloutManager
     from tandem.python.run import RunFailed, align, evaluate, export, rl, sft
     from tandem.python.sglang import SGLangEngine
-    from tandem.python.training import RLTrainingConfig, run_rl_training
+    from tandem.python.training import run_rl_training
     from tandem.utils.errors import UserError
 
 __version__ = "0.1.0"
@@ -34,7 +35,8 @@ _PLACES = {
     "tandem.python.rollouts": ("RemoteRolloutManager", "RolloutManager"),
     "tandem.python.run": ("RunFailed", "align", "evaluate", "export", "rl", "sft"),
     "tandem.python.sglang": ("SGLangEngine",),
-    "tandem.python.training": ("RLTrainingConfig", "run_rl_training"),
+    "tandem.python.config": ("RLTrainingConfig",),
+    "tandem.python.training": ("run_rl_training",),
     "tandem.launch.ray.cluster": ("Cluster", "NodeConfig", "WorkerDied"),
     "tandem.orchestrator.client": ("InferenceError",),
     "tandem.utils.errors": ("UserError",),

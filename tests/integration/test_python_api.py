@@ -10,11 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -24,8 +23,9 @@ from tests.documentation import FENCE, ROOT
 from tests.ports import free_port
 
 import tandem
-from tandem.python import training
-from tandem.types.rollout import Group, TrainBatch
+from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.state import OrchestratorState
+from tandem.types.rollout import Group
 from tandem.utils.files import read_json_lines
 from tandem.utils.processes import descendants
 from tandem.utils.run_dir import RunDir
@@ -155,15 +155,15 @@ def kill(pattern: str) -> None:
 def test_one_node_trains_on_when_an_engine_and_the_trainer_are_killed(
     tiny_model: Path, tmp_path: Path, load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_batch = training._make_batch
+    stage = Orchestrator._stage_batch
     victims = {2: "engine_1/inference.json", 3: "config/trainer.json"}
 
-    def make_batch_and_kill(groups: Sequence[Group], step: int, *others: Any) -> TrainBatch:
+    def kill_and_stage(loop: Orchestrator, groups: list[Group], step: int, state: OrchestratorState) -> None:
         if step in victims:
             kill(victims.pop(step))
-        return make_batch(groups, step, *others)
+        stage(loop, groups, step, state)
 
-    monkeypatch.setattr(training, "_make_batch", make_batch_and_kill)
+    monkeypatch.setattr(Orchestrator, "_stage_batch", kill_and_stage)
     example, run_dir = load_script("python/one_node"), RunDir(tmp_path / "run")
     args = example.parse_arguments(
         ["--model", str(tiny_model), "--output-dir", str(run_dir.root), "--steps", "5", "--ranks", "1"]
@@ -172,7 +172,8 @@ def test_one_node_trains_on_when_an_engine_and_the_trainer_are_killed(
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5] and victims == {}
     restarts = [line for line in read_json_lines(run_dir.events) if line["event"] == "trainer_restarted"]
     assert len(restarts) == 1 and "the trainer ended with signal SIGKILL" in restarts[0]["reason"]
-    starts = [line for line in read_json_lines(run_dir.events) if line["event"] == "started"]
+    events = [line for line in read_json_lines(run_dir.events) if line["process"] == "trainer"]
+    starts = [line for line in events if line["event"] == "started"]
     assert [line["ranks"] for line in starts] == [1, 1]
     assert not any("tandem.entrypoints" in command_of(pid) for pid in descendants(os.getpid()))
 

@@ -22,7 +22,7 @@ NEVER_S = 100_000
 async def main(url: str, model: Path, folder: Path, number: int, outage_s: float) -> None:
     config = ClientConfig(base_url=url, timeout_s=NEVER_S, outage_timeout_s=outage_s)
     client = InferenceClient(config, RunClaim("mine-1", "0" * 16, ""), url)
-    policy = Policy([client], model, folder, 0, RunLog(RunDir(folder), "orchestrator"))
+    policy = Policy([client], model, 0, RunLog(RunDir(folder), "orchestrator"))
     await policy.load(model, 0)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +22,9 @@ from tests.scale.raylets import HEAD, SECOND, THIRD, Raylets, raylets
 from tandem import Cluster, NodeConfig, UserError, WorkerDied
 from tandem.launch.ray.cluster import RemoteWorker
 from tandem.launch.ray.process import Placement
-from tandem.python import training
-from tandem.types.rollout import Group, TrainBatch
+from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.state import OrchestratorState
+from tandem.types.rollout import Group
 from tandem.utils.files import read_json_lines
 from tandem.utils.manifest import MANIFEST
 from tandem.utils.run_dir import RunDir, steps_with
@@ -145,16 +146,16 @@ def kill_second_at(both: Raylets, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
     def prepare(step: int) -> None:
         killing = threading.Thread(target=both.kill, args=(SECOND,))
-        make_batch = training._make_batch
+        stage = Orchestrator._stage_batch
 
-        def make_batch_and_kill(groups: Sequence[Group], number: int, *others: Any) -> TrainBatch:
+        def kill_and_stage(loop: Orchestrator, groups: list[Group], number: int, state: OrchestratorState) -> None:
             if number == step:
                 killing.start()
             if number == step + 2:
                 killing.join()
-            return make_batch(groups, number, *others)
+            stage(loop, groups, number, state)
 
-        monkeypatch.setattr(training, "_make_batch", make_batch_and_kill)
+        monkeypatch.setattr(Orchestrator, "_stage_batch", kill_and_stage)
 
     return prepare
 

@@ -1,5 +1,6 @@
 """`orchestrator`: tasks, rewards, advantages, staleness, batches. Needs an inference server and a trainer."""
 
+import asyncio
 import os
 from functools import partial
 from typing import Any
@@ -29,17 +30,20 @@ def own_run(config: OrchestratorConfig) -> None:
 
 
 def orchestrate(config: OrchestratorConfig) -> None:
-    from tandem.data.batch_files import MARKER
+    from tandem.data.batch_files import MARKER, RolloutWriter
     from tandem.data.tokenizer import Tokenizer
     from tandem.orchestrator.advantages import try_advantages
     from tandem.orchestrator.claim import RunClaim
     from tandem.orchestrator.client import InferenceClient, ServerLost
     from tandem.orchestrator.failures import TooManyFailures
+    from tandem.orchestrator.file_trainer import FileTrainer
     from tandem.orchestrator.loop import Orchestrator
     from tandem.orchestrator.rehearsal import open_tried
+    from tandem.orchestrator.server_policy import ServerPolicy
     from tandem.orchestrator.servers import ServerList
     from tandem.orchestrator.state import OrchestratorState
     from tandem.trainer.checkpoints.history import start_step
+    from tandem.utils.garbage import collect_by_the_clock
     from tandem.utils.log import setup_logging
     from tandem.utils.metrics import GAVE_UP, RunLog, open_forwarder, refuse_missing_trackers
 
@@ -60,12 +64,18 @@ def orchestrate(config: OrchestratorConfig) -> None:
             claim.keep(run_dir.server_lease)
             servers = ServerList(config.client.base_urls, partial(InferenceClient, config.client, claim))
             is_over = SUPERVISOR_PID not in os.environ  # else `rl` may start it again, and gives them back in the end
+            policy = ServerPolicy(config, servers, step)
+            trainer = FileTrainer(
+                config.model.name, run_dir.weights, RolloutWriter(run_dir.rollouts, config.keep_rollouts)
+            )
+            collecting = asyncio.ensure_future(collect_by_the_clock())
             try:
                 await Orchestrator(
-                    config, environment, prompts, tokenizer, servers, claim.name, forwarder, resumed_from
+                    config, environment, prompts, tokenizer, policy, trainer, claim.name, forwarder, resumed_from
                 ).run()
                 is_over = True
             finally:
+                collecting.cancel()
                 if is_over:
                     await servers.release()
                 await servers.close()

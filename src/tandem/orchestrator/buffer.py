@@ -2,6 +2,7 @@
 
 With P prompts a step, version v and staleness s: steps up to v + 1 + s may train on rollouts started
 now, so (v + 1 + s) * P groups may have been started in all, and `num_spare` more where stragglers are not waited for.
+With `one_step_at_a_time`, no more than the step that is collected needs.
 Dropped groups give their place back, and the caller samples them again.
 """
 
@@ -9,10 +10,19 @@ from tandem.types.rollout import Group
 
 
 class GroupBuffer:
-    def __init__(self, prompts_per_step: int, max_staleness: int, start_step: int = 0, num_spare: int = 0) -> None:
+    def __init__(
+        self,
+        prompts_per_step: int,
+        max_staleness: int,
+        start_step: int = 0,
+        num_spare: int = 0,
+        *,
+        one_step_at_a_time: bool = False,
+    ) -> None:
         self.prompts_per_step = prompts_per_step
         self.num_spare = num_spare
         self.max_staleness = max_staleness
+        self.one_step_at_a_time = one_step_at_a_time
         self.num_started = start_step * prompts_per_step  # consumed, waiting or in flight; dropped ones leave
         self.num_dropped_stale = 0
         self._groups: list[Group] = []
@@ -27,7 +37,10 @@ class GroupBuffer:
     def can_start(self, version: int, step: int) -> bool:
         """Whether a group started at `version` is sure to be trained on in time, or is one to spare for `step`."""
         num_spare = 0 if self.is_late(version, step) else self.num_spare
-        return self.num_started < (version + 1 + self.max_staleness) * self.prompts_per_step + num_spare
+        num_steps = version + 1 + self.max_staleness
+        if self.one_step_at_a_time:
+            num_steps = min(num_steps, step)
+        return self.num_started < num_steps * self.prompts_per_step + num_spare
 
     def is_late(self, version: int, step: int) -> bool:
         """Whether a group started at `version` is too old for `step`, whenever it finishes."""

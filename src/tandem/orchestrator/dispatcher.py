@@ -54,7 +54,6 @@ class Dispatcher:
         ledger: FailureLedger,
         run_log: RunLog,
         *,
-        next_order: int,
         retry: list[int],
         max_orders: int,
         tries: int,
@@ -67,7 +66,6 @@ class Dispatcher:
         self.tasks = tasks
         self.ledger = ledger
         self.run_log = run_log
-        self.next_order = next_order
         self.tries = tries
         self._retry = list(retry)
         self._max_orders = max_orders
@@ -133,20 +131,12 @@ class Dispatcher:
 
     def _take_order(self) -> int | None:
         """The next order whose task is not set aside."""
-        while (order := self._next_order()) is not None:
-            if self.tasks.place(order) not in self.tasks.set_aside:
+        while self._retry:
+            if self.tasks.place(order := self._retry.pop(0)) not in self.tasks.set_aside:
                 return order
-        return None
-
-    def _next_order(self) -> int | None:
-        if self._retry:
-            return self._retry.pop(0)
         if self.buffer.num_started >= self._max_orders + self.buffer.num_spare:
             return None  # the last step has its groups: nothing more will be trained on
-        while self.curriculum.skips(self.next_order, self.tasks.place(self.next_order)):
-            self.next_order += 1
-        self.next_order += 1
-        return self.next_order - 1
+        return self.tasks.take(self.curriculum.skips)
 
     async def _wait_for_progress(self) -> None:
         """Until a group finishes or a new version is served; not for long, so that deadlines are kept."""

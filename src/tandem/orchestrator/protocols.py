@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.orchestrator.concurrency import EngineLoad
-from tandem.types.rollout import Completion, Group, SamplingRequest, Task
+from tandem.types.rollout import Completion, Group, SamplingRequest, Task, TrainBatch
+from tandem.utils.waiting import Deadline
 
 
 class Generator(Protocol):
@@ -78,6 +79,62 @@ class ServedVersion(Protocol):
     @property
     def next_update(self) -> asyncio.Future[int]:
         """Done when another version is served, and then replaced by a new one."""
+        ...
+
+
+class ServedWeights(ServedVersion, Protocol):
+    """What is given new versions."""
+
+    async def load(self, path: Path, version: int) -> None:
+        """Returns when this version is served. Raises InferenceError where it is refused."""
+        ...
+
+
+class ServedPolicy(Generator, ServedWeights, Protocol):
+    """The policy, on whatever serves it: HTTP servers, or objects of the Python API. As text, where that is."""
+
+    async def wait_until_ready(self) -> None:
+        """Until something is there that can be given weights."""
+        ...
+
+    async def watch(self) -> None:
+        """Raises as soon as nothing can generate any more. Run this as a task."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+class Trainer(Protocol):
+    """Whoever turns batches into versions of the weights: another process, or an object of the Python API."""
+
+    async def watch(self) -> None:
+        """Raises as soon as training cannot go on, where it is ours to notice. Run this as a task."""
+        ...
+
+    def stage(self, batch: TrainBatch) -> None:
+        """Take a batch, in a thread; it is not trained on yet."""
+        ...
+
+    async def publish(self, step: int) -> None:
+        """The staged batch may be trained on."""
+        ...
+
+    def remove_trained(self, version: int) -> None:
+        """Batches that this version has been trained on are not needed any more."""
+        ...
+
+    def weights(self, version: int) -> Path: ...
+
+    async def wait_for_whole(self, version: int, deadline: Deadline) -> None:
+        """Until the weights of a version that a run is resumed from are there, undamaged."""
+        ...
+
+    async def next_version(self, served: int) -> int:
+        """The newest version, as soon as it is newer than the one served."""
+        ...
+
+    def is_replaced(self, version: int) -> bool:
+        """Whether there is a newer one: what is older may be gone."""
         ...
 
 

@@ -34,11 +34,11 @@ class ScriptedPolicy:
 
 @asynccontextmanager
 async def open_tried(
-    config: OrchestratorConfig, tokenizer: Tokenizer
+    config: OrchestratorConfig, tokenizer: Tokenizer, *, evaluates: bool = True
 ) -> AsyncIterator[tuple[EnvironmentProcess | Mixture, Prompts]]:
     """The environments with their prompts, ended with the block; UserError where a run could not use them."""
-    async with open_environments(config) as environment:
-        prompts = encode_prompts(environment, tokenizer, config)
+    async with open_environments(config.plans) as environment:
+        prompts = encode_prompts(environment, tokenizer, config, evaluates=evaluates)
         await try_environments(environment, config, tokenizer)
         yield environment, prompts
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.commands.orchestrator import OrchestratorConfig
@@ -22,7 +22,8 @@ AT_ONCE = 64  # places of a mixture that are worked out together
 
 class TaskOrder:
     """The task behind each order number: a new permutation every epoch. Tasks that are set aside stay in their places,
-    so that orders mean the same before and after; whoever takes orders leaves them out.
+    so that orders mean the same before and after; whoever takes orders leaves them out. Those below `position` were
+    taken.
 
     Tasks of several environments come by `weights`, by name: every stretch of orders holds the shares, to within a task
     or so."""
@@ -34,6 +35,7 @@ class TaskOrder:
         set_aside: Iterable[int] = (),
         weights: Mapping[str, float] | None = None,
     ) -> None:
+        self.position = 0
         self.set_aside = set(set_aside)  # by their place among the tasks
         self._tasks = tasks
         self._places = _mixed_places(tasks, seed, weights) if weights else ShuffledOrder(len(tasks), seed)
@@ -51,6 +53,19 @@ class TaskOrder:
 
     def place(self, order: int) -> int:
         return self._places[order]
+
+    def take(self, skips: Callable[[int, int], bool] = lambda order, place: False) -> int:
+        """The next order. Those of tasks that are set aside, or that `skips` passes over, are left out."""
+        while True:
+            order, self.position = self.position, self.position + 1
+            if (place := self.place(order)) not in self.set_aside and not skips(order, place):
+                return order
+
+
+def order_of_tasks(tasks: Sequence[Task], config: OrchestratorConfig) -> TaskOrder:
+    """As the configuration has it: by its seed, and several environments by their weights."""
+    weights = {name: plan.weight for name, plan in config.plans.items()} if config.envs else None
+    return TaskOrder(tasks, config.seed, weights=weights)
 
 
 class MixedPlaces:
@@ -89,13 +104,16 @@ def sampling_options(truncation: TruncationConfig, stop: list[str]) -> SamplingO
 
 @dataclass(frozen=True)
 class Prompts:
-    """The token ids of every task's prompt, by the task's place: encoded once, before anything starts."""
+    """The token ids of every task's prompt, by the task's place: encoded once, before anything starts. Without held-out
+    ones, nothing is evaluated."""
 
     train: list[Sequence[int]]
     held_out: list[Sequence[int]]
 
 
-def encode_prompts(environment: Environment, tokenizer: Tokenizer, config: OrchestratorConfig) -> Prompts:
+def encode_prompts(
+    environment: Environment, tokenizer: Tokenizer, config: OrchestratorConfig, *, evaluates: bool = True
+) -> Prompts:
     """Refuses tasks that cannot fit, and filters that none of them can pass."""
     for plan in config.plans.values():
         own = [task for task in environment.train_tasks if task.environment == plan.name]
@@ -103,7 +121,7 @@ def encode_prompts(environment: Environment, tokenizer: Tokenizer, config: Orche
         refuse_hopeless_filters(plan, is_interactive=is_interactive)
     return Prompts(
         train=encode_tasks("training", environment.train_tasks, tokenizer, config),
-        held_out=encode_tasks("held-out", environment.eval_tasks, tokenizer, config),
+        held_out=encode_tasks("held-out", environment.eval_tasks, tokenizer, config) if evaluates else [],
     )
 
 

@@ -1,4 +1,4 @@
-"""The policy as the inference servers serve it: follows the weights the trainer publishes, and samples from them.
+"""The policy as inference servers serve it: takes the weights that the trainer publishes, and samples from them.
 
 A restarted server knows nothing of the run. It is not asked for a completion before it has been given the version it
 should serve; requests that were open when it went away are sent again, to another server where there is one.
@@ -6,7 +6,6 @@ should serve; requests that were open when it went away are sent again, to anoth
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -14,16 +13,12 @@ from pathlib import Path
 
 from tandem.orchestrator.client import InferenceError, ServerGone, ServerLost
 from tandem.orchestrator.concurrency import Concurrency, follow_load, make_gate
-from tandem.orchestrator.protocols import PolicyServer
+from tandem.orchestrator.protocols import PolicyServer, ServedWeights, Trainer
 from tandem.orchestrator.replica import Replica
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.metrics import RunLog
-from tandem.utils.run_dir import step_name
 from tandem.utils.server_pool import Moved, ServerPool
-from tandem.weights.versions import newest_version
 
-POLL_S = 0.002
-LOOK_AGAIN_S = 0.02  # the most that a version announced without a change of mtime is late by
 LOADING_POLL_S = 0.1
 TRY_AGAIN_S = 1.0  # a server that refused to take part
 logger = logging.getLogger(__name__)
@@ -32,8 +27,8 @@ VersionListener = Callable[[int, int], Awaitable[None]]
 
 
 class Policy:
-    """Knows the version being served. One task runs `follow`, one `watch`; others wait on `next_update`, a future that
-    is done when another version is served, and then replaced by a new one.
+    """Knows the version being served. One task runs `watch`; others wait on `next_update`, a future that is done when
+    another version is served, and then replaced by a new one.
 
     Each request goes to the server with the fewest completions under way: all samples of a prompt to the same one,
     which then computes the prompt once. So do the turns of all conversations of a group (their session)."""
@@ -42,13 +37,11 @@ class Policy:
         self,
         servers: Sequence[PolicyServer],
         model_dir: Path,
-        weights_folder: Path,
         version: int,
         run_log: RunLog,
         concurrency: Concurrency = None,
     ) -> None:
         self.model_dir = model_dir
-        self.weights_folder = weights_folder
         self.version = version
         self.run_log = run_log
         self.concurrency: Concurrency = concurrency  # of each server
@@ -147,31 +140,6 @@ class Policy:
         self.next_update.set_result(version)
         self.next_update = asyncio.get_running_loop().create_future()
 
-    async def follow(self, last_version: int, on_update: VersionListener) -> None:
-        """Hand each new version to the servers as it appears, until `last_version` is served.
-
-        `on_update(old, new)` runs before the next version is looked for: an evaluation started there
-        meets one version only.
-        """
-        while self.version < last_version:
-            changed, look_again = last_change(self.weights_folder), time.monotonic() + LOOK_AGAIN_S
-            newest = newest_version(self.weights_folder)
-            if newest is None or newest <= self.version:
-                # A version appears by a rename, which changes the folder's mtime: cheaper to see than the listing. Two
-                # renames within one tick of the file system's clock leave the same mtime, hence the second condition.
-                while last_change(self.weights_folder) == changed and time.monotonic() < look_again:
-                    await asyncio.sleep(POLL_S)
-                continue
-            previous = self.version
-            try:
-                await self.load(self.weights_folder / step_name(newest), newest)
-            except InferenceError:
-                # A version that was replaced by a newer one while it was read is no loss; any other refusal is.
-                if newest_version(self.weights_folder) == newest:
-                    raise
-                continue
-            await on_update(previous, newest)
-
     def _want(self, path: Path, version: int) -> None:
         """Of servers that are away, or join."""
         self._wanted = (path, version)
@@ -214,9 +182,20 @@ class Policy:
             self._lost.set_exception(error)
 
 
-def last_change(folder: Path) -> int | None:
-    """When an entry of the folder last came or went; None while there is no folder."""
-    try:
-        return folder.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
+async def follow_versions(
+    trainer: Trainer, policy: ServedWeights, last_version: int, on_update: VersionListener
+) -> None:
+    """Have each new version served as it appears, until `last_version` is.
+
+    `on_update(old, new)` runs before the next version is looked for: an evaluation started there meets one version
+    only."""
+    while (previous := policy.version) < last_version:
+        version = await trainer.next_version(previous)
+        try:
+            await policy.load(trainer.weights(version), version)
+        except InferenceError:
+            # A version that was replaced by a newer one while it was read is no loss; any other refusal is.
+            if not trainer.is_replaced(version):
+                raise
+            continue
+        await on_update(previous, version)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -23,7 +23,9 @@ from tandem.launch.provenance import write_run_config
 from tandem.launch.supervisor import last_lines
 from tandem.models.files import check_model
 from tandem.python.callables import import_path, replace_callables
+from tandem.python.config import RLTrainingConfig
 from tandem.python.gpus import gpu_environment
+from tandem.python.trainer import Metrics
 from tandem.trainer.checkpoints.history import drop_lines_after, newest_checkpoint, prepare_run
 from tandem.types.rollout import TrainBatch
 from tandem.utils.errors import UserError
@@ -34,9 +36,6 @@ from tandem.utils.metrics import LINE_KEYS, RunLog, parse_metrics_line
 from tandem.utils.processes import SUPERVISOR_PID, describe_exit
 from tandem.utils.run_dir import RunDir, step_name, step_of, steps_with
 from tandem.utils.run_lock import hold_run
-
-if TYPE_CHECKING:
-    from tandem.python.training import Metrics, RLTrainingConfig
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -109,7 +108,7 @@ class PyTorchTrainingBackend:
     def model_dir(self) -> Path:
         return self.config.model.name
 
-    async def start(self, config: "RLTrainingConfig") -> int:
+    async def start(self, config: RLTrainingConfig) -> int:
         """Returns the step that it goes on after. The trainer loads its model meanwhile."""
         if is_to_be_fetched(self.model_dir):
             await asyncio.to_thread(fetch_model, self.model_dir)
@@ -136,7 +135,7 @@ class PyTorchTrainingBackend:
         self._launch(self.config)
         return step
 
-    async def train(self, batch: TrainBatch) -> "Metrics":
+    async def train(self, batch: TrainBatch) -> Metrics:
         """One step; its weights are published when this returns, where they are due."""
         self._step = batch.step
         await asyncio.to_thread(self._writer.write, batch)
@@ -176,7 +175,7 @@ class PyTorchTrainingBackend:
         except ValidationError as error:
             raise UserError(f"{type(self).__name__}: {explain_validation_error(TrainerConfig, error)}") from error
 
-    def _metrics_of(self, step: int) -> "Metrics | None":
+    def _metrics_of(self, step: int) -> Metrics | None:
         for line in self._metrics.lines():
             record = parse_metrics_line(line)
             if record is not None and record["process"] == "trainer" and record["step"] == step:

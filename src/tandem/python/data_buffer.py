@@ -51,8 +51,7 @@ class DataBuffer:
         self.eval_tasks: Sequence[Task] = _tasks("eval_rows", eval_rows)
         self.env: EnvConfig | None = None  # whose reward, or whose episodes, count where no reward is given
         self.has_conversations = False
-        self.position = 0
-        self._order = TaskOrder(self.tasks, seed)
+        self.order = TaskOrder(self.tasks, seed)
 
     @classmethod
     def from_env(cls, env: str | Mapping[str, Any] | Callable[..., Any], seed: int = 0) -> "DataBuffer":
@@ -76,26 +75,23 @@ class DataBuffer:
         """The next `n` tasks; `n` need not divide anything."""
         if n < 0:
             raise UserError(f"sample({n}): give a whole number from 0 on")
-        return [self.tasks[self.place(self.next_order())] for _ in range(n)]
+        if n > 0 and self.order.is_exhausted:
+            raise UserError(f"all {len(self)} tasks of the data buffer are set aside")
+        return [self.order[self.order.take()] for _ in range(n)]
+
+    @property
+    def position(self) -> int:
+        return self.order.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        if value < 0:
+            raise UserError(f"there is no task number {value}; give position a whole number from 0 on")
+        self.order.position = value
 
     @property
     def set_aside(self) -> set[int]:
-        return self._order.set_aside
-
-    def next_order(self) -> int:
-        """The number of the next task, counted over all epochs."""
-        if self._order.is_exhausted:
-            raise UserError(f"all {len(self)} tasks of the data buffer are set aside")
-        self.position += 1
-        while self.place(self.position - 1) in self.set_aside:
-            self.position += 1
-        return self.position - 1
-
-    def place(self, order: int) -> int:
-        """Where the task of this number is among `tasks`."""
-        if order < 0:
-            raise UserError(f"there is no task number {order}; give place, or position, a whole number from 0 on")
-        return self._order.place(order)
+        return self.order.set_aside
 
 
 def _tasks(name: str, rows: Iterable[Row]) -> list[Task]:

@@ -1,4 +1,4 @@
-"""Prompts over whatever samples them: engines on this machine, workers on others.
+"""The policy on whatever samples from it: engines on this machine, workers on others.
 
 generate ─► queue ─┬─► sampler 1    each takes more when it has room: a slow one takes few, and a fast one many
              ▲     └─► sampler 2
@@ -9,10 +9,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tandem.orchestrator.client import InferenceError
 from tandem.types.rollout import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
@@ -70,16 +72,38 @@ class Member:
 
 
 class SamplerPool:
-    """For one event loop. `generate` may be called for any number of prompts at once."""
+    """For one event loop. `generate` may be called for any number of prompts at once. `opening` starts the samplers,
+    with version 0 of the weights, and ends them. Once nothing can be sampled any more, `watch` raises, and nobody is
+    answered: the run ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, opening: AbstractAsyncContextManager[Sequence[Sampler]], version: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.version = version
+        self.next_update: asyncio.Future[int] = loop.create_future()
+        self._opening = opening
+        self._closing = AsyncExitStack()
+        self._lost: asyncio.Future[None] = loop.create_future()
         self._members: list[Member] = []
         self._queue: deque[Job] = deque()
         self._filled = asyncio.Event()  # set while there are jobs in the queue
         self._tasks: set[asyncio.Task[None]] = set()
         self._reviving = 0
+        self._num_moved = 0  # prompts that another sampler was asked for
         self._weights: tuple[Path, int] | None = None
         self._last_loss: Exception | None = None
+
+    def __str__(self) -> str:
+        return "engines and workers"
+
+    async def wait_until_ready(self) -> None:
+        for sampler in await self._closing.enter_async_context(self._opening):
+            self.add(sampler)
+
+    async def watch(self) -> None:
+        await self._lost
+
+    def metrics(self) -> dict[str, float]:
+        return {"servers/present": len(self._members), "servers/requests_moved": self._num_moved}
 
     def add(self, sampler: Sampler) -> None:
         """It has the weights that are served."""
@@ -89,8 +113,6 @@ class SamplerPool:
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingRequest) -> list[Completion]:
         """`sampling.n` completions of one prompt."""
-        if not self._members and not self._reviving:
-            raise self._none_left()
         job = Job(prompt_ids, sampling, asyncio.get_running_loop().create_future())
         self._queue.append(job)
         self._filled.set()
@@ -99,8 +121,10 @@ class SamplerPool:
     async def load(self, path: Path, version: int) -> None:
         """Returns when every sampler that is there has the weights. One that is lost meanwhile gets them when it comes
         back."""
-        self._weights = (path, version)
-        members = list(self._members)
+        members: list[Member] = []
+        if version:  # else they have them
+            self._weights = (path, version)
+            members = list(self._members)
         loading = (member.sampler.load(path, version) for member in members)
         results = await asyncio.gather(*loading, return_exceptions=True)
         for member, result in zip(members, results, strict=True):
@@ -108,15 +132,16 @@ class SamplerPool:
                 self._lose(member, result)
             elif isinstance(result, BaseException) and member in self._members:
                 raise result
-        if not self._members and not self._reviving:
-            raise self._none_left()
+        self.version = version
+        self.next_update.set_result(version)
+        self.next_update = asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """Whoever made the samplers ends them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._closing.aclose()
 
     async def _work(self, member: Member) -> None:
         while member in self._members:
@@ -130,10 +155,13 @@ class SamplerPool:
             except asyncio.CancelledError:  # it was lost while it had them
                 self._put_back(jobs)
                 raise
-            except Exception as error:  # whoever waits for the prompt learns why it cannot be completed
+            except InferenceError as error:  # whoever waits for the prompt learns why it cannot be completed
                 for job in jobs:
                     _end(job, error)
                 continue
+            except Exception as error:  # ends the run
+                self._fail(error)
+                return
             for job, found in zip(jobs, completions, strict=True):
                 _end(job, found)
 
@@ -152,6 +180,7 @@ class SamplerPool:
         return jobs
 
     def _put_back(self, jobs: Sequence[Job]) -> None:
+        self._num_moved += len(jobs)
         self._queue.extendleft(reversed(jobs))
         self._filled.set()
 
@@ -174,14 +203,14 @@ class SamplerPool:
             if await self._revive(member.sampler):
                 logger.info("%s takes part again", member.sampler.name)
                 self.add(member.sampler)
-        except Exception as error:  # the others go on without it
+        except Exception as error:  # cleans up: the others go on without it
             self._last_loss = error
             logger.warning("%s did not come back: %s", member.sampler.name, error)
         finally:
             self._reviving -= 1
             if not self._members and not self._reviving:
-                while self._queue:
-                    _end(self._queue.popleft(), self._none_left())
+                last = f"the last loss: {self._last_loss}"
+                self._fail(NoSamplersLeft(f"nothing is left that could complete prompts; {last}"))
 
     async def _revive(self, sampler: Sampler) -> bool:
         waits = iter(RETRY_S)
@@ -200,8 +229,9 @@ class SamplerPool:
                 logger.warning("%s; the next try is in %g s", error, wait_s)
                 await asyncio.sleep(wait_s)
 
-    def _none_left(self) -> NoSamplersLeft:
-        return NoSamplersLeft(f"nothing is left that could complete prompts; the last loss: {self._last_loss}")
+    def _fail(self, error: Exception) -> None:
+        if not self._lost.done():
+            self._lost.set_exception(error)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

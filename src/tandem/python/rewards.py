@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from tandem.config.base import Config
 from tandem.config.explain import explain_validation_error
 from tandem.envs.protocol import Score
+from tandem.envs.results import total
 from tandem.python.data_buffer import Prompt
 from tandem.python.reward_processes import RewardProcesses, num_processes
 from tandem.python.threads import DaemonThreads, GivenUp
 from tandem.rewards.calls import Call
-from tandem.rewards.config import AnyReward, CodeConfig, OwnConfig
+from tandem.rewards.config import AnyReward, CodeConfig, OwnConfig, RewardConfig
 from tandem.rewards.pool import RewardFailed
 from tandem.rewards.registry import is_slow, make_call, require_installed
 from tandem.rewards.weighted import WeightedRewards
@@ -99,34 +100,20 @@ class RewardedTasks:
         self.train_tasks = train_tasks
         self.eval_tasks = eval_tasks
         named = Reward(reward) if isinstance(reward, str) else reward
-        self._scoring = NamedScoring(named, timeout_s) if isinstance(named, Reward) else OwnScoring(named, timeout_s)
+        if isinstance(named, Reward):  # as `rl` has it: what may take long in processes that can be killed
+            self._scoring = WeightedRewards([_limited(named.config, timeout_s)], num_processes())
+        else:
+            self._scoring = CustomScoring(named, timeout_s)
 
     async def score(self, task: Task, completion: str) -> Score:
-        return await self._scoring.score(task, completion)
+        score = await self._scoring.score(task, completion)
+        return total(score) if isinstance(self._scoring, WeightedRewards) else score
 
     async def close(self) -> None:
         await self._scoring.close()
 
 
-class NamedScoring:
-    """A `Reward`, scored as `rl` scores it: what may take long in processes that can be killed. A timeout_s of its own
-    comes first."""
-
-    def __init__(self, reward: Reward, timeout_s: float) -> None:
-        config = reward.config
-        has_limit = "timeout_s" in config.model_fields_set or isinstance(config, CodeConfig)  # which has one for a test
-        if not has_limit:
-            config = config.model_copy(update={"timeout_s": timeout_s})
-        self._rewards = WeightedRewards([config], num_processes())
-
-    async def score(self, task: Task, completion: str) -> Score:
-        return sum((await self._rewards.score(task, completion)).values())
-
-    async def close(self) -> None:
-        await self._rewards.close()
-
-
-class OwnScoring:
+class CustomScoring:
     """A user's object or function, in this interpreter: awaited where it is async, in threads where it is not."""
 
     def __init__(self, reward: Scorer | Callable[..., Any], timeout_s: float) -> None:
@@ -155,6 +142,12 @@ class OwnScoring:
     def _score(self, task: Task, completion: str) -> Any:
         arguments = self._call.arguments(task, completion)
         return self._call(arguments | ({"prompt": Prompt.of(task)} if "prompt" in arguments else {}))
+
+
+def _limited(config: RewardConfig, timeout_s: float) -> RewardConfig:
+    """A timeout_s that it was given comes first."""
+    has_limit = "timeout_s" in config.model_fields_set or isinstance(config, CodeConfig)  # which has one for a test
+    return config if has_limit else config.model_copy(update={"timeout_s": timeout_s})
 
 
 def _call_of(reward: Scorer | Callable[..., Any]) -> Call:

@@ -132,3 +132,11 @@ def test_any_finishing_order_gives_full_fresh_batches(
             step += 1
     assert len(set(used)) == len(used) == 5 * prompts_per_step
     assert next_order == len(used) + len(in_flight) + len(buffer) + len(anew)
+
+
+def test_one_step_at_a_time_no_more_is_started_than_the_step_needs() -> None:
+    buffer = GroupBuffer(2, max_staleness=1, one_step_at_a_time=True)
+    for step, expected in ((1, 2), (2, 4), (3, 4)):
+        while buffer.can_start(0, step):
+            buffer.started()
+        assert buffer.num_started == expected

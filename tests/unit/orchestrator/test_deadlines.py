@@ -9,10 +9,14 @@ import pytest
 from tests.unit.orchestrator.fakes import FakeEnvironment, FakePolicy
 
 from tandem.commands.orchestrator import OrchestratorConfig
+from tandem.data.batch_files import RolloutWriter
 from tandem.orchestrator import loop
+from tandem.orchestrator.file_trainer import FileTrainer
 from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.server_policy import ServerPolicy
 from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.tasks import Prompts
+from tandem.utils.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +30,10 @@ def make_orchestrator(root: Path, timeout_s: float) -> Orchestrator:
     unused: Any = None
     environment = FakeEnvironment(rewards=[])
     prompts = Prompts([array("I")] * len(environment.train_tasks), [array("I")] * len(environment.eval_tasks))
-    return Orchestrator(config, environment, prompts, unused, ServerList([], unused), "run-1", unused, None)
+    policy = ServerPolicy(config, ServerList([], unused), 0)
+    run_dir = RunDir(root)
+    trainer = FileTrainer(config.model.name, run_dir.weights, RolloutWriter(run_dir.rollouts, config.keep_rollouts))
+    return Orchestrator(config, environment, prompts, unused, policy, trainer, "run-1", unused, None)
 
 
 def wait(root: Path, version: int, evaluating: bool) -> None:

@@ -90,16 +90,17 @@ def run_with(
     async def run() -> None:
         maker.policy, maker.release = FakePolicy(start_step), asyncio.Event()
         run_log = RunLog(RunDir(root), "orchestrator")
+        ordered = tasks or task_order()
+        ordered.position = next_order
         dispatcher = Dispatcher(
             maker,
             keep or (lambda group: group),
             curriculum or Curriculum(None, solved_reward=1.0, seed=0),
             GroupBuffer(2, max_staleness, start_step, num_spare),
             maker.policy,
-            tasks or task_order(),
+            ordered,
             FailureLedger(RunDir(root), max_failed_share),
             run_log,
-            next_order=next_order,
             retry=retry or [],
             max_orders=max_orders,
             tries=tries,
@@ -264,7 +265,7 @@ def test_every_task_is_trained_on_once_whatever_grows_old_and_wherever_a_run_is_
                 maker.hang = set()
                 maker.release.set()
             trained.extend(group.order for group in await dispatcher.next_batch(step, deadline()))
-            left.update(next_order=dispatcher.next_order, retry=dispatcher.unfinished_orders, start_step=step)
+            left.update(next_order=dispatcher.tasks.position, retry=dispatcher.unfinished_orders, start_step=step)
             maker.policy.update()
 
     async def begin(dispatcher: Dispatcher) -> None:
@@ -286,7 +287,7 @@ def test_a_resumed_run_makes_unfinished_orders_first(maker: Maker, tmp_path: Pat
         assert [group.order for group in groups] == [3, 4]
         await asyncio.sleep(0.01)
         assert maker.orders == [3, 4, 7, 8]
-        assert dispatcher.unfinished_orders == [7, 8] and dispatcher.next_order == 9
+        assert dispatcher.unfinished_orders == [7, 8] and dispatcher.tasks.position == 9
 
     retry = [3, 4]
     run_with(maker, tmp_path, body, max_staleness=1, start_step=2, next_order=7, retry=retry)
@@ -349,7 +350,7 @@ def test_another_group_takes_the_place_of_one_that_is_filtered(maker: Maker, tmp
     async def body(dispatcher: Dispatcher) -> None:
         assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [1, 3]
         assert maker.orders == [0, 1, 2, 3]
-        assert (dispatcher.next_order, dispatcher.unfinished_orders) == (4, [])
+        assert (dispatcher.tasks.position, dispatcher.unfinished_orders) == (4, [])
 
     run_with(maker, tmp_path, body, keep=keep)
 

@@ -2,7 +2,6 @@
 environment are fakes; everything between them is real."""
 
 import asyncio
-import errno
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +13,13 @@ from tests.unit.orchestrator.fakes import TASKS, FakeEnvironment, FakeServer
 from tests.unit.tasks import until_alone
 
 from tandem.commands.orchestrator import OrchestratorConfig
-from tandem.data.batch_files import MARKER, RolloutReader
+from tandem.data.batch_files import MARKER, RolloutReader, RolloutWriter
 from tandem.data.tokenizer import Tokenizer
 from tandem.orchestrator.client import ServerLost
 from tandem.orchestrator.failures import TooManyFailures
-from tandem.orchestrator.loop import Orchestrator, cause_of
+from tandem.orchestrator.file_trainer import FileTrainer
+from tandem.orchestrator.loop import Orchestrator
+from tandem.orchestrator.server_policy import ServerPolicy
 from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.state import OrchestratorState
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts, request_seed
@@ -65,8 +66,12 @@ class Run:
             forwarder = MetricsForwarder(self.dir)
             prompts = encode_prompts(self.environment, self.tokenizer, self.config)
             servers = ServerList(self.urls, self.servers.__getitem__)
+            policy = ServerPolicy(self.config, servers, first)
+            publisher = FileTrainer(
+                self.config.model.name, self.dir.weights, RolloutWriter(self.dir.rollouts, self.config.keep_rollouts)
+            )
             loop = Orchestrator(
-                self.config, self.environment, prompts, self.tokenizer, servers, RUN, forwarder, resumed_from
+                self.config, self.environment, prompts, self.tokenizer, policy, publisher, RUN, forwarder, resumed_from
             )
             try:
                 await asyncio.wait_for(loop.run(), 30)
@@ -495,29 +500,6 @@ def test_a_lost_server_ends_the_run_and_no_task_is_blamed(make_run, lost_after: 
         run.start()
     assert {event["event"] for event in read_json_lines(run.dir.events)} == {"started"}
     assert not run.dir.failures.exists()
-
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
-DAMAGED = IsADirectoryError(errno.EISDIR, "Is a directory")
-
-
-@pytest.mark.parametrize(
-    ("met", "cause"),
-    [
-        ([FULL, FULL], FULL),
-        ([KeyError(), FULL], FULL),
-        ([ServerLost(), OSError(errno.EDQUOT, "Disk quota exceeded")], "Disk quota exceeded"),
-        ([KeyError(), ExceptionGroup("of a task", [FULL, FULL])], FULL),
-        ([DAMAGED, DAMAGED], DAMAGED),
-        ([UserError("one"), UserError("other")], "one"),
-        ([KeyError(), TooManyFailures("9 of 9")], "9 of 9"),
-        ([KeyError(), TooManyFailures("9 of 9"), ServerLost("taken")], "taken"),
-        ([ExceptionGroup("of a task", [KeyError("x")])], "'x'"),
-        ([KeyError(), DAMAGED], "of the loop (2 sub-exceptions)"),
-    ],
-)
-def test_of_several_tasks_that_fail_at_once_the_cause_is_told(met: list[Exception], cause: object) -> None:
-    assert str(cause) in str(cause_of(ExceptionGroup("of the loop", met)))
 
 
 def test_metrics_are_forwarded_before_the_first_step_and_with_every_step(

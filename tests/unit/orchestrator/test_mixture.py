@@ -10,12 +10,14 @@ import pytest
 from tests.unit.orchestrator.fakes import TASKS, FakeServer
 
 from tandem.commands.orchestrator import OrchestratorConfig
-from tandem.data.batch_files import MARKER
+from tandem.data.batch_files import MARKER, RolloutWriter
 from tandem.data.tokenizer import Tokenizer
 from tandem.envs.config import EnvConfig
 from tandem.envs.mixture import Mixture
+from tandem.orchestrator.file_trainer import FileTrainer
 from tandem.orchestrator.loop import Orchestrator
 from tandem.orchestrator.rehearsal import open_tried
+from tandem.orchestrator.server_policy import ServerPolicy
 from tandem.orchestrator.servers import ServerList
 from tandem.orchestrator.tasks import TaskOrder, encode_prompts
 from tandem.types.rollout import Completion, SamplingRequest, Task
@@ -88,7 +90,11 @@ def run_on_two_environments(options: OrchestratorConfig, server: FakeServer) -> 
         prompts = encode_prompts(environment, tokenizer, options)
         forwarder = MetricsForwarder(run_dir)
         servers = ServerList([server.base_url], lambda url: server)
-        loop = Orchestrator(options, environment, prompts, tokenizer, servers, "mixed-1", forwarder, None)
+        policy = ServerPolicy(options, servers, 0)
+        publisher = FileTrainer(
+            options.model.name, run_dir.weights, RolloutWriter(run_dir.rollouts, options.keep_rollouts)
+        )
+        loop = Orchestrator(options, environment, prompts, tokenizer, policy, publisher, "mixed-1", forwarder, None)
         trainer = asyncio.ensure_future(train())
         await asyncio.wait_for(loop.run(), 30)
         await trainer

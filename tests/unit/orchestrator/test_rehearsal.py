@@ -98,7 +98,7 @@ def rehearse(name: str, tiny_model: Path) -> None:
     config = OrchestratorConfig.model_validate(tree)
 
     async def run() -> None:
-        async with open_environments(config) as environment:
+        async with open_environments(config.plans) as environment:
             await try_environments(environment, config, Tokenizer(tiny_model))
 
     asyncio.run(run())

@@ -108,7 +108,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with(root: Path, count: int, body: Callable[[Policy, list[Machine]], Awaitable[None]]) -> None:
     async def run() -> None:
         machines = [Machine(f"http://host{number}:8000") for number in range(count)]
-        policy = Policy(machines, BASE, root, 0, RunLog(RunDir(root), "orchestrator"))
+        policy = Policy(machines, BASE, 0, RunLog(RunDir(root), "orchestrator"))
         await policy.load(BASE, 0)
         watching = asyncio.ensure_future(policy.watch())
         try:
@@ -193,7 +193,7 @@ def test_the_latest_conversations_are_those_whose_server_is_known(
 def test_the_limit_is_that_of_the_servers_that_are_there(tmp_path: Path) -> None:
     async def run() -> None:
         machines = [Machine(f"http://host{number}:8000") for number in range(3)]
-        policy = Policy(machines, BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"), 4)
+        policy = Policy(machines, BASE, 0, RunLog(RunDir(tmp_path), "orchestrator"), 4)
         assert policy.limit == 12
         for limit, machine in ((8, machines[1]), (4, machines[2]), (4, machines[0])):  # the last one is waited for
             machine.on_trouble()
@@ -263,7 +263,7 @@ def test_servers_are_not_looked_after_before_they_have_weights(tmp_path: Path) -
 
     async def run() -> None:
         machines = [Machine(f"http://host{number}:8000") for number in range(2)]
-        policy = Policy(machines, BASE, tmp_path, 0, RunLog(RunDir(tmp_path), "orchestrator"))
+        policy = Policy(machines, BASE, 0, RunLog(RunDir(tmp_path), "orchestrator"))
         machines[0].down = True
         await asyncio.sleep(0.05)
         assert policy.num_present == 2
@@ -367,7 +367,7 @@ class Listed:
         self.path.write_text(text)
         self.made: dict[str, Machine] = {}
         self.servers = ServerList(read_servers(self.path), self._connect)
-        self.policy = Policy(list(self.servers), BASE, root, version, RunLog(RunDir(root), "orchestrator"))
+        self.policy = Policy(list(self.servers), BASE, version, RunLog(RunDir(root), "orchestrator"))
 
     def _connect(self, url: str) -> Machine:
         self.made[url] = Machine(url)

@@ -154,3 +154,11 @@ def test_a_conversation_may_have_more_tokens_than_one_turn(tokenizer: Tokenizer)
     environment = ReverseText(num_train=4, num_eval=2)
     environment.train_tasks[:] = [HeldTask(3, [], "", is_interactive=True), reverse_task(4, "abc")]
     assert len(encode_prompts(environment, tokenizer, config(seq_len=64, filters={"min_tokens": 11})).train) == 2
+
+
+def test_orders_of_tasks_that_are_set_aside_or_skipped_are_passed_over() -> None:
+    tasks = TaskOrder([Task(index, [], "") for index in range(3)], seed=0)
+    tasks.set_aside.add(tasks.place(1))
+    assert [tasks.take(), tasks.take(), tasks.position] == [0, 2, 3]
+    expected = next(order for order in range(5, 9) if tasks.place(order) not in tasks.set_aside)
+    assert tasks.take(lambda order, place: order < 5) == expected and tasks.position == expected + 1

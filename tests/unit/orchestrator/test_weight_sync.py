@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from tests.unit.tasks import until_alone
 
+from tandem.data.batch_files import RolloutWriter
 from tandem.orchestrator import weight_sync
 from tandem.orchestrator.client import InferenceError, InstanceChanged, ServerGone, ServerLost
 from tandem.orchestrator.concurrency import Concurrency, EngineLoad
-from tandem.orchestrator.weight_sync import Policy
+from tandem.orchestrator.file_trainer import FileTrainer
+from tandem.orchestrator.weight_sync import Policy, follow_versions
 from tandem.types.rollout import Completion, SamplingRequest
 from tandem.utils.files import read_json_lines
 from tandem.utils.manifest import write_manifest
@@ -77,7 +79,12 @@ class FakeClient:
 
 
 def make_policy(client: FakeClient, folder: Path, version: int = 0, concurrency: Concurrency = None) -> Policy:
-    return Policy([client], BASE, folder, version, RunLog(RunDir(folder), "orchestrator"), concurrency)
+    return Policy([client], BASE, version, RunLog(RunDir(folder), "orchestrator"), concurrency)
+
+
+def trainer(folder: Path) -> FileTrainer:
+    """The one that publishes to `folder`."""
+    return FileTrainer(BASE, folder, RolloutWriter(folder, keep=1))
 
 
 async def generate(policy: Policy, token: int = 1) -> Completion:
@@ -106,7 +113,7 @@ def test_follow_takes_the_newest_and_ends_with_the_last(tmp_path: Path) -> None:
 
     async def run() -> None:
         policy = make_policy(client, tmp_path, 0)
-        following = asyncio.ensure_future(policy.follow(5, on_update))
+        following = asyncio.ensure_future(follow_versions(trainer(tmp_path), policy, 5, on_update))
         await asyncio.sleep(0.02)
         assert policy.version == 0
         for version in (1, 2, 3):
@@ -129,7 +136,7 @@ def test_a_version_is_not_loaded_twice(tmp_path: Path) -> None:
     async def run() -> None:
         publish(tmp_path, 2)
         policy = make_policy(client, tmp_path, 2)
-        following = asyncio.ensure_future(policy.follow(3, nothing))
+        following = asyncio.ensure_future(follow_versions(trainer(tmp_path), policy, 3, nothing))
         for number in range(3):
             (tmp_path / f"other-{number}").mkdir()
             await asyncio.sleep(0.02)
@@ -148,7 +155,7 @@ def test_a_version_is_seen_even_if_the_folder_keeps_its_mtime(tmp_path: Path) ->
     async def run() -> None:
         publish(tmp_path, 1)
         policy = make_policy(client, tmp_path, 1)
-        following = asyncio.ensure_future(policy.follow(2, ignore))
+        following = asyncio.ensure_future(follow_versions(trainer(tmp_path), policy, 2, ignore))
         await asyncio.sleep(0.02)
         seen = tmp_path.stat().st_mtime_ns
         publish(tmp_path, 2)
@@ -194,7 +201,7 @@ def test_refused_weights_end_the_run_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
         policy = make_policy(RefusingClient(lambda: None), tmp_path, 0)
         publish(tmp_path, 1)
-        await policy.follow(2, ignore)
+        await follow_versions(trainer(tmp_path), policy, 2, ignore)
 
     with pytest.raises(InferenceError, match="checksum"):
         asyncio.run(run())
@@ -209,7 +216,7 @@ def test_a_refused_version_that_was_replaced_meanwhile_is_passed_over(tmp_path: 
 
     async def run() -> None:
         publish(tmp_path, 1)
-        await make_policy(client, tmp_path, 0).follow(2, note)
+        await follow_versions(trainer(tmp_path), make_policy(client, tmp_path, 0), 2, note)
 
     asyncio.run(run())
     assert client.loaded == [("step_000002", 2)] and updates == [(0, 2)]
@@ -249,7 +256,7 @@ def test_adapters_are_served_over_the_model_they_belong_to(tmp_path: Path) -> No
         policy = make_policy(client, tmp_path, 0)
         await policy.load(BASE, 0)
         publish(tmp_path, 1, adapter=True)
-        await policy.follow(2, on_update)
+        await follow_versions(trainer(tmp_path), policy, 2, on_update)
         assert policy.version == 2
 
     asyncio.run(run())

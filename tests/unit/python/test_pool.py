@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.python.samplers import SAMPLING, FakeSampler
 
+from tandem.orchestrator.client import InferenceError
 from tandem.python import pool as pool_module
 from tandem.python.pool import Job, NoSamplersLeft, SamplerGone, SamplerPool
 from tandem.types.rollout import Completion
+
+
+def make_pool() -> SamplerPool:
+    """Without samplers yet."""
+    return SamplerPool(nullcontext(()), version=0)
 
 
 async def generate_all(pool: SamplerPool, num_prompts: int) -> list[list[Completion]]:
@@ -31,7 +38,7 @@ def test_every_prompt_is_answered_once_while_one_sampler_lives(
     num_prompts: int, samplers: list[tuple[int, int | None]]
 ) -> None:
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         pool.add(FakeSampler("survivor"))
         for number, (slots, dies_at) in enumerate(samplers):
             pool.add(FakeSampler(f"sampler {number}", slots, dies_at))
@@ -43,7 +50,7 @@ def test_every_prompt_is_answered_once_while_one_sampler_lives(
 
 def test_a_slow_sampler_does_not_hold_up_a_fast_one() -> None:
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         slow, fast = FakeSampler("slow"), FakeSampler("fast")
         slow.gate.clear()
         pool.add(slow)
@@ -61,7 +68,7 @@ def test_a_slow_sampler_does_not_hold_up_a_fast_one() -> None:
 
 def test_what_comes_back_has_the_weights_that_are_served_by_then() -> None:
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         mortal = FakeSampler("mortal", dies_at=1, lives=1)
         pool.add(mortal)
         await pool.load(Path("weights"), 3)
@@ -74,17 +81,17 @@ def test_what_comes_back_has_the_weights_that_are_served_by_then() -> None:
 
 def test_nothing_is_asked_of_one_that_was_lost_until_it_is_back_with_its_weights() -> None:
     class DiesOfWeights(FakeSampler):
-        """Dies when it is given version 1; comes back when `may_return` is set."""
+        """Dies when it is given version 2; comes back when `may_return` is set."""
 
         may_return = asyncio.Event()
         is_there = True
 
         async def sample(self, jobs: Sequence[Job]) -> list[list[Completion]]:
-            assert self.is_there and self.loaded == [0, 1]
+            assert self.is_there and self.loaded == [1, 2]
             return await super().sample(jobs)
 
         async def load(self, path: Path, version: int) -> None:
-            if version == 1 and not self.may_return.is_set():
+            if version == 2 and not self.may_return.is_set():
                 self.is_there = False
                 raise SamplerGone(f"{self.name} died")
             await super().load(path, version)
@@ -95,11 +102,11 @@ def test_nothing_is_asked_of_one_that_was_lost_until_it_is_back_with_its_weights
             return True
 
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         mortal, other = DiesOfWeights("mortal", slots=3), FakeSampler("other")
         for sampler in (mortal, other):
             pool.add(sampler)
-        for version in (0, 1):
+        for version in (1, 2):
             await asyncio.sleep(0)  # all wait for prompts
             await pool.load(Path("weights"), version)
         check_echoes(await generate_all(pool, 7), 7)
@@ -130,7 +137,7 @@ def test_what_one_that_dies_was_asked_at_the_same_time_goes_to_the_others() -> N
                 self.running -= 1
 
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         stuck = Stuck("stuck", slots=4, dies_at=4, lives=1)
         pool.add(stuck)
         check_echoes(await generate_all(pool, 40), 40)
@@ -158,7 +165,7 @@ def test_one_that_dies_while_it_is_started_again_is_tried_again(monkeypatch: pyt
             await super().load(path, version)
 
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         fragile = Fragile("fragile", dies_at=1, lives=9)
         pool.add(fragile)
         await pool.load(Path("weights"), 1)
@@ -170,33 +177,34 @@ def test_one_that_dies_while_it_is_started_again_is_tried_again(monkeypatch: pyt
     asyncio.run(run())
 
 
-def test_one_that_cannot_be_brought_back_is_named_to_whoever_waits() -> None:
+def test_one_that_cannot_be_brought_back_is_named() -> None:
     class Broken(FakeSampler):
         async def revive(self) -> bool:
             raise ValueError("no memory")
 
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         pool.add(Broken("broken", dies_at=1))
+        generating = asyncio.ensure_future(pool.generate([1], SAMPLING))
         with pytest.raises(NoSamplersLeft, match="no memory"):
-            await pool.generate([1], SAMPLING)
+            await pool.watch()
+        assert not generating.done()
+        generating.cancel()
         await pool.close()
 
     asyncio.run(run())
 
 
-def test_when_the_last_one_dies_everybody_who_waits_is_told_who_it_was() -> None:
+def test_when_the_last_one_dies_the_run_ends_with_who_it_was() -> None:
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         pool.add(FakeSampler("the only one", dies_at=2))
         generating = [asyncio.ensure_future(pool.generate([1, number], SAMPLING)) for number in range(9)]
-        outcomes = await asyncio.gather(*generating, return_exceptions=True)
-        failures = [one for one in outcomes if isinstance(one, Exception)]
-        assert failures and all(isinstance(one, NoSamplersLeft) and "the only one died" in str(one) for one in failures)
-        with pytest.raises(NoSamplersLeft):
-            await pool.generate([1], SAMPLING)
-        with pytest.raises(NoSamplersLeft):
-            await pool.load(Path("weights"), 1)
+        with pytest.raises(NoSamplersLeft, match="the only one died"):
+            await pool.watch()
+        assert not all(one.done() for one in generating)
+        for one in generating:
+            one.cancel()
         await pool.close()
 
     asyncio.run(run())
@@ -206,15 +214,15 @@ def test_a_prompt_that_is_refused_fails_alone() -> None:
     class Refusing(FakeSampler):
         async def sample(self, jobs: Sequence[Job]) -> list[list[Completion]]:
             if any(job.prompt_ids == [1, 2] for job in jobs):
-                raise ValueError("too long")
+                raise InferenceError("too long")
             return await super().sample(jobs)
 
     async def run() -> None:
-        pool = SamplerPool()
+        pool = make_pool()
         pool.add(Refusing("refusing", slots=8))
         generating = [asyncio.ensure_future(pool.generate([1, number], SAMPLING)) for number in range(4)]
         outcomes = await asyncio.gather(*generating, return_exceptions=True)
-        assert [isinstance(one, ValueError) for one in outcomes] == [False, False, True, False]
+        assert [isinstance(one, InferenceError) for one in outcomes] == [False, False, True, False]
         await pool.close()
 
     asyncio.run(run())

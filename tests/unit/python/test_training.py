@@ -28,7 +28,7 @@ from tandem import run_rl_training as run
 from tandem.commands.trainer import TrainerConfig
 from tandem.config.sampling import EvalConfig
 from tandem.orchestrator.state import OrchestratorState
-from tandem.python.training import Metrics
+from tandem.python.trainer import Metrics
 from tandem.types.rollout import TrainBatch
 from tandem.utils.files import read_json_lines
 from tandem.utils.metrics import read_metrics
@@ -246,6 +246,20 @@ def test_a_trainer_that_dies_while_prompts_are_completed_is_started_again_so_oft
     with pytest.raises(TrainingFailed, match="exit code 1"):
         asyncio.run(watch())
     assert backend.num_starts == 1 + max_restarts
+
+
+def test_without_overlap_no_more_prompts_are_asked_than_the_step_needs(tiny_model: Path, tmp_path: Path) -> None:
+    """Though the weights of two steps are the same: which prompts a batch has depends on their order alone."""
+
+    class Uneven(FakeWorker):
+        def _complete(self, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+            time.sleep(0.02 * (prompt["sampling"]["seed"] % 3))
+            return super()._complete(prompt)
+
+    workers: list[FakeWorker] = [Uneven(f"worker {number}") for number in range(3)]
+    backend, _ = train(tiny_model, tmp_path, workers, sync_every=2, prompts_per_step=3)
+    states = [json.loads(batch.orchestrator_state) for batch in backend.batches]
+    assert [(state["next_order"], state["unfinished"]) for state in states] == [(3, []), (6, []), (9, []), (12, [])]
 
 
 def test_a_program_ends_though_a_worker_hangs(tiny_model: Path, tmp_path: Path) -> None:

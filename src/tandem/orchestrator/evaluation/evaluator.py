@@ -7,13 +7,14 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from tandem.commands.orchestrator import OrchestratorConfig
 from tandem.config.sampling import EvalConfig
 from tandem.isolation.failures import Failure, failure_of, top_reasons
 from tandem.orchestrator.evaluation.scores import summarize
 from tandem.orchestrator.failures import TaskFailed, TooManyFailures
 from tandem.orchestrator.protocols import GroupMaker
 from tandem.orchestrator.samples import write_samples
-from tandem.orchestrator.tasks import request_seed
+from tandem.orchestrator.tasks import request_seed, sampling_options
 from tandem.types.rollout import ALL_TOKENS, Group, SamplingOptions, SamplingRequest, Task
 from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
@@ -111,6 +112,34 @@ class MixedEvaluator:
         reward = statistics.fmean(metrics[evaluator.prefix + "reward"] for evaluator in self.evaluators)
         self.run_log.metrics(version, {**metrics, "eval/reward": reward})
         return reward
+
+
+def make_evaluator(
+    config: OrchestratorConfig,
+    maker: GroupMaker,
+    tasks: Sequence[Task],
+    prompts: Sequence[Sequence[int]],
+    run_log: RunLog,
+) -> Evaluator | MixedEvaluator:
+    """Of all environments; without prompts, it has nothing to evaluate."""
+    evaluators: list[Evaluator] = []
+    for name, plan in config.plans.items():
+        places = [place for place in range(len(prompts)) if tasks[place].environment == name]
+        evaluators.append(
+            Evaluator(
+                maker,
+                config.eval.model_copy(update={"num_prompts": plan.num_eval_prompts}),
+                [tasks[place] for place in places],
+                [prompts[place] for place in places],
+                plan.sampling.max_tokens,
+                config.seed,
+                run_log,
+                sampling_options(config.eval, plan.sampling.stop),
+                name,
+                config.solved_reward,
+            )
+        )
+    return MixedEvaluator(evaluators, run_log) if config.envs else evaluators[0]
 
 
 def describe(scores: dict[str, float], num_prompts: int) -> str:
