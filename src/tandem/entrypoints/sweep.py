@@ -41,7 +41,7 @@ def read_command_line(arguments: list[str]) -> SweepConfig:
             rest = arguments[: named[0]] + arguments[named[0] + 1 :]
             sign = {"@", "--config", "-c"}
             arguments = ["--file", arguments[named[0]].removeprefix("@"), *(word for word in rest if word not in sign)]
-        return load_config(SweepConfig, arguments, "sweep", DESCRIPTION)
+        return load_config(SweepConfig, arguments)
     except UserError as error:
         say(f"sweep: {error}", error=True)
         raise SystemExit(2) from None

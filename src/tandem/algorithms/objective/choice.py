@@ -81,7 +81,7 @@ def choice_of(
         "type": (ANNOTATED[types | str, OrImportPath(types)], Field(default=next(iter(losses)), description=text))
     }
     fields |= {name: _flat(losses, name) for name in dict.fromkeys([*shown_first, *names])}
-    return create_model("LossOptions", __base__=base, losses=(ClassVar[Any], losses), **fields)
+    return create_model("LossOptions", __base__=base, losses=(ClassVar[Any], losses), **fields)  # pyright: ignore[reportInvalidTypeForm]
 
 
 def _flat(losses: Mapping[str, PolicyLoss | AlignLoss], name: str) -> tuple[Any, Any]:
