@@ -44,20 +44,21 @@ def create_app(options: GoalOptions, middleware: Sequence[Middleware] = (), *, n
     return Starlette(
         routes=documented(service.endpoints(), title=title, needs_key=needs_key, common=REFUSED),
         middleware=middleware,
-        exception_handlers={InvalidRequest: refuse, HTTPException: tell, ClientGone: client_gone},
+        exception_handlers=HANDLERS,
         lifespan=lambda _: service.running(),
     )
 
 
-async def refuse(_: Request, error: Exception) -> Response:
-    assert isinstance(error, InvalidRequest)
+async def refuse(_: Request, error: InvalidRequest) -> Response:
     first = error.errors[0]
     return error_answer(400, f"{'.'.join(map(str, first['loc'][1:])) or 'body'}: {first['msg']}")
 
 
-async def tell(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def tell(_: Request, error: HTTPException) -> Response:
     return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+HANDLERS: dict[Any, Any] = {InvalidRequest: refuse, HTTPException: tell, ClientGone: client_gone}
 
 
 def reward_app(config: RewardServerConfig, api_key: str | None) -> Starlette:
