@@ -36,7 +36,7 @@ from tandem.weights.check import check_adapter_files, verify_files
 from tandem.weights.versions import ADAPTER_CONFIG, AdapterRefused, WeightUpdateRefused
 from tandem.weights.ways import Install, Tensors, cast_each
 
-# Everything beside the tensors that makes a directory a model.
+# Everything but the tensors that makes a directory a model.
 SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 # These come before a template in tokenizer_config.json.
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -51,12 +51,12 @@ MOST_PINNED_BYTES = 2**33
 
 
 class WeightsPublisher:
-    """Writes versions: whole models in one precision, beside a copy of the files that came with the model; or, given
+    """Writes versions: whole models in one precision, with a copy of the files that came with the model; or, given
     the adapter_config.json of what is trained, LoRA adapters of it. `config` stands in for the model's config.json, and
     the text `chat_template` for its chat templates.
 
-    With `flush_beside` a version can be loaded before it is on the disk, for those who can write it again: where the
-    machine loses its power meanwhile, it does not match its manifest. Old versions are then removed beside the next
+    With `flush_in_background` a version can be loaded before it is on the disk, for those who can write it again: where
+    the machine loses its power meanwhile, it does not match its manifest. Old versions are then removed during the next
     step as well. `close` waits until all of that is done."""
 
     def __init__(
@@ -69,7 +69,7 @@ class WeightsPublisher:
         *,
         adapter_config: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
-        flush_beside: bool = False,
+        flush_in_background: bool = False,
     ) -> None:
         self.folder = folder
         self.model_dir = model_dir
@@ -78,7 +78,7 @@ class WeightsPublisher:
         self.config = config
         self.adapter_config = adapter_config
         self.chat_template = chat_template
-        self._flusher = ThreadPoolExecutor(1, "flush weights") if flush_beside else None
+        self._flusher = ThreadPoolExecutor(1, "flush weights") if flush_in_background else None
         self._flushing: Future[None] | None = None
 
     def publish(self, tensors: Tensors, version: int) -> Path:
@@ -164,7 +164,7 @@ def flush(version: Path) -> None:
 
 def write_model(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     """config.json and the tensors, in the precision the config names. Each file is written as soon as its tensors have
-    come, beside those that come next; only so many of them wait for the disk."""
+    come, while the next ones are gathered; only so many of them wait for the disk."""
     dtype = getattr(torch, config["dtype"])
     places: dict[str, int] = {}
     size_bytes = 0

@@ -54,9 +54,9 @@ def test_a_version_is_a_model_with_a_manifest(model_dir: Path, tmp_path: Path) -
     assert (path / "tokenizer.json").read_text() == "a tokenizer"
 
 
-@pytest.mark.parametrize("flush_beside", [False, True])
+@pytest.mark.parametrize("flush_in_background", [False, True])
 def test_a_version_is_on_the_disk_when_it_is_published_or_soon_after(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush_beside: bool
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush_in_background: bool
 ) -> None:
     synced, may_flush, flush = set[str](), threading.Event(), filesystem.flush
 
@@ -68,11 +68,11 @@ def test_a_version_is_on_the_disk_when_it_is_published_or_soon_after(
         monkeypatch.setattr(module, "fsync_path", lambda path: synced.add(path.name))
     monkeypatch.setattr(filesystem, "flush", flush_later)
     expected = {"model.safetensors", "config.json", "manifest.json", "tool_use.jinja", "weights"}
-    options: dict[str, Any] = {"flush_beside": True} if flush_beside else {}
+    options: dict[str, Any] = {"flush_in_background": True} if flush_in_background else {}
     threads = set(threading.enumerate())
     publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, **options)
     publish(publisher, 1)
-    assert bool(expected & synced) is not flush_beside
+    assert bool(expected & synced) is not flush_in_background
     may_flush.set()
     publisher.close()
     assert expected <= synced and set(threading.enumerate()) == threads
@@ -230,7 +230,7 @@ def test_a_version_can_be_loaded_before_it_is_on_the_disk(
         flushed.append(path.name)
 
     monkeypatch.setattr(filesystem, "flush", slow_flush)
-    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, flush_beside=True)
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, flush_in_background=True)
     verify_manifest(publish(publisher, 1), 1)
     assert flushed == []
     may_flush.set()
@@ -250,7 +250,7 @@ def test_old_versions_are_removed_beside_the_next_step(
         removed.append(keep_from)
 
     monkeypatch.setattr(filesystem, "remove_old_steps", slow_removal)
-    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=2, flush_beside=True)
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=2, flush_in_background=True)
     publish(publisher, 3)
     assert removed == []
     may_remove.set()
@@ -263,7 +263,7 @@ def test_a_disk_that_fails_is_not_passed_over(model_dir: Path, tmp_path: Path, m
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(filesystem, "flush", fail)
-    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, flush_beside=True)
+    publisher = WeightsPublisher(tmp_path / "weights", model_dir, "float32", keep=4, flush_in_background=True)
     for go_on in (lambda: publish(publisher, 2), publisher.close):
         publish(publisher, 1)
         with pytest.raises(OSError, match="the disk is gone"):

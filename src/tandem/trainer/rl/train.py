@@ -172,7 +172,7 @@ def open_publisher(
         config.keep_weights,
         adapter_config=trained.adapter_config,
         chat_template=config.model.read_chat_template(),
-        flush_beside=True,  # a run that goes on writes a damaged version again
+        flush_in_background=True,  # a run that goes on writes a damaged version again
     )
     publish = trained.publish if config.lora is None else trained.publish_adapter
     if engine is not None:
