@@ -28,6 +28,7 @@ from tandem.config.vllm import take_vllm_flags
 from tandem.entrypoints.sweep import read_command_line
 from tandem.launch import preflight
 from tandem.launch.ray import placement
+from tandem.launch.ray.nodes import Node
 from tandem.launch.sweep.document import read_document
 from tandem.launch.sweep.expand import expand
 from tandem.launch.sweep.resolve import Resolver
@@ -109,7 +110,7 @@ def check_training(shown: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(*setting.split("=", 1))
     monkeypatch.setattr("sys.argv", [shown.program, *shown.arguments, "--dry-run", *untried])
     monkeypatch.setattr(preflight, "_check_server", lambda config: None)  # of another process, or of vLLM
-    nodes = [placement.RayNode(name, f"10.0.0.{number}", 8) for number, name in enumerate(("node1", "node2"), 1)]
+    nodes = [Node(name, f"10.0.0.{number}", 8) for number, name in enumerate(("node1", "node2"), 1)]
     monkeypatch.setattr(placement, "ask_nodes", lambda address: nodes)
     importlib.import_module(f"tandem.entrypoints.{shown.program}").main()
 

@@ -15,7 +15,7 @@ HOSTILE = "a\x1b[2J\x9b31m\u202eb\x07"
 SHOWN = r"a\x1b[2J\x9b31m\u202eb"  # the bell is shown too, or dropped by rich
 SOURCES = Path(tandem.__file__).parent
 # Of what is read by a program: the answer to another of our processes, the status of a sandbox.
-FOR_PROGRAMS = {"launch/ray/placement.py": 1, "isolation/sandbox_child.py": 1}
+FOR_PROGRAMS = {"launch/ray/nodes.py": 1, "isolation/sandbox_child.py": 1}
 
 
 def make_console() -> Console:

@@ -1,4 +1,5 @@
-"""Workers on the nodes of a Ray cluster that exists: placed by name, with ranks, and with messages to and fro.
+"""Workers on the nodes of a Ray cluster that exists: placed by name, with ranks, and with messages to and fro. Users
+start them from Python; each process of `rl --ray.address` runs on them as well (launch/ray/process.py).
 
     Cluster(nodes=[NodeConfig("node2", num_workers=8)]).start(work_fn="module.function")
 
@@ -7,29 +8,25 @@ imported when a cluster is made.
 """
 
 import logging
-import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from tandem.launch.ray.host import Host, decode
+from tandem.launch.ray.nodes import Node, connect, find_node, live_nodes, nodes_called
 from tandem.utils.errors import UserError, shorten
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 logger = logging.getLogger(__name__)
 START_S = 300.0
-REACH_S = 10.0
 CLOSE_S = 5.0
 AWAY_S = 60.0  # how long a replacement may take to be placed
-INSTALL = "pip install 'tandem-rl[ray]'"
+NODE_GONE_S = 120.0  # Ray takes half a minute to notice that a node is gone
 
 
 class WorkerDied(RuntimeError):
@@ -51,84 +48,14 @@ class NodeConfig:
             raise UserError(f"NodeConfig({self.host!r}, num_workers={self.num_workers}): give 1 or more")
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node as Ray knows it."""
-
-    host: str  # as the user calls it
-    address: str
-    node_id: str
-    resources: dict[str, float]
-
-
-def import_ray() -> "ModuleType":
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(f"Cluster and --ray.address need Ray: {INSTALL}") from error
-    return ray
-
-
-def connect(address: str) -> "ModuleType":
-    """Ray, connected to the cluster at `address`; a process that is connected already stays where it is."""
-    ray = import_ray()
-    if not ray.is_initialized():
-        _refuse_unreachable(address)
-        try:
-            ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise _no_cluster(address, shorten(str(error), 300)) from error
-    return ray
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Ray itself would try for minutes."""
-    if address == "auto" or "://" in address:
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"ray.address = {address!r} is neither 'auto' nor HOST:PORT, as in 10.0.0.1:6379")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
-    except (OSError, OverflowError) as error:  # no such port
-        raise _no_cluster(address, str(error)) from error
-
-
-def _no_cluster(address: str, reason: str) -> UserError:
-    return UserError(
-        f"ray.address = {address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head` on one "
-        "node and `ray start --address HEAD:6379` on the others"
-    )
-
-
-def find_node(ray: "ModuleType", host: str) -> Node:
-    """The live node that `host` names; UserError with those that there are."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    matches = [node for node in alive if host in (node["NodeManagerAddress"], node.get("NodeName"), node["NodeID"])]
-    matches = matches or [node for node in alive if host == node["NodeManagerHostname"]]
-    if not matches:
-        try:
-            resolved = socket.gethostbyname(host)
-        except OSError:
-            resolved = host
-        matches = [node for node in alive if resolved == node["NodeManagerAddress"]]
-    if len(matches) != 1:
-        known = ", ".join(sorted(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in alive))
-        problem = "is no live node" if not matches else f"names {len(matches)} nodes; use an address"
-        raise UserError(f"host {host!r} {problem} of the Ray cluster, which has: {known}")
-    (found,) = matches
-    return Node(host, found["NodeManagerAddress"], found["NodeID"], dict(found["Resources"]))
-
-
 class RemoteWorker:
     """One process on a node. All methods may be called from any thread; all raise WorkerDied when it is gone."""
 
-    def __init__(self, cluster: "Cluster", rank: int, config: NodeConfig, node: Node, local_rank: int) -> None:
+    def __init__(self, cluster: "Cluster", rank: int, config: NodeConfig) -> None:
         self.cluster = cluster
         self.rank = rank
         self.config = config
-        self.node = node
-        self.local_rank = local_rank
+        self.node = Node(config.host, config.host, gpus=0)  # until it is placed
         self.environment: dict[str, str] = {}  # ranks and rendezvous, as torch.distributed reads them
         self._actor: Any = None
         self._next: Any = None  # the message that is waited for
@@ -172,10 +99,9 @@ class RemoteWorker:
         """End what is left of it and start it again, on its node or, if that is gone, on another of the cluster's. Its
         work function begins anew. False where no node has room."""
         self.kill()
-        for node in self.cluster.places_for(self):
+        for node in self.cluster.nodes_for(self):
             try:
-                self.node = node
-                self.place()
+                self.place(node)
                 self.begin(AWAY_S)
             except (WorkerDied, TimeoutError) as error:
                 logger.warning("%s could not be started again: %s", self.name, error)
@@ -184,14 +110,17 @@ class RemoteWorker:
             return True
         return False
 
-    def place(self) -> None:
+    def place(self, node: Node) -> None:
         """Ask Ray for a process on the node; `begin` waits for it."""
-        ray = self.cluster.ray
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node.node_id, soft=False)
-        actor = ray.remote(Host).options(
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            NodeAffinitySchedulingStrategy,
+        )
+
+        self.node = node
+        actor = self.cluster.ray.remote(Host).options(
             num_cpus=self.config.num_cpus,
             num_gpus=self.num_gpus,
-            scheduling_strategy=strategy,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
             max_restarts=0,
         )
         self._next = None
@@ -201,7 +130,7 @@ class RemoteWorker:
     def num_gpus(self) -> float:
         if self.config.num_gpus is not None:
             return self.config.num_gpus
-        return min(1.0, self.node.resources.get("GPU", 0.0) / self.config.num_workers)
+        return min(1.0, self.node.gpus / self.config.num_workers)
 
     def where(self, timeout_s: float) -> tuple[str, int]:
         return self._get(self._actor.where.remote(), timeout_s)
@@ -229,7 +158,7 @@ class RemoteWorker:
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(
                 f"{self.name} was not placed or did not answer within {timeout_s:g} s; {self.node.host} has "
-                f"{ {name: self.node.resources.get(name, 0) for name in ('CPU', 'GPU')} }, and it wants "
+                f"{ {'CPU': self.node.cpus, 'GPU': self.node.gpus} }, and it wants "
                 f"{self.config.num_cpus:g} CPUs and {self.num_gpus:g} GPUs that no one else uses"
             ) from None
         except ray.exceptions.RayTaskError as error:
@@ -243,17 +172,19 @@ class Cluster:
     """Workers on named nodes of the Ray cluster at `address` ("auto": the one that this machine belongs to).
 
     `start` gives the workers in the order of the nodes; `stop` ends them. It can be used as `with Cluster(…) as c:`.
+    `may_move`: nodes that were not named will do, from the start on, where none of those that were is alive.
     """
 
-    def __init__(self, nodes: Sequence[NodeConfig], address: str = "auto") -> None:
+    def __init__(self, nodes: Sequence[NodeConfig], address: str = "auto", *, may_move: bool = False) -> None:
         if not nodes:
             raise UserError("Cluster(nodes=[]) has no nodes; give at least one NodeConfig")
         self.configs = list(nodes)
+        self.may_move = may_move
         self.ray = connect(address)
-        # It is not imported with ray.
-        import ray.util.scheduling_strategies  # noqa: F401  # pyright: ignore[reportMissingImports]
-
-        self.nodes = [find_node(self.ray, config.host) for config in self.configs]
+        if not may_move:
+            live = live_nodes(self.ray)
+            for config in self.configs:
+                find_node(live, config.host, "host")
         self.workers: list[RemoteWorker] = []
         self.work_fn = ""
 
@@ -263,14 +194,11 @@ class Cluster:
         if self.workers:
             raise UserError("the cluster has been started already; stop it first, or make another one")
         self.work_fn = import_path(work_fn)
-        for config, node in zip(self.configs, self.nodes, strict=True):
-            self.workers += [
-                RemoteWorker(self, len(self.workers) + local, config, node, local)
-                for local in range(config.num_workers)
-            ]
+        configs = [config for config in self.configs for _ in range(config.num_workers)]
+        self.workers = [RemoteWorker(self, rank, config) for rank, config in enumerate(configs)]
         try:
-            self._begin()
-        except BaseException:
+            self._begin(NODE_GONE_S if self.may_move else 0.0, START_S)
+        except BaseException:  # cleans up
             self.stop()
             raise
         return self.workers
@@ -278,21 +206,12 @@ class Cluster:
     def restart(self) -> bool:
         """All workers anew, with a rendezvous of their own: for ranks, which cannot be replaced one by one. False where
         there is no room for all, or when the cluster is stopped meanwhile."""
-        deadline = time.monotonic() + START_S
-        while self.workers and time.monotonic() < deadline:
-            for worker in self.workers:
-                worker.kill()
-                if not (places := self.places_for(worker)):
-                    return False
-                worker.node = places[0]
-            try:
-                self._begin(AWAY_S)
-            except (WorkerDied, TimeoutError) as error:  # Ray notices within half a minute that a node is gone
-                logger.warning("the workers could not be started again yet: %s", error)
-                time.sleep(1.0)
-                continue
-            return True
-        return False
+        try:
+            self._begin(START_S, AWAY_S)
+        except (WorkerDied, TimeoutError) as error:
+            logger.warning("the workers could not be started again: %s", error)
+            return False
+        return bool(self.workers)
 
     def stop(self) -> None:
         """Work functions that wait for a message see `Closed` and may clean up; then all workers end."""
@@ -309,29 +228,54 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def places_for(self, worker: RemoteWorker) -> list[Node]:
-        """The live nodes of this cluster, the worker's own first."""
-        alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
-        found = [node for node in self.nodes if node.node_id in alive]
-        return sorted(found, key=lambda node: node.node_id != worker.node.node_id)
+    def nodes_for(self, worker: RemoteWorker) -> list[Node]:
+        """The live nodes where it may run: the one that it was meant for, then the others, which workers take in
+        turn."""
+        live = live_nodes(self.ray)
+        named = {config.host: found[0] for config in self.configs if (found := nodes_called(live, config.host))}
+        first = [named[worker.config.host]] if worker.config.host in named else []
+        others = list(named.values()) or (live if self.may_move else [])
+        turn = worker.rank % max(1, len(others))
+        return first + [node for node in others[turn:] + others[:turn] if node not in first]
 
-    def _begin(self, timeout_s: float = START_S) -> None:
-        for worker in self.workers:
-            worker.place()
-        address, port = self.workers[0].where(timeout_s)
-        for worker in self.workers:
+    def _begin(self, retry_s: float, placed_within_s: float) -> None:
+        """All workers, in place of those that there are. Tried again for `retry_s`, while Ray has not noticed which
+        nodes are gone. Raises WorkerDied or TimeoutError."""
+        deadline = time.monotonic() + retry_s
+        while self.workers:
+            try:
+                self._begin_once(placed_within_s)
+                return
+            except (WorkerDied, TimeoutError) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.warning("the workers could not be started yet: %s", error)
+                time.sleep(1.0)
+
+    def _begin_once(self, placed_within_s: float) -> None:
+        workers = self.workers
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            if not (nodes := self.nodes_for(worker)):
+                raise WorkerDied(f"{worker.name} has no place: none of the cluster's nodes is alive")
+            worker.place(nodes[0])
+        address, port = workers[0].where(placed_within_s)
+        for worker in workers:
             worker.environment = self._environment(worker, address, port)
-        for worker in self.workers:
-            worker.begin(timeout_s)
+        for worker in workers:
+            worker.begin(placed_within_s)
 
     def _environment(self, worker: RemoteWorker, address: str, port: int) -> dict[str, str]:
         """What torchrun would set. A worker with GPUs of its own sees no others, and its device is the first."""
+        on_node = [other for other in self.workers if other.node.node_id == worker.node.node_id]
+        nodes = list(dict.fromkeys(other.node.node_id for other in self.workers))
         ranks = {
             "RANK": worker.rank,
             "WORLD_SIZE": len(self.workers),
-            "LOCAL_RANK": 0 if worker.num_gpus else worker.local_rank,
-            "LOCAL_WORLD_SIZE": worker.config.num_workers,
-            "GROUP_RANK": self.configs.index(worker.config),
+            "LOCAL_RANK": 0 if worker.num_gpus else on_node.index(worker),
+            "LOCAL_WORLD_SIZE": len(on_node),
+            "GROUP_RANK": nodes.index(worker.node.node_id),
             "MASTER_PORT": port,
         }
         return {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": address}

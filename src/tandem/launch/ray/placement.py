@@ -1,15 +1,9 @@
-"""`rl` over a Ray cluster: which process of the run goes to which node. The plan is made before anything starts.
-
-Asked of a process of its own (`python -m tandem.launch.ray.placement ADDRESS`): Ray stays out of the supervisor.
-"""
+"""`rl` over a Ray cluster: which process of the run goes to which node. The plan is made before anything starts."""
 
 import dataclasses
 import json
-import os
 import secrets
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,28 +12,19 @@ from typing import Any
 from tandem.commands.rl import RLConfig
 from tandem.launch.local.gpus import server_names
 from tandem.launch.plan import API_KEY_VAR, ProcessPlan
+from tandem.launch.ray.nodes import Node, ask_nodes, find_node
 from tandem.launch.ray.process import Placement
 from tandem.utils.errors import UserError
 from tandem.utils.files import write_atomic
-from tandem.utils.log import say
 from tandem.utils.run_dir import RunDir
-
-ASK_S = 120.0
-
-
-@dataclass(frozen=True)
-class RayNode:
-    host: str
-    address: str
-    gpus: float
 
 
 @dataclass(frozen=True)
 class RayPlaces:
     """The node of every inference server and of every rank."""
 
-    servers: list[RayNode]
-    ranks: list[RayNode]
+    servers: list[Node]
+    ranks: list[Node]
 
 
 def find_places(config: RLConfig) -> RayPlaces | None:
@@ -47,11 +32,12 @@ def find_places(config: RLConfig) -> RayPlaces | None:
     if config.ray.address is None:
         return None
     nodes = ask_nodes(config.ray.address)
-    servers = [find(nodes, host, "ray.inference_nodes") for host in config.ray.inference_nodes]
+    servers = [find_node(nodes, host, "ray.inference_nodes:") for host in config.ray.inference_nodes]
     if not servers and config.inference is not None:
         servers = [next((node for node in nodes if node.host != socket.gethostname()), nodes[-1])]
-    trained = [find(nodes, host, "ray.trainer_nodes") for host in config.ray.trainer_nodes]
-    trained = trained or [node for node in nodes if node not in servers] or nodes
+    trained = [find_node(nodes, host, "ray.trainer_nodes:") for host in config.ray.trainer_nodes]
+    serving = {node.address for node in servers}
+    trained = trained or [node for node in nodes if node.address not in serving] or nodes
     ranks = config.trainer.parallel.ranks
     if config.ray.trainer_nodes and ranks % len(trained):
         raise UserError(
@@ -113,7 +99,7 @@ def _named(plan: ProcessPlan, name: str, run_dir: RunDir) -> ProcessPlan:
     return ProcessPlan(name, [*plan.command[:-1], path], plan.environment, config, run_dir.log(name))
 
 
-def _on_nodes(plan: ProcessPlan, config: RLConfig, nodes: Sequence[RayNode], port: int | None = None) -> ProcessPlan:
+def _on_nodes(plan: ProcessPlan, config: RLConfig, nodes: Sequence[Node], port: int | None = None) -> ProcessPlan:
     assert config.ray.address is not None
     keys = [config.orchestrator.client.api_key_var, config.inference and config.inference.server.api_key_var]
     placement = Placement(
@@ -128,51 +114,7 @@ def _on_nodes(plan: ProcessPlan, config: RLConfig, nodes: Sequence[RayNode], por
     return dataclasses.replace(plan, command=placement.command(module, arguments))
 
 
-def _gpus(config: RLConfig, nodes: Sequence[RayNode], *, is_server: bool) -> float:
+def _gpus(config: RLConfig, nodes: Sequence[Node], *, is_server: bool) -> float:
     if is_server and config.ray.gpus_per_server is not None:
         return config.ray.gpus_per_server
     return 1.0 if all(node.gpus for node in nodes) else 0.0
-
-
-def find(nodes: Sequence[RayNode], host: str, option: str) -> RayNode:
-    matches = [node for node in nodes if host == node.address] or [node for node in nodes if host == node.host]
-    if not matches:
-        known = ", ".join(f"{node.host} ({node.address})" for node in nodes)
-        raise UserError(f"{option}: {host!r} is no live node of the Ray cluster, which has: {known}")
-    return matches[0]
-
-
-def ask_nodes(address: str) -> list[RayNode]:
-    """The live nodes of the cluster, in the order of their addresses."""
-    command = [sys.executable, "-m", "tandem.launch.ray.placement", address]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, env=dict(os.environ), check=False)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"ray.address = {address!r}: what is there has not answered for {ASK_S:g} s") from error
-    if done.returncode != 0:
-        raise UserError((done.stderr.strip().splitlines() or ["Ray does not answer"])[-1].removeprefix("ray: "))
-    return [RayNode(**node) for node in json.loads(done.stdout.strip().splitlines()[-1])]
-
-
-def main() -> None:
-    from tandem.launch.ray.cluster import connect
-
-    try:
-        ray = connect(sys.argv[1])
-    except UserError as error:
-        say(f"ray: {error}", error=True)
-        raise SystemExit(2) from None
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
-    found = [
-        {
-            "host": node["NodeManagerHostname"],
-            "address": node["NodeManagerAddress"],
-            "gpus": node["Resources"].get("GPU", 0),
-        }
-        for node in alive
-    ]
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,33 +13,29 @@ the supervisor starts it again.
 """
 
 import json
-import logging
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tandem.launch.ray.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied, connect
+from tandem.launch.ray.cluster import Cluster, NodeConfig, RemoteWorker, WorkerDied
 from tandem.launch.ray.host import Closed, Handle
+from tandem.launch.ray.nodes import live_nodes
 from tandem.utils.errors import UserError
 from tandem.utils.files import MAX_LINE_BYTES, locked, write_atomic
 from tandem.utils.log import say
 from tandem.utils.processes import SUPERVISOR_PID, describe_exit, run_entrypoint
 
-logger = logging.getLogger(__name__)
 WORK_FN = "tandem.launch.ray.process:work"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 PASSED_ON = ("TANDEM_", "HF_", "OMP_", "WANDB_", "NCCL_", "GLOO_", "PYTHONUNBUFFERED")
-NODE_GONE_S = 120.0  # Ray takes half a minute to notice that a node is gone
 POLL_S = 0.2
 
 
@@ -74,56 +70,27 @@ def run(placement: Placement, module: str, arguments: list[str]) -> None:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         asked.put(number)
 
-    ray = connect(placement.address)
-    for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
-        signal.signal(number, on_signal)
-    hosts = placement.nodes
-    while True:
-        with started(placement, hosts) as workers:
+    configs = [NodeConfig(host, num_gpus=placement.num_gpus) for host in placement.nodes]
+    with Cluster(configs, placement.address, may_move=True) as cluster:
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
+            signal.signal(number, on_signal)
+        try:
+            cluster.start(WORK_FN)
+        except WorkerDied as error:
+            raise UserError(str(error)) from error
+        while True:
             try:
-                raise SystemExit(run_on(workers, placement, module, arguments, asked))
+                raise SystemExit(run_on(cluster.workers, placement, module, arguments, asked))
             except WorkerDied as error:
                 say(f"ray: {error}", error=True)
-                if not placement.is_server or not has_own_node(ray):
-                    raise SystemExit(1) from None
-                hosts = [worker.node.address for worker in workers]
-
-
-@contextmanager
-def started(placement: Placement, hosts: list[str]) -> Iterator[list[RemoteWorker]]:
-    """Workers on the hosts; in place of a host that is gone, on another node."""
-    ray = connect(placement.address)
-    deadline = time.monotonic() + NODE_GONE_S
-    while True:
-        cluster = Cluster(node_configs(live_hosts(ray, hosts), placement.num_gpus), placement.address)
-        try:
-            workers = cluster.start(WORK_FN)
-            break
-        except WorkerDied as error:
-            if time.monotonic() > deadline:
-                raise UserError(str(error)) from error
-            time.sleep(1.0)
-    try:
-        yield workers
-    finally:
-        cluster.stop()
+            if not placement.is_server or not has_own_node(cluster.ray) or not cluster.restart():
+                raise SystemExit(1)
 
 
 def has_own_node(ray: Any) -> bool:
     """Whether the node that this process is connected to is alive."""
     own = ray.get_runtime_context().get_node_id()
-    return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
-
-
-def live_hosts(ray: Any, hosts: list[str]) -> list[str]:
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    names = {name for node in alive for name in (node["NodeManagerAddress"], node["NodeManagerHostname"])}
-    others = [host for host in hosts if host in names] or [node["NodeManagerAddress"] for node in alive]
-    return [host if host in names else others[number % len(others)] for number, host in enumerate(hosts)]
-
-
-def node_configs(hosts: list[str], num_gpus: float | None) -> list[NodeConfig]:
-    return [NodeConfig(host, num_workers=hosts.count(host), num_gpus=num_gpus) for host in dict.fromkeys(hosts)]
+    return any(node.node_id == own for node in live_nodes(ray))
 
 
 def run_on(
