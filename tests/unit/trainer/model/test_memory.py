@@ -87,7 +87,7 @@ def test_an_optimizer_without_memory_is_not_tried_again(make_stepper, make_sampl
     def step() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    stepper.update = step
+    stepper.optimizer.step = step
     size = MicroBatchSize(stepper, 0, least=16)
     calls = []
     with pytest.raises(OutOfMemory, match="optimizer_offload"):
