@@ -40,7 +40,7 @@ START_S = 120.0
 
 
 def run_once(config: Path, way: str, folder: Path, flags: list[str]) -> int:
-    """Its exit status; the log is beside the run directory."""
+    """Its exit status; the log is next to the run directory."""
     port = nearest_free_port("127.0.0.1", 8300)
     fixed = ["--output-dir", str(folder), "--inference.server.port", str(port), "--show", "lines", "--clean"]
     command = [sys.executable, "-m", "tandem.entrypoints.rl", "@", str(config), *UNDER[way], *fixed, *flags]

@@ -1,5 +1,5 @@
-"""Rollouts, training, `sft`, `align` and `rl` on one GPU, beside what else a user could pick: one table, and JSON of
-all figures.
+"""Rollouts, training, `sft`, `align` and `rl` on one GPU, compared with what else a user could pick: one table, and
+JSON of all figures.
 
     python benchmarks/gpu.py --output gpu.json      # on an H200, with vLLM, TRL and transformers installed
     python benchmarks/gpu.py --section rl           # one section

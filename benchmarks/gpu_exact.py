@@ -5,8 +5,8 @@ without, and how far apart the log-probs of engine and trainer are.
 
 32 prompts of 128 tokens × 8 completions of 512, the shape of Qwen3-0.6B with random weights, bfloat16. Generation is
 timed on its second run. Training is a forward and a backward pass over what was generated, in equal micro-batches,
-timed on its second run as well. Determinism beside exact mode (cuBLAS workspaces, PyTorch's deterministic algorithms)
-is in the figures.
+timed on its second run as well. Determinism apart from exact mode (cuBLAS workspaces, PyTorch's deterministic
+algorithms) is in the figures.
 """
 
 import argparse

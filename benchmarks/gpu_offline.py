@@ -1,5 +1,5 @@
-"""`sft` and `align` on one GPU, as users start them, beside TRL: the `offline` section of `benchmarks/gpu.py`, which
-can also be run by itself.
+"""`sft` and `align` on one GPU, as users start them, compared with TRL: the `offline` section of `benchmarks/gpu.py`,
+which can also be run by itself.
 
     python benchmarks/gpu_offline.py --output offline.json            # with TRL and datasets installed
     python benchmarks/gpu_offline.py --peers                          # ours alone
@@ -11,7 +11,7 @@ tokens that share a prompt of 128. Medians over the steps after the first three,
 TRL gets the same rows, in batches of as many, in bfloat16 by autocast over float32 weights, as ours has. It computes a
 pair's prompt twice; tokens are counted once on both sides, so that the ratio is that of the time. Both keep all
 activations, as is our default, or compute every layer again (`checkpointing`), as is TRL's. We can compute less than
-layers again, MLPs or what needs no matrix product, which stands beside TRL with all activations kept.
+layers again, MLPs or what needs no matrix product, which is compared with TRL with all activations kept.
 """
 
 import argparse
@@ -50,8 +50,8 @@ TRL: dict[str, tuple[str, list[str]]] = {
     "sft, checkpointing": ("sft", ["--gradient-checkpointing"]),
     "align, DPO, checkpointing": ("dpo", ["--gradient-checkpointing"]),
 }
-# Of ways that TRL does not have, the one of TRL that they stand beside.
-BESIDE = {
+# Of ways that TRL does not have, the one of TRL that they are compared with.
+COMPARED_WITH = {
     "sft, elementwise": "sft",
     "sft, checkpointing of MLPs": "sft",
     "align, DPO, checkpointing of MLPs": "align, DPO",
@@ -126,8 +126,8 @@ def measure_all(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, An
 
 
 def peer_of(mine: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row of TRL that a row of ours stands beside."""
-    way = BESIDE.get(mine["way"], mine["way"])
+    """The row of TRL that a row of ours is compared with."""
+    way = COMPARED_WITH.get(mine["way"], mine["way"])
     return next((row for row in rows if row["side"] == "TRL" and row["way"] == way and "error" not in row), None)
 
 

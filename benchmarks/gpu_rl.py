@@ -14,14 +14,14 @@
 default options, on-policy (max_staleness = 0) and overlapped (1). Medians over the steps after the first two.
 
     step         from one batch to the next
-    generation   until the last group was there, scoring included (mean of a group beside it)
+    generation   until the last group was there, scoring included (mean of a group next to it)
     batch        packing and writing it
     reading      the trainer sees the batch, checks and loads it
     training     forward, backward, optimizer
     publishing   the weights to the run directory
     loading      until the server has them
 
-On-policy these follow one another and add up to the step. Overlapped, generation goes on beside the others.
+On-policy these follow one another and add up to the step. Overlapped, generation goes on during the others.
 """
 
 import argparse
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--release-cache", action="store_true", help="colocated: release it in every step")
     parser.add_argument("--lora-rank", type=int, default=0, help="train a LoRA adapter of this rank; 0: the model")
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens; random weights need it beside --top-p")
+    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens; random weights need it along with --top-p")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)

@@ -1,4 +1,5 @@
-"""Rollouts on one GPU beside vLLM: the `rollouts` section of `benchmarks/gpu.py`, which can also be run by itself.
+"""Rollouts on one GPU, compared with vLLM: the `rollouts` section of `benchmarks/gpu.py`, which can also be run
+by itself.
 
     python benchmarks/gpu_rollouts.py --output rollouts.json      # about 4 minutes on an H200 with vLLM installed
     python benchmarks/gpu_rollouts.py --sides tandem vllm --shapes Qwen3-4B

@@ -1,4 +1,5 @@
-"""Training on one GPU beside Hugging Face: the `training` section of `benchmarks/gpu.py`, which can be run by itself.
+"""Training on one GPU, compared with Hugging Face: the `training` section of `benchmarks/gpu.py`, which can be run
+by itself.
 
     python benchmarks/gpu_training.py --output training.json          # about 4 minutes on an H200 with transformers
 

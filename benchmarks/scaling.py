@@ -4,7 +4,7 @@
 
 Generation is simulated: prompts go to the server with the least to do, completions have lengths of a long tail, and all
 that a server decodes at once share the reading of its weights. Training, weight updates and the orchestrator are worked
-out. What was measured and what is assumed is said beside each figure; nothing here has run on more than one GPU.
+out. What was measured and what is assumed is said next to each figure; nothing here has run on more than one GPU.
 """
 
 import heapq

@@ -10,7 +10,7 @@ class CacheOptions(Config):
 
     release_cache: bool | None = None
     """Give the memory of the KV cache to the trainer while it computes gradients, and take it back after; requests wait
-    meanwhile. Only with deployment = "colocated". None: if, on a GPU, a micro-batch does not fit beside the cache."""
+    meanwhile. Only with deployment = "colocated". None: if, on a GPU, a micro-batch does not fit next to the cache."""
 
 
 class ColocatedConfig(CacheOptions):

@@ -68,7 +68,7 @@ class OrchestratorConfig(BatchOptions, LogOptions, SeedOptions, SyncOptions, Run
     @model_validator(mode="before")
     @classmethod
     def _one_or_several(cls, given: Any) -> Any:
-        """The default of `env` may be given beside envs in full, as a resolved configuration has it."""
+        """The default of `env` may be given along with envs in full, as a resolved configuration has it."""
         env = given.get("env") if isinstance(given, dict) and given.get("envs") else None
         env = env.model_dump() if isinstance(env, EnvConfig) else env
         defaults = EnvConfig().model_dump(), EnvConfig().model_dump(mode="json")

@@ -30,8 +30,8 @@ class TrainerConfig(LogOptions, ComputeOptions, SeedOptions, TrainingOptions, Sy
     """Number of published versions to keep on disk."""
 
     share_weights: bool = False
-    """Hand new weights to the server through this machine's memory, and write their files beside the next step. `rl`
-    sets it with deployment = "shared"."""
+    """Hand new weights to the server through this machine's memory, and write their files in the background during the
+    next step. `rl` sets it with deployment = "shared"."""
 
     rollout_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for a batch from the orchestrator."""

@@ -21,7 +21,7 @@ class SlurmConfig(Config):
 
     inference_nodes: int | None = Field(default=None, ge=0)
     """For `rl`: how many of them have inference servers; orchestrator and trainer run on the others. None: half,
-    rounded up. 0: the server is on the first node, beside the trainer."""
+    rounded up. 0: the server is on the first node, with the trainer."""
 
     venv: Path | None = None
     """Virtual environment that the job activates. None: the one that the command runs in."""

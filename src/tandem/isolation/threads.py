@@ -91,9 +91,12 @@ def try_within(timeout_s: float, what: str, function: Callable[..., T], *argumen
     future = thread.call(function, *arguments)
     thread.end()
     try:
-        return future.result(timeout_s)
+        error = future.exception(timeout_s)
     except TimeoutError:
-        if future.done():
-            raise
+        pass
+    else:
+        if error is None:
+            return future.result()
+        raise error  # by `result` it would begin with frames of concurrent.futures
     failure = thread.timed_out(Limit(timeout_s, f"it took longer than {timeout_s:g} s on a tiny example")).failure
     raise UserError(f"{what} cannot be used: {failure}; it has to end\n{failure.frames}".rstrip())

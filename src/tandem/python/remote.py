@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from tandem.isolation.clock import Limit
+from tandem.isolation.failures import TimedOut
+from tandem.isolation.threads import Threads
 from tandem.launch.ray.cluster import WorkerDied
 from tandem.python.pool import Job, SamplerGone
-from tandem.python.threads import DaemonThreads, GivenUp
 from tandem.types.rollout import Completion
 from tandem.utils.errors import UserError, shorten
 
@@ -42,7 +44,7 @@ class RemoteSampler:
         self.worker = worker
         self.first_message = first_message
         self.timeout_s = timeout_s
-        self._thread = DaemonThreads(1, worker.name)
+        self._thread = Threads(1, worker.name)
         self._turn = asyncio.Lock()
         self._is_open = False
 
@@ -115,10 +117,9 @@ class RemoteSampler:
         return answer
 
     async def _in_time(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        limit = f"{self.name} has not answered `{what}` within worker_timeout_s = {self.timeout_s:g} s"
         try:
-            return await self._thread.run(self.timeout_s, function, *arguments)
-        except GivenUp as error:
+            return await self._thread.run(Limit(self.timeout_s, limit), function, *arguments)
+        except TimedOut as error:
             self._is_open = False
-            raise SamplerGone(
-                f"{self.name} has not answered `{what}` within worker_timeout_s = {self.timeout_s:g} s"
-            ) from error
+            raise SamplerGone(error.failure.reason) from error

@@ -12,9 +12,11 @@ from tandem.config.base import Config
 from tandem.config.explain import explain_validation_error
 from tandem.envs.protocol import Score
 from tandem.envs.results import total
+from tandem.isolation.clock import Limit
+from tandem.isolation.failures import TimedOut
+from tandem.isolation.threads import Threads
 from tandem.python.data_buffer import Prompt
 from tandem.python.reward_processes import RewardProcesses, num_processes
-from tandem.python.threads import DaemonThreads, GivenUp
 from tandem.rewards.calls import Call
 from tandem.rewards.config import AnyReward, CodeConfig, OwnConfig, RewardConfig
 from tandem.rewards.pool import RewardFailed
@@ -119,7 +121,8 @@ class CustomScoring:
     def __init__(self, reward: Scorer | Callable[..., Any], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._call = _call_of(reward)
-        self._threads = DaemonThreads(MAX_THREADS, "rewards")
+        self._limit = Limit(timeout_s, f"the reward took longer than reward_timeout_s = {timeout_s:g} s")
+        self._threads = Threads(MAX_THREADS, "rewards")
 
     async def score(self, task: Task, completion: str) -> Score:
         if self._call.is_async:
@@ -127,9 +130,9 @@ class CustomScoring:
                 return await self._score(task, completion)
         # In a thread: a reward that computes does not keep the next requests waiting.
         try:
-            score = await self._threads.run(self.timeout_s, self._score, task, completion)
-        except GivenUp as error:
-            raise RewardFailed(f"the reward took longer than reward_timeout_s = {self.timeout_s:g} s") from error
+            score = await self._threads.run(self._limit, self._score, task, completion)
+        except TimedOut as error:
+            raise RewardFailed(str(error)) from error
         if not inspect.isawaitable(score):
             return score
         async with asyncio.timeout(self.timeout_s):

@@ -204,7 +204,7 @@ def test_a_template_file_that_is_none_is_refused(changed, tmp_path: Path) -> Non
 def test_every_process_takes_the_template_that_its_model_was_given() -> None:
     """Whoever knows what the model was told opens its tokenizer by `Tokenizer.of`."""
     direct = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if " Tokenizer(" in path.read_text()}
-    assert direct == {"python/rollouts.py", "serving/rewards/goal.py"}  # which are given no configuration of one
+    assert direct == {"serving/rewards/goal.py"}  # which is given no configuration of one
 
 
 def test_a_model_without_a_template_refuses_messages(changed) -> None:

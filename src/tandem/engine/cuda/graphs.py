@@ -41,6 +41,9 @@ class StepGraphs:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def __iter__(self) -> Iterator[GraphKey]:
         return iter(self._graphs)
 

@@ -70,7 +70,7 @@ def read_results(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
 
 
 def read_samples(results: Path, target: str) -> Samples:
-    """What was sampled from one model, from the file beside its results; nothing where that is gone."""
+    """What was sampled from one model, from the file next to its results; nothing where that is gone."""
     samples: dict[str, list[dict[str, Any]]] = {}
     for line in read_json_lines(results.with_name(results.name.replace("results", "samples")).with_suffix(".jsonl")):
         if line.get("target") == target:

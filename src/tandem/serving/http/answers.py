@@ -71,7 +71,7 @@ class TextAnswers:
         return choice | kept_tokens(sample)
 
     def extras(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """What stands beside the choices."""
+        """What an answer has apart from the choices."""
         return {}
 
     def kept(self, sample: GeneratedSample) -> GeneratedSample:
@@ -179,7 +179,7 @@ class ChatAnswers:
         return choice | kept_tokens(sample)
 
     def extras(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """What stands beside the choices."""
+        """What an answer has apart from the choices."""
         extras: dict[str, Any] = {}
         if self.body.return_token_ids:
             extras["prompt_token_ids"] = requests[0].prompt_ids

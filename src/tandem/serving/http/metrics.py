@@ -21,7 +21,7 @@ NO_ROUTE = "none"
 
 
 class Metrics:
-    """What the API counts, beside what the engine says of itself."""
+    """What the API counts, in addition to what the engine says of itself."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()

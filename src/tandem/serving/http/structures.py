@@ -28,7 +28,7 @@ Given = tuple[str, Kind, str]
 
 
 class Structures:
-    """Compiles beside the event loop."""
+    """Compiles outside the event loop."""
 
     def __init__(self, grammars: "Grammars | str", max_compile_s: float = MAX_COMPILE_S) -> None:
         """`grammars`: or why there are none."""

@@ -1,6 +1,6 @@
 """Text to tokens and back.
 
-Short texts become tokens on the event loop, long ones beside it, a few at a time: a text of a megabyte takes a second,
+Short texts become tokens on the event loop, long ones in threads, a few at a time: a text of a megabyte takes a second,
 and health checks and streams must not wait for it. Completions are cut where they ended, whole or as they grow; both
 ways give the same text.
 """

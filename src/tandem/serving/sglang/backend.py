@@ -180,7 +180,7 @@ class SGLangBackend:
             raise EngineBusy(f"{error}; {hint}") from error
 
     async def load_adapter(self, name: str, path: Path, version: int | None, *, replace: bool) -> None:
-        """Each load gets a name of its own at SGLang, so that a replacement can be loaded beside what it replaces,
+        """Each load gets a name of its own at SGLang, so that a replacement can be loaded next to what it replaces,
         and requests that run end with the adapter, and the version, they began with."""
         replaced = self.adapters.replaceable(name, replace=replace)
         adapter = Adapter(f"{name}-{uuid.uuid4().hex[:8]}", path, version)

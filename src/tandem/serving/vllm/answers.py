@@ -111,13 +111,13 @@ def reshape_error(status: int, body: bytes) -> bytes:
 
 
 def add_versions(answer: dict[str, Any], tracked: TrackedRequest, num_samples: int) -> None:
-    """`weight_versions` beside the token ids of every choice, as the native server gives them."""
+    """`weight_versions` next to the token ids of every choice, as the native server gives them."""
     for choice in answer.get("choices", ()):
         token_ids = choice.get("token_ids")
         if token_ids is None:
             continue
         choice["weight_versions"] = tracked.versions(slot_of(choice["index"], num_samples), len(token_ids))
-        # vLLM's chat gives the prompt once, beside the choices.
+        # vLLM's chat gives the prompt once, next to the choices.
         if "prompt_token_ids" in answer:
             choice["prompt_token_ids"] = answer["prompt_token_ids"]
 

@@ -91,7 +91,7 @@ def check_model_files(model_dir: Path) -> dict[str, object]:
 
 
 def import_path(vllm: Installation) -> Path:
-    """A directory that holds this package and nothing else: what lies beside it in our environment must not
+    """A directory that holds this package and nothing else: what else lies in its folder in our environment must not
     take the place of vLLM's own packages."""
     package = Path(tandem.__file__).resolve().parent
     if package.parent.name != "site-packages" or vllm.python == Path(sys.executable):

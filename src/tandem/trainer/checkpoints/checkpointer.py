@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints; saving runs beside training.
+"""Saves and loads checkpoints; saving runs in the background of training.
 
     loop     copies of weights, optimizer and random state ──┐      the next steps
     thread   (checkpoints/snapshot.py)                      └─► shards ─► all ranks done ─► rename ─► manifest
@@ -46,8 +46,8 @@ WORTH_A_WARNING_S = 1.0
 class Checkpointer:
     """Every rank makes one and calls its methods at the same steps; `close` at the end, which waits for the last.
 
-    What is saved of a step besides the model: `extra_state` (JSON), which `load` gives back, and `beside`, files that
-    others want to find in the checkpoint.
+    What is saved of a step besides the model: `extra_state` (JSON), which `load` gives back, and `extra_files`, files
+    that others want to find in the checkpoint.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Checkpointer:
         self.ranks = ranks
         self.parameters = trained_parameters(model)
         self.optimizer = optimizer
-        # Messages of a save must not meet those of the steps that go on beside it.
+        # Messages of a save must not meet those of the steps that go on meanwhile.
         self._group = new_group() if ranks.size > 1 else None
         self._writer = SnapshotWriter(run_dir, config, ranks, self._group, run_log)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -76,30 +76,30 @@ class Checkpointer:
         self._num_failed = 0  # saves, in a row
 
     def maybe_save(
-        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+        self, step: int, extra_state: Mapping[str, Any] | None = None, extra_files: Mapping[str, bytes] | None = None
     ) -> None:
         """Save if it is due, or if the save before has failed."""
         if self.config.is_due(step, self.max_steps) or self._has_failed():
-            self.save(step, extra_state, beside)
+            self.save(step, extra_state, extra_files)
 
     def save_now(
-        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+        self, step: int, extra_state: Mapping[str, Any] | None = None, extra_files: Mapping[str, bytes] | None = None
     ) -> None:
         """Return once `step` is saved; it may be under way, and fail once."""
         if not self._settle() or step != self._newest:
-            self.save(step, extra_state, beside)
+            self.save(step, extra_state, extra_files)
             self.wait()
 
     def finish(
-        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+        self, step: int, extra_state: Mapping[str, Any] | None = None, extra_files: Mapping[str, bytes] | None = None
     ) -> None:
         """After the last step: wait for the save under way, and make up for one that fails."""
         if not self._settle():
-            self.save(step, extra_state, beside)
+            self.save(step, extra_state, extra_files)
             self.wait()
 
     def save(
-        self, step: int, extra_state: Mapping[str, Any] | None = None, beside: Mapping[str, bytes] | None = None
+        self, step: int, extra_state: Mapping[str, Any] | None = None, extra_files: Mapping[str, bytes] | None = None
     ) -> None:
         """Copy the state and have it written."""
         asked = time.monotonic()
@@ -107,7 +107,9 @@ class Checkpointer:
         if (waited_s := time.monotonic() - asked) > WORTH_A_WARNING_S:
             logger.warning("step %d waited %.1f s for the previous checkpoint; raise checkpoint.every", step, waited_s)
         self._newest = step
-        self._saving = self._thread.submit(self._writer.write, self._snapshot(step, extra_state or {}, beside or {}))
+        self._saving = self._thread.submit(
+            self._writer.write, self._snapshot(step, extra_state or {}, extra_files or {})
+        )
 
     def wait(self) -> None:
         """Until the save under way is complete; raises what went wrong with it."""
@@ -160,13 +162,13 @@ class Checkpointer:
         self._newest = step
         return read_json(folder / STATE)["extra_state"]
 
-    def _snapshot(self, step: int, extra_state: Mapping[str, Any], beside: Mapping[str, bytes]) -> Snapshot:
+    def _snapshot(self, step: int, extra_state: Mapping[str, Any], extra_files: Mapping[str, bytes]) -> Snapshot:
         weights = {MODEL + name: copy_to_cpu(parameter, parameter) for name, parameter in self.parameters.items()}
         moments = dict(optimizer_copies(self.optimizer, self.parameters))
         files = {random_file(self.ranks.rank): json_text(capture_random_state(self.ranks.device))}
         if self.ranks.is_first:
             files[STATE] = json_text({"num_ranks": self.ranks.size, "extra_state": extra_state})
-        return Snapshot(step, weights | moments, files, beside)
+        return Snapshot(step, weights | moments, files, extra_files)
 
     def _restore_random_state(self, folder: Path, step: int) -> None:
         file = folder / random_file(self.ranks.rank)
@@ -185,7 +187,7 @@ class Checkpointer:
 
 
 def new_group() -> dist.ProcessGroup:
-    """All ranks, over the network rather than GPUs, for those who talk beside the training."""
+    """All ranks, over the network rather than GPUs, for what is said in the background of training."""
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,4 +1,5 @@
-"""One rank's state after a step, and its way to the disk, beside training. Every rank does its part, in one order:
+"""One rank's state after a step, and its way to the disk, in the background of training. Every rank does its part, in
+one order:
 
     first rank: room ─► all ranks: shards ─► first rank: rename, manifest, older ones deleted
 
@@ -41,7 +42,7 @@ class Snapshot:
     step: int
     tensors: dict[str, Tensor]
     files: Mapping[str, bytes]
-    beside: Mapping[str, bytes]  # files of others, next to the trainer's folder
+    extra_files: Mapping[str, bytes]  # files of others, next to the trainer's folder
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SnapshotWriter:
 
     def _complete(self, snapshot: Snapshot, folder: Path) -> None:
         publish_directory(folder / STAGING, folder / TRAINER)
-        for name, content in snapshot.beside.items():
+        for name, content in snapshot.extra_files.items():
             write_atomic(folder / name, content)
         write_manifest(folder, snapshot.step)
         remove_superseded(self.run_dir, snapshot.step, self.config)

@@ -91,13 +91,13 @@ class StopSignal:
         run_log: RunLog,
         step: int,
         extra_state: Mapping[str, Any] | None = None,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
     ) -> NoReturn:
         """Save what was trained up to `step`, then raise Stopped."""
         assert self._signal is not None
         name = signal.Signals(self._signal).name
         if step > 0:
-            checkpoints.save_now(step, extra_state, beside)
+            checkpoints.save_now(step, extra_state, extra_files)
         run_log.event("stopped", step=step, signal=name)
         saved = f"the checkpoint of step {step} is saved" if step > 0 else "nothing was trained yet"
         raise Stopped(self._signal, f"stopped by {name}; {saved}")

@@ -81,7 +81,7 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: ColocatedEngine | None) 
     logger.info("ready on %s; waiting for the batch of step %d", ranks.device, start + 1)
 
     take_step = partial(_step, config, trained, learner, partial(publish, weights.publish), throughput, run_log)
-    beside: dict[str, bytes] = {}
+    extra_files: dict[str, bytes] = {}
     with closing(weights), closing(checkpoints), StopSignal(ranks, config.checkpoint.on_signal_timeout_s) as stop:
         if in_place is not None:
             in_place.is_stopping = stop.is_asked
@@ -90,16 +90,16 @@ def _train(config: TrainerConfig, ranks: Ranks, engine: ColocatedEngine | None) 
             ranks.report(step, "waiting for the batch")
             batches.wait(step, give_up=stop.is_asked)
             if stop.is_agreed():
-                stop.end(checkpoints, run_log, step - 1, beside=beside)
+                stop.end(checkpoints, run_log, step - 1, extra_files=extra_files)
             batch = batches.read(step)
-            beside = {ORCHESTRATOR: batch.orchestrator_state}
+            extra_files = {ORCHESTRATOR: batch.orchestrator_state}
             take_step(batch, wait_s=time.monotonic() - waiting)
-            checkpoints.maybe_save(step, beside=beside)
+            checkpoints.maybe_save(step, extra_files=extra_files)
         if config.lora is not None:
             if in_place is not None:
                 reload_frozen(trained.decoder, config.model, ranks.device)
             publish_merged(config, trained)
-        checkpoints.finish(config.max_steps, beside=beside)
+        checkpoints.finish(config.max_steps, extra_files=extra_files)
     run_log.event("finished", step=config.max_steps)
 
 

@@ -316,7 +316,7 @@ def test_room_is_looked_for_before_anything_is_written(make_stepper, tmp_path: P
 
 def test_now_means_now_and_once(make_stepper, tmp_path: Path) -> None:
     saver, threads = checkpointer(make_stepper(), tmp_path), set(threading.enumerate())
-    saver.save_now(1, beside={"orchestrator.json": b'{"step": 1}'})
+    saver.save_now(1, extra_files={"orchestrator.json": b'{"step": 1}'})
     folder = tmp_path / "checkpoints" / "step_000001"
     verify_manifest(folder, 1)
     assert (folder / "orchestrator.json").read_bytes() == b'{"step": 1}'

@@ -27,8 +27,8 @@ class FakeCheckpoints:
     def __init__(self) -> None:
         self.saved: list[tuple[int, object, object]] = []
 
-    def save_now(self, step: int, extra_state: object, beside: object) -> None:
-        self.saved.append((step, extra_state, beside))
+    def save_now(self, step: int, extra_state: object, extra_files: object) -> None:
+        self.saved.append((step, extra_state, extra_files))
 
 
 def ask(stop: StopSignal, number: signal.Signals) -> None:
