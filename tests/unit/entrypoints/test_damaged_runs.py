@@ -144,7 +144,7 @@ def up_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sft.train_sft", "align.train_align"):
         monkeypatch.setattr(f"tandem.trainer.offline.{name}", lambda *_: None)
     monkeypatch.setattr("tandem.orchestrator.rehearsal.open_tried", no_environment)
-    for name in ("loop.Orchestrator", "servers.ServerList"):
+    for name in ("loop.Orchestrator", "server_policy.ServerPolicy", "servers.ServerList"):
         monkeypatch.setattr(f"tandem.orchestrator.{name}", Nothing)
     monkeypatch.setattr("tandem.trainer.checkpoints.export.decoder_tensors", lambda *_: {})
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb())

@@ -21,7 +21,7 @@ from tandem.utils.metrics import RunLog
 from tandem.utils.run_dir import RunDir
 
 SOURCES = Path(tandem.__file__).parent
-WRITERS = ("orchestrator", "trainer", "python", "envs", "rewards")
+WRITERS = ("algorithms", "orchestrator", "trainer", "python", "envs", "rewards")
 NAMES = [name for name in documented() if not name.startswith("tandem_")]
 PROMETHEUS = {name for name in documented() if name.startswith("tandem_")}
 
@@ -57,7 +57,7 @@ def test_every_metric_of_the_page_is_written_somewhere() -> None:
 
 def test_every_metric_of_an_objective_is_on_the_page() -> None:
     made = ("mean_of", "loss_part", "maximum_of")
-    tables = [node for node in trees("trainer") if isinstance(node, ast.Dict)]
+    tables = [node for node in trees("algorithms", "trainer") if isinstance(node, ast.Dict)]
     found = {
         text_of(key)
         for table in tables
@@ -71,7 +71,7 @@ def test_every_name_of_a_group_of_metrics_is_on_the_page() -> None:
     groups = {name.partition("/")[0] for name in NAMES if "/" in name and not name.startswith("<")}
     found = {
         text
-        for node in trees("orchestrator", "trainer", "envs", "python")
+        for node in trees("algorithms", "orchestrator", "trainer", "envs", "python")
         if (text := text_of(node)) is not None
         and re.fullmatch(r"[a-z_]+/[a-z_@<>/]*[a-z>]", text)
         and text.partition("/")[0] in groups
