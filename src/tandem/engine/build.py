@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,7 @@ from tandem.engine.runner import Runner
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.state import SlotState
 from tandem.models.cpu import library
+from tandem.models.decoder import Decoder
 from tandem.models.hf import load_decoder
 from tandem.models.lora import AdapterBank
 from tandem.models.memory_estimate import kv_bytes, serving_activation_bytes
@@ -23,6 +25,9 @@ from tandem.models.runtime import choose_device, in_own_thread
 from tandem.models.spec import ModelSpec
 from tandem.utils.devices import free_memory_bytes
 from tandem.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.engine.cuda.runner import CudaRunner
 
 logger = logging.getLogger(__name__)
 CACHE_SHARE = 4  # of the free memory, where no option says how much the KV cache may take
@@ -64,21 +69,7 @@ def build_engine(
     adapters = AdapterBank(decoder)
     launcher = None
     if runs_on_kernels(device):
-        # Not at the top: it needs Triton.
-        from tandem.engine.cuda.runner import CudaRunner
-
-        use_graphs = config.cuda_graphs and not is_alone
-        launcher = CudaRunner(
-            decoder,
-            adapters,
-            cache,
-            state,
-            device,
-            use_graphs=use_graphs,
-            graph_tokens=0 if batch_invariant else config.tokens_per_step,
-            share_prompts=not config.deterministic,
-        )
-        launcher.prepare()
+        launcher = new_launcher(config, decoder, adapters, cache, state, device, use_graphs=not is_alone)
     parts = EngineParts(
         decoder,
         adapters,
@@ -100,6 +91,33 @@ def build_engine(
     return NativeEngine(
         core, config.seed, on_failure, check_when_idle=config.check_invariants, gather=launcher is not None
     )
+
+
+def new_launcher(
+    config: InferenceConfig,
+    decoder: Decoder,
+    adapters: AdapterBank,
+    cache: KVCache,
+    state: SlotState,
+    device: torch.device,
+    *,
+    use_graphs: bool,
+) -> "CudaRunner":
+    # Not at the top: it needs Triton.
+    from tandem.engine.cuda.runner import CudaRunner
+
+    launcher = CudaRunner(
+        decoder,
+        adapters,
+        cache,
+        state,
+        device,
+        use_graphs=config.cuda_graphs and use_graphs,
+        graph_tokens=0 if decoder.exact else config.tokens_per_step,
+        share_prompts=not config.deterministic,
+    )
+    launcher.prepare()
+    return launcher
 
 
 def runs_on_kernels(device: torch.device) -> bool:

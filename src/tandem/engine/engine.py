@@ -203,7 +203,7 @@ class NativeEngine:
                 while self._read_mailbox():
                     self.core.step()
             self._refuse_everything(SHUTTING_DOWN)
-        except Exception as error:
+        except Exception as error:  # answers: every request is refused
             logger.exception("the engine failed")
             reason = f"the engine failed: {type(error).__name__}: {error}"
             with self._wake:

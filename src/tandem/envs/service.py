@@ -89,7 +89,7 @@ def make(config: EnvConfig) -> Any:
         return make_environment(config)
     except UserError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # answers: the run is refused
         raise refusal(config, error) from error
 
 
@@ -108,7 +108,7 @@ async def prepare(environment: Any, config: EnvConfig) -> Payload:
         }
     except UserError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # answers: the run is refused
         raise refusal(config, error) from error
 
 

@@ -178,5 +178,5 @@ class _Marked:
             try:
                 value = yield waited_for
                 resume = self.steps.send
-            except BaseException as error:
+            except BaseException as error:  # answers: it is raised where the coroutine waits
                 resume, value = self.steps.throw, error

@@ -37,7 +37,7 @@ def run_tests(source: bytes, scope: dict) -> str:
     runners = collect_made("doctest", "DocTestRunner") if b"doctest" in source else []
     try:
         exec(compile(source, "tests.py", "exec", dont_inherit=True), scope)
-    except BaseException as error:
+    except BaseException as error:  # answers: the verdict says what the tests did
         if not isinstance(error, SystemExit) or error.code or not results:  # unittest.main leaves when it has passed
             return describe(error)
     if not all(result.wasSuccessful() and result.testsRun > len(result.skipped) for result in results):

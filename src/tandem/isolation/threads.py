@@ -48,7 +48,7 @@ class Thread:
             future, function, arguments = call
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:
+            except BaseException as error:  # answers: whoever waits gets it
                 future.set_exception(error)
             del call, future, function, arguments  # nothing is kept while there is nothing to do
 

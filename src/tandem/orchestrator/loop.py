@@ -111,7 +111,7 @@ class Orchestrator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._run(tasks)
-        except BaseExceptionGroup as errors:
+        except BaseExceptionGroup as errors:  # answers: its cause is what people need to read
             raise cause_of(errors) from None
         self.run_log.event("finished", step=self.policy.version)
 

@@ -108,7 +108,7 @@ class InferenceEngine:
         self._roots = [str(root.resolve()) for root in weight_roots]
         try:
             await self._open()
-        except BaseException:
+        except BaseException:  # cleans up
             await self.close()
             raise
 

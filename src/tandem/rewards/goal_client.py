@@ -72,7 +72,7 @@ class GoalClient:
         body = {"texts": [text for text, _ in chunk], "normalize": True}
         try:
             vectors = await self.servers.ask("/goalspace", body, lambda content: self._read(content, len(chunk)))
-        except BaseException as error:
+        except BaseException as error:  # answers: every text that was waited for
             for _, future in chunk:
                 if not future.done():
                     future.set_exception(error) if isinstance(error, Exception) else future.cancel()

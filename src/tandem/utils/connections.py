@@ -217,7 +217,7 @@ class Connections:
             connection = self._newest() or await self._connect()
             try:
                 answer = await connection.exchange(head.encode() + body)
-            except BaseException:
+            except BaseException:  # cleans up
                 connection.transport.abort()  # the server learns that nobody waits any more
                 raise
             if connection.is_usable:

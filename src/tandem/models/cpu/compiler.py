@@ -110,7 +110,7 @@ def run(*command: str) -> str:
         )
         try:
             printed, complaints = process.communicate(timeout=TIMEOUT_S)
-        except BaseException:
+        except BaseException:  # cleans up
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()

@@ -140,7 +140,7 @@ async def start_stream(admission: Admission, metrics: Metrics, writer: ChunkWrit
         if not first.done():
             raise ClientGone
         return EventStream(first.result(), events)
-    except BaseException:
+    except BaseException:  # cleans up
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await events.aclose()

@@ -50,7 +50,7 @@ def cancelling(engine: Engine) -> Iterator[list[int]]:
     ids: list[int] = []
     try:
         yield ids
-    except BaseException:
+    except BaseException:  # cleans up
         for request_id in ids:
             engine.cancel(request_id)
         raise

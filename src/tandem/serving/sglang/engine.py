@@ -65,7 +65,7 @@ class SGLangEngine:
         self._thread.start()
         try:
             self._call(self._arrive())
-        except BaseException:
+        except BaseException:  # cleans up
             self.stop()
             raise
 

@@ -121,7 +121,7 @@ class Routes:
         """To vLLM. What it does not catch itself is answered here, where errors have our shape."""
         try:
             await self.app(scope, receive, send)
-        except Exception as error:
+        except Exception as error:  # answers: in our shape
             if send.has_begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])

@@ -59,7 +59,7 @@ class SnapshotWriter:
         folder = self.run_dir.checkpoints / step_name(snapshot.step)
         try:
             self._write_all(snapshot, folder)
-        except Exception as error:
+        except Exception as error:  # retries: after the next step
             if self.ranks.is_first:
                 shutil.rmtree(folder / STAGING, ignore_errors=True)  # the disk may be full
             reason = f"{type(error).__name__}: {error}"
@@ -101,7 +101,7 @@ class SnapshotWriter:
         cause: Exception | None = None
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # answers: all ranks learn of it
             cause = error
         except BaseException as error:  # DCP's own is no Exception
             cause = cause_of(error)
