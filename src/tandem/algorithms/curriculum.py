@@ -1,7 +1,7 @@
 """Which tasks are visited less often: difficulty pools by the solve rate of each task's latest group.
 
 The order of tasks stays what it is; some visits to tasks in the pools are skipped. Whether one is, depends on the
-seed, the order number and the pools alone, so that a resumed run skips the same.
+seed, the group id and the pools alone, so that a resumed run skips the same.
 """
 
 import random
@@ -61,7 +61,7 @@ class Curriculum:
         self.hard = set(hard)
         self._finished: list[tuple[int, int, float]] = []
 
-    def skips(self, order: int, place: int) -> bool:
+    def skips(self, group_id: int, place: int) -> bool:
         if self.config is None:
             return False
         if place in self.easy:
@@ -70,13 +70,13 @@ class Curriculum:
             share = self.config.hard_share
         else:
             return False
-        return random.Random(f"{self.seed}/curriculum/{order}").random() >= share
+        return random.Random(f"{self.seed}/curriculum/{group_id}").random() >= share
 
     def count(self, group: "Group", place: int) -> None:
         """A group has finished, whether it is trained on or not."""
         if self.config is not None:
             solved = sum(reward >= self.solved_reward for reward in group.rewards)
-            self._finished.append((group.order, place, solved / len(group.rewards)))
+            self._finished.append((group.group_id, place, solved / len(group.rewards)))
 
     def update(self) -> None:
         """Put the tasks of finished groups into their pools."""

@@ -109,7 +109,7 @@ def open_server(
     # Before the model is loaded: a taken port is reported at once, and no other process can take this one.
     listening = listen_or_refuse(config.server.host, config.server.port, "server.port")
 
-    # Torch and FastAPI take seconds to import: only once the configuration is known to be good.
+    # Torch takes seconds to import: only once the configuration is known to be good.
     with importing():
         from tandem.data.tokenizer import Tokenizer
         from tandem.serving.http.app import create_app

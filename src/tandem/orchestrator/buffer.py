@@ -31,8 +31,8 @@ class GroupBuffer:
         return len(self._groups)
 
     @property
-    def waiting_orders(self) -> list[int]:
-        return sorted(group.order for group in self._groups)
+    def waiting_group_ids(self) -> list[int]:
+        return sorted(group.group_id for group in self._groups)
 
     def can_start(self, version: int, step: int) -> bool:
         """Whether a group started at `version` is sure to be trained on in time, or is one to spare for `step`."""
@@ -57,21 +57,21 @@ class GroupBuffer:
         self._groups.append(group)
 
     def drop_stale(self, step: int) -> list[int]:
-        """Drop the groups that are too old for `step`; returns their orders."""
+        """Drop the groups that are too old for `step`; returns their ids."""
         stale = [group for group in self._groups if staleness(group, step) > self.max_staleness]
         self._groups = [group for group in self._groups if staleness(group, step) <= self.max_staleness]
         self.num_dropped_stale += len(stale)
         self.num_started -= len(stale)
-        return sorted(group.order for group in stale)
+        return sorted(group.group_id for group in stale)
 
     def take(self, step: int) -> list[Group] | None:
         """The oldest P groups, in the order of their tasks; None if there are too few. None of them may be stale."""
         assert all(staleness(group, step) <= self.max_staleness for group in self._groups)
         if len(self._groups) < self.prompts_per_step:
             return None
-        self._groups.sort(key=lambda group: (group.oldest_version, group.order))
+        self._groups.sort(key=lambda group: (group.oldest_version, group.group_id))
         taken, self._groups = self._groups[: self.prompts_per_step], self._groups[self.prompts_per_step :]
-        return sorted(taken, key=lambda group: group.order)
+        return sorted(taken, key=lambda group: group.group_id)
 
 
 def staleness(group: Group, step: int) -> int:

@@ -47,7 +47,7 @@ class Attempt:
     """One time that rollouts of a task were made and scored."""
 
     task: Task
-    order: int
+    group_id: int
     number: int  # from 0
     group_size: int
     failed: list[RolloutFailure]
@@ -75,7 +75,7 @@ class FailureLedger:
                 "time": time.time(),
                 "purpose": purpose,
                 **attempt.task.identity,
-                "order": attempt.order,
+                "order": attempt.group_id,
                 "attempt": attempt.number + 1,
                 "num_rollouts": counts[one.failure.kind],
                 "reason": one.failure.reason,

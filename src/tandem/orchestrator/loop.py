@@ -164,7 +164,7 @@ class Orchestrator:
             self.ledger,
             self.run_log,
             retry=self.start.unfinished,
-            max_orders=config.max_steps * step_size,
+            max_groups=config.max_steps * step_size,
             tries=max(plan.env.tries for plan in self.plans.values()),
         )
 
@@ -198,7 +198,7 @@ class Orchestrator:
         return OrchestratorState(
             step,
             self.tasks.position,
-            dispatcher.unfinished_orders,
+            dispatcher.unfinished_group_ids,
             set_aside=sorted(self.tasks.set_aside),
             easy=sorted(self.curriculum.easy),
             hard=sorted(self.curriculum.hard),
@@ -207,19 +207,19 @@ class Orchestrator:
     def _keep(self, group: Group) -> Group | None:
         return self.filters[group.task.environment](group)
 
-    async def _make_group(self, order: int) -> Group:
-        place = self.tasks.place(order)
+    async def _make_group(self, group_id: int) -> Group:
+        place = self.tasks.place(group_id)
         task = self.environment.train_tasks[place]
         plan = self.plans[task.environment]
         sampling = SamplingRequest(
             n=plan.group_size,
             max_tokens=plan.sampling.max_tokens,
             temperature=plan.sampling.temperature,
-            seed=request_seed(self.config.seed, "train", order),
+            seed=request_seed(self.config.seed, "train", group_id),
             options=sampling_options(plan.sampling, plan.sampling.stop),
             is_trained_on=True,
         )
-        return await self.makers[plan.name].make_group(task, self.prompts.train[place], order, sampling)
+        return await self.makers[plan.name].make_group(task, self.prompts.train[place], group_id, sampling)
 
     def _stage_batch(self, groups: list[Group], step: int, state: OrchestratorState) -> None:
         config = self.config

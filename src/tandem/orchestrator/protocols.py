@@ -141,6 +141,6 @@ class Trainer(Protocol):
 class GroupMaker(Protocol):
     """Whoever turns a task into a group."""
 
-    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+    async def make_group(self, task: Task, prompt: Sequence[int], group_id: int, sampling: SamplingRequest) -> Group:
         """`sampling.n` rollouts with rewards; TaskFailed where they do not come together."""
         ...

@@ -55,7 +55,7 @@ class RolloutMaker:
         self._starting = asyncio.Lock()
         self._spent: dict[int, int] = {}  # attempts that failed, by the seed of a group that is not made yet
 
-    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+    async def make_group(self, task: Task, prompt: Sequence[int], group_id: int, sampling: SamplingRequest) -> Group:
         """`sampling.n` rollouts with rewards; TaskFailed where they do not come together.
 
         A group that is called off, as too stale, and made anew goes on with the attempts that it has left."""
@@ -72,10 +72,10 @@ class RolloutMaker:
             outcomes = await self._attempt(task, prompt_ids, missing, times)
             rollouts += [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
             failed = [outcome for outcome in outcomes if isinstance(outcome, RolloutFailure)]
-            self.record(Attempt(task, order, attempt, sampling.n, failed))
+            self.record(Attempt(task, group_id, attempt, sampling.n, failed))
             if not failed:
                 self._spent.pop(sampling.seed, None)
-                return Group(task, order, rollouts, times.generate_s, times.score_s)
+                return Group(task, group_id, rollouts, times.generate_s, times.score_s)
             self._spent[sampling.seed] = attempt + 1
         del self._spent[sampling.seed]
         raise TaskFailed([one.failure for one in failed])

@@ -21,11 +21,11 @@ AT_ONCE = 64  # places of a mixture that are worked out together
 
 
 class TaskOrder:
-    """The task behind each order number: a new permutation every epoch. Tasks that are set aside stay in their places,
-    so that orders mean the same before and after; whoever takes orders leaves them out. Those below `position` were
+    """The task of each group, by its id: a new permutation every epoch. Tasks that are set aside stay in their places,
+    so that ids mean the same before and after; whoever takes ids leaves them out. Those below `position` were
     taken.
 
-    Tasks of several environments come by `weights`, by name: every stretch of orders holds the shares, to within a task
+    Tasks of several environments come by `weights`, by name: every stretch of ids holds the shares, to within a task
     or so."""
 
     def __init__(
@@ -43,23 +43,23 @@ class TaskOrder:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def __getitem__(self, order: int) -> Task:
-        return self._tasks[self.place(order)]
+    def __getitem__(self, group_id: int) -> Task:
+        return self._tasks[self.place(group_id)]
 
     @property
     def is_exhausted(self) -> bool:
         """Whether every task is set aside."""
         return len(self.set_aside) >= len(self)
 
-    def place(self, order: int) -> int:
-        return self._places[order]
+    def place(self, group_id: int) -> int:
+        return self._places[group_id]
 
-    def take(self, skips: Callable[[int, int], bool] = lambda order, place: False) -> int:
-        """The next order. Those of tasks that are set aside, or that `skips` passes over, are left out."""
+    def take(self, skips: Callable[[int, int], bool] = lambda group_id, place: False) -> int:
+        """The next group id. Those of tasks that are set aside, or that `skips` passes over, are left out."""
         while True:
-            order, self.position = self.position, self.position + 1
-            if (place := self.place(order)) not in self.set_aside and not skips(order, place):
-                return order
+            group_id, self.position = self.position, self.position + 1
+            if (place := self.place(group_id)) not in self.set_aside and not skips(group_id, place):
+                return group_id
 
 
 def order_of_tasks(tasks: Sequence[Task], config: OrchestratorConfig) -> TaskOrder:
@@ -75,10 +75,10 @@ class MixedPlaces:
         self._mixed = mixed
         self._known: list[int] = []
 
-    def __getitem__(self, order: int) -> int:
-        while order >= len(self._known):
+    def __getitem__(self, group_id: int) -> int:
+        while group_id >= len(self._known):
             self._known += self._mixed.batch(len(self._known), AT_ONCE)
-        return self._known[order]
+        return self._known[group_id]
 
 
 def _mixed_places(tasks: Sequence[Task], seed: int, weights: Mapping[str, float]) -> MixedPlaces:
@@ -92,9 +92,9 @@ def _mixed_places(tasks: Sequence[Task], seed: int, weights: Mapping[str, float]
     return MixedPlaces(Mixed(sources, list(weights.values())))
 
 
-def request_seed(seed: int, purpose: str, order: int) -> int:
+def request_seed(seed: int, purpose: str, group_id: int) -> int:
     """A seed for one request, the same in every run with the same seed, whatever ran before."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{order}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{group_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

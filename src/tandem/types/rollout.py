@@ -193,7 +193,7 @@ class Group:
     """All rollouts of one task: the unit of advantages and of staleness."""
 
     task: Task
-    order: int
+    group_id: int
     rollouts: list[Rollout]
     generate_s: float = 0.0  # how long the server took, over all attempts; of conversations all that they took
     score_s: float = 0.0  # how long the reward function took

@@ -17,8 +17,8 @@ def make(easy: tuple[int, ...] = (), hard: tuple[int, ...] = (), seed: int = 3) 
 
 def test_tasks_go_to_the_pool_of_their_latest_group(make_group: MakeGroup) -> None:
     curriculum = make(easy=(0,), hard=(1,))
-    for order, rewards in enumerate([(1.0, 0.0), (0.9, 1.0), (0.5, 0.8)]):
-        curriculum.count(make_group(order, rewards=rewards), place=order)
+    for group_id, rewards in enumerate([(1.0, 0.0), (0.9, 1.0), (0.5, 0.8)]):
+        curriculum.count(make_group(group_id, rewards=rewards), place=group_id)
     assert (curriculum.easy, curriculum.hard) == ({0}, {1}), "nothing changes within a batch"
     curriculum.update()
     assert (curriculum.easy, curriculum.hard) == ({1}, {2})
@@ -54,15 +54,17 @@ def test_of_two_groups_of_a_task_the_later_order_decides_whichever_finished_firs
 @pytest.mark.parametrize(("place", "share"), [(0, 0.2), (1, 0.6), (2, 1.0)])
 def test_the_share_of_visits_that_take_place(place: int, share: float) -> None:
     curriculum = make(easy=(0,), hard=(1,))
-    visits = [not curriculum.skips(order, place) for order in range(2000)]
+    visits = [not curriculum.skips(group_id, place) for group_id in range(2000)]
     assert sum(visits) / 2000 == pytest.approx(share, abs=0.03)
 
 
 def test_what_is_skipped_depends_on_seed_order_and_pool_alone() -> None:
     first, again, other = make(easy=(0,)), make(easy=(0,)), make(easy=(0,), seed=4)
-    orders = range(200)
-    assert [first.skips(order, 0) for order in orders] == [again.skips(order, 0) for order in reversed(orders)][::-1]
-    assert [first.skips(order, 0) for order in orders] != [other.skips(order, 0) for order in orders]
+    group_ids = range(200)
+    assert [first.skips(group_id, 0) for group_id in group_ids] == [
+        again.skips(group_id, 0) for group_id in reversed(group_ids)
+    ][::-1]
+    assert [first.skips(group_id, 0) for group_id in group_ids] != [other.skips(group_id, 0) for group_id in group_ids]
 
 
 def test_without_a_configuration_nothing_is_skipped_or_counted(make_group: MakeGroup) -> None:

@@ -11,7 +11,7 @@ MakeGroup = Callable[..., Group]
 
 @pytest.fixture
 def make_group() -> MakeGroup:
-    def make(order: int, version: int = 0, rewards: tuple[float, ...] = (1.0, 0.0)) -> Group:
+    def make(group_id: int, version: int = 0, rewards: tuple[float, ...] = (1.0, 0.0)) -> Group:
         """Completions of 1, 2, … tokens after a prompt of two."""
         rollouts = [
             Rollout(
@@ -27,6 +27,6 @@ def make_group() -> MakeGroup:
             )
             for index, reward in enumerate(rewards)
         ]
-        return Group(Task(order, [{"role": "user", "content": "x"}], "y"), order, rollouts)
+        return Group(Task(group_id, [{"role": "user", "content": "x"}], "y"), group_id, rollouts)
 
     return make

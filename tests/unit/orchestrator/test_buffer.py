@@ -56,18 +56,18 @@ def test_a_batch_waits_until_it_is_full(make_group) -> None:
     assert buffer.take(1) is None and len(buffer) == 1
     buffer.add(make_group(0))
     taken = buffer.take(1)
-    assert taken is not None and [group.order for group in taken] == [0, 1]
+    assert taken is not None and [group.group_id for group in taken] == [0, 1]
     assert len(buffer) == 0
 
 
 def test_the_oldest_go_first_and_lie_in_the_order_of_their_tasks(make_group) -> None:
     buffer = GroupBuffer(prompts_per_step=2, max_staleness=1)
-    for order, version in ((5, 1), (1, 1), (9, 0), (7, 1)):
-        buffer.add(make_group(order, version))
-    assert buffer.waiting_orders == [1, 5, 7, 9]
+    for group_id, version in ((5, 1), (1, 1), (9, 0), (7, 1)):
+        buffer.add(make_group(group_id, version))
+    assert buffer.waiting_group_ids == [1, 5, 7, 9]
     first, second = buffer.take(2), buffer.take(2)
-    assert first is not None and [group.order for group in first] == [1, 9]
-    assert second is not None and [group.order for group in second] == [5, 7]
+    assert first is not None and [group.group_id for group in first] == [1, 9]
+    assert second is not None and [group.group_id for group in second] == [5, 7]
 
 
 def test_a_group_that_is_too_old_is_dropped_and_gives_its_place_back(make_group) -> None:
@@ -128,7 +128,7 @@ def test_any_finishing_order_gives_full_fresh_batches(
         if batch is not None:
             assert len(batch) == prompts_per_step
             assert all(0 <= staleness(group, step) <= max_staleness for group in batch)
-            used += [group.order for group in batch]
+            used += [group.group_id for group in batch]
             step += 1
     assert len(set(used)) == len(used) == 5 * prompts_per_step
     assert next_order == len(used) + len(in_flight) + len(buffer) + len(anew)

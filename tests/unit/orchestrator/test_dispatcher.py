@@ -27,27 +27,27 @@ class Maker:
     def __init__(self, make_group: Callable[..., Group]) -> None:
         self.make_group = make_group
         self.policy: FakePolicy
-        self.orders: list[int] = []
+        self.group_ids: list[int] = []
         self.under_way: list[int] = []
         self.failures: dict[int, int] = {}
         self.hang: set[int] = set()
         self.bad: set[int] = set()
         self.release: asyncio.Event
 
-    async def __call__(self, order: int) -> Group:
-        self.orders.append(order)
+    async def __call__(self, group_id: int) -> Group:
+        self.group_ids.append(group_id)
         version = self.policy.version
-        self.under_way.append(order)
+        self.under_way.append(group_id)
         try:
-            await (self.release.wait() if order in self.hang else asyncio.sleep(0))
+            await (self.release.wait() if group_id in self.hang else asyncio.sleep(0))
         finally:
-            self.under_way.remove(order)
-        if self.failures.get(order, 0) > 0:
-            self.failures[order] -= 1
-            raise ConnectionError(f"no answer for {order}")
-        if order in self.bad:
-            raise TaskFailed([Failure(f"KeyError: {order}", "my_env.py:3 in score")])
-        return self.make_group(order, version)
+            self.under_way.remove(group_id)
+        if self.failures.get(group_id, 0) > 0:
+            self.failures[group_id] -= 1
+            raise ConnectionError(f"no answer for {group_id}")
+        if group_id in self.bad:
+            raise TaskFailed([Failure(f"KeyError: {group_id}", "my_env.py:3 in score")])
+        return self.make_group(group_id, version)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def deadline() -> Deadline:
 class InOrder(TaskOrder):
     """Task n has order n, n plus the number of tasks, and so on: what a test expects can be read."""
 
-    def place(self, order: int) -> int:
-        return order % len(self)
+    def place(self, group_id: int) -> int:
+        return group_id % len(self)
 
 
 def task_order(num_tasks: int = 100, set_aside: Iterable[int] = ()) -> InOrder:
@@ -83,7 +83,7 @@ def run_with(
     start_step: int = 0,
     next_order: int = 0,
     retry: list[int] | None = None,
-    max_orders: int = 100,
+    max_groups: int = 100,
     tries: int = 4,
     max_failed_share: float = 1.0,
 ) -> None:
@@ -102,7 +102,7 @@ def run_with(
             FailureLedger(RunDir(root), max_failed_share),
             run_log,
             retry=retry or [],
-            max_orders=max_orders,
+            max_groups=max_groups,
             tries=tries,
         )
         try:
@@ -120,14 +120,14 @@ def events(root: Path, name: str) -> list[dict[str, Any]]:
 def test_one_batch_a_version_when_on_policy(maker: Maker, tmp_path: Path) -> None:
     async def body(dispatcher: Dispatcher) -> None:
         groups = await dispatcher.next_batch(1, deadline())
-        assert [group.order for group in groups] == [0, 1]
+        assert [group.group_id for group in groups] == [0, 1]
         await asyncio.sleep(0.01)
-        assert maker.orders == [0, 1]  # nothing more before the next version
+        assert maker.group_ids == [0, 1]  # nothing more before the next version
         waiting = asyncio.ensure_future(dispatcher.next_batch(2, deadline()))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         maker.policy.update()
-        assert [group.order for group in await waiting] == [2, 3]
+        assert [group.group_id for group in await waiting] == [2, 3]
 
     run_with(maker, tmp_path, body)
 
@@ -139,13 +139,13 @@ def test_the_next_batch_is_under_way_when_overlapped(maker: Maker, tmp_path: Pat
     async def body(dispatcher: Dispatcher) -> None:
         await dispatcher.next_batch(1, deadline())
         await asyncio.sleep(0.01)
-        assert maker.orders == [0, 1, 2, 3]
-        assert dispatcher.unfinished_orders == [2, 3]
+        assert maker.group_ids == [0, 1, 2, 3]
+        assert dispatcher.unfinished_group_ids == [2, 3]
         waiting = asyncio.ensure_future(dispatcher.next_batch(2, deadline()))
         await asyncio.sleep(0.01)
-        assert dispatcher.unfinished_orders == [2, 3] and len(dispatcher.buffer) == 1
+        assert dispatcher.unfinished_group_ids == [2, 3] and len(dispatcher.buffer) == 1
         maker.release.set()
-        assert [group.order for group in await waiting] == [2, 3]
+        assert [group.group_id for group in await waiting] == [2, 3]
 
     run_with(maker, tmp_path, body, max_staleness=1)
 
@@ -155,8 +155,8 @@ def test_a_failed_group_is_made_again(maker: Maker, tmp_path: Path) -> None:
 
     async def body(dispatcher: Dispatcher) -> None:
         groups = await dispatcher.next_batch(1, deadline())
-        assert [group.order for group in groups] == [0, 1]
-        assert maker.orders == [0, 1, 1, 1]
+        assert [group.group_id for group in groups] == [0, 1]
+        assert maker.group_ids == [0, 1, 1, 1]
 
     run_with(maker, tmp_path, body)
     failed = events(tmp_path, "group_failed")
@@ -186,13 +186,13 @@ def test_a_task_that_fails_is_set_aside_and_another_takes_its_place(maker: Maker
     async def body(dispatcher: Dispatcher) -> None:
         batches = []
         for step in (1, 2, 3):
-            batches.append([group.order for group in await dispatcher.next_batch(step, deadline())])
+            batches.append([group.group_id for group in await dispatcher.next_batch(step, deadline())])
             maker.policy.update()
         assert batches == [[3, 5], [6, 8], [9, 11]]
-        assert maker.orders == [3, 4, 5, 6, 8, 9, 11]
+        assert maker.group_ids == [3, 4, 5, 6, 8, 9, 11]
         assert tasks.set_aside == {1}
 
-    run_with(maker, tmp_path, body, tasks=tasks, next_order=3, max_orders=6)
+    run_with(maker, tmp_path, body, tasks=tasks, next_order=3, max_groups=6)
     (event,) = events(tmp_path, "task_set_aside")
     assert (event["task"], event["order"]) == (1001, 4)
     assert event["reason"] == "1 × KeyError: 4 (my_env.py:3 in score)"
@@ -201,18 +201,18 @@ def test_a_task_that_fails_is_set_aside_and_another_takes_its_place(maker: Maker
 def test_a_task_that_is_set_aside_stays_so_in_a_resumed_run(maker: Maker, tmp_path: Path) -> None:
     async def body(dispatcher: Dispatcher) -> None:
         """Orders 3, 7 and 8 are of tasks 3, 2 and 3, of five."""
-        assert [group.order for group in await dispatcher.next_batch(3, deadline())] == [4, 9]
-        assert maker.orders == [4, 9]
+        assert [group.group_id for group in await dispatcher.next_batch(3, deadline())] == [4, 9]
+        assert maker.group_ids == [4, 9]
 
-    run_with(maker, tmp_path, body, tasks=task_order(5, {2, 3}), start_step=2, next_order=7, retry=[3, 4], max_orders=6)
+    run_with(maker, tmp_path, body, tasks=task_order(5, {2, 3}), start_step=2, next_order=7, retry=[3, 4], max_groups=6)
 
 
 def test_a_group_that_fails_for_other_reasons_is_set_aside_after_its_tries(maker: Maker, tmp_path: Path) -> None:
     maker.failures = {1: 99}
 
     async def body(dispatcher: Dispatcher) -> None:
-        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [0, 2]
-        assert maker.orders == [0, 1, 1, 1, 2]
+        assert [group.group_id for group in await dispatcher.next_batch(1, deadline())] == [0, 2]
+        assert maker.group_ids == [0, 1, 1, 1, 2]
 
     run_with(maker, tmp_path, body, tries=3)
     (event,) = events(tmp_path, "task_set_aside")
@@ -235,19 +235,19 @@ def test_groups_that_grow_too_old_are_made_anew_before_any_other(maker: Maker, t
     maker.hang = {0}
 
     async def body(dispatcher: Dispatcher) -> None:
-        trained = [group.order for group in await dispatcher.next_batch(1, deadline())]
+        trained = [group.group_id for group in await dispatcher.next_batch(1, deadline())]
         maker.policy.update()
-        trained += [group.order for group in await dispatcher.next_batch(2, deadline())]
+        trained += [group.group_id for group in await dispatcher.next_batch(2, deadline())]
         maker.policy.update()
         maker.hang = set()
-        trained += [group.order for group in await dispatcher.next_batch(3, deadline())]
+        trained += [group.group_id for group in await dispatcher.next_batch(3, deadline())]
         assert dispatcher.num_cut == 1
-        assert 0 in dispatcher.unfinished_orders + trained
+        assert 0 in dispatcher.unfinished_group_ids + trained
         maker.policy.update()
-        trained += [group.order for group in await dispatcher.next_batch(4, deadline())]
+        trained += [group.group_id for group in await dispatcher.next_batch(4, deadline())]
         assert sorted(trained) == list(range(8))
 
-    run_with(maker, tmp_path, body, max_staleness=1, max_orders=8)
+    run_with(maker, tmp_path, body, max_staleness=1, max_groups=8)
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
@@ -264,8 +264,8 @@ def test_every_task_is_trained_on_once_whatever_grows_old_and_wherever_a_run_is_
             if step == 4:
                 maker.hang = set()
                 maker.release.set()
-            trained.extend(group.order for group in await dispatcher.next_batch(step, deadline()))
-            left.update(next_order=dispatcher.tasks.position, retry=dispatcher.unfinished_orders, start_step=step)
+            trained.extend(group.group_id for group in await dispatcher.next_batch(step, deadline()))
+            left.update(next_order=dispatcher.tasks.position, retry=dispatcher.unfinished_group_ids, start_step=step)
             maker.policy.update()
 
     async def begin(dispatcher: Dispatcher) -> None:
@@ -274,20 +274,20 @@ def test_every_task_is_trained_on_once_whatever_grows_old_and_wherever_a_run_is_
     async def go_on(dispatcher: Dispatcher) -> None:
         await train(dispatcher, stop_after + 1, 6)
 
-    run_with(maker, tmp_path, begin, max_staleness=2, max_orders=12)
-    run_with(maker, tmp_path, go_on, max_staleness=2, max_orders=12, **left)
+    run_with(maker, tmp_path, begin, max_staleness=2, max_groups=12)
+    run_with(maker, tmp_path, go_on, max_staleness=2, max_groups=12, **left)
     assert sorted(trained) == list(range(12))
 
 
 def test_a_resumed_run_makes_unfinished_orders_first(maker: Maker, tmp_path: Path) -> None:
     async def body(dispatcher: Dispatcher) -> None:
-        assert dispatcher.unfinished_orders == [3, 4]
+        assert dispatcher.unfinished_group_ids == [3, 4]
         maker.policy.version = 2
         groups = await dispatcher.next_batch(3, deadline())
-        assert [group.order for group in groups] == [3, 4]
+        assert [group.group_id for group in groups] == [3, 4]
         await asyncio.sleep(0.01)
-        assert maker.orders == [3, 4, 7, 8]
-        assert dispatcher.unfinished_orders == [7, 8] and dispatcher.tasks.position == 9
+        assert maker.group_ids == [3, 4, 7, 8]
+        assert dispatcher.unfinished_group_ids == [7, 8] and dispatcher.tasks.position == 9
 
     retry = [3, 4]
     run_with(maker, tmp_path, body, max_staleness=1, start_step=2, next_order=7, retry=retry)
@@ -301,10 +301,10 @@ def test_nothing_is_started_beyond_the_last_step(maker: Maker, tmp_path: Path) -
         await dispatcher.next_batch(2, deadline())
         maker.policy.update()
         await asyncio.sleep(0.01)
-        assert maker.orders == [0, 1, 2, 3]
-        assert dispatcher.unfinished_orders == []
+        assert maker.group_ids == [0, 1, 2, 3]
+        assert dispatcher.unfinished_group_ids == []
 
-    run_with(maker, tmp_path, body, max_staleness=3, max_orders=4)
+    run_with(maker, tmp_path, body, max_staleness=3, max_groups=4)
 
 
 def test_a_slow_group_does_not_hold_up_a_batch_that_others_can_fill(maker: Maker, tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_a_slow_group_does_not_hold_up_a_batch_that_others_can_fill(maker: Maker
 
     async def body(dispatcher: Dispatcher) -> None:
         groups = await dispatcher.next_batch(1, deadline())
-        assert [group.order for group in groups] == [1, 2]
-        assert 0 in dispatcher.unfinished_orders
+        assert [group.group_id for group in groups] == [1, 2]
+        assert 0 in dispatcher.unfinished_group_ids
 
     run_with(maker, tmp_path, body, max_staleness=1)
 
@@ -345,12 +345,12 @@ def test_another_group_takes_the_place_of_one_that_is_filtered(maker: Maker, tmp
     """Also when on-policy, where no more than a batch of groups may be started."""
 
     def keep(group: Group) -> Group | None:
-        return None if group.order in (0, 2) else group
+        return None if group.group_id in (0, 2) else group
 
     async def body(dispatcher: Dispatcher) -> None:
-        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [1, 3]
-        assert maker.orders == [0, 1, 2, 3]
-        assert (dispatcher.tasks.position, dispatcher.unfinished_orders) == (4, [])
+        assert [group.group_id for group in await dispatcher.next_batch(1, deadline())] == [1, 3]
+        assert maker.group_ids == [0, 1, 2, 3]
+        assert (dispatcher.tasks.position, dispatcher.unfinished_group_ids) == (4, [])
 
     run_with(maker, tmp_path, body, keep=keep)
 
@@ -365,9 +365,9 @@ def test_tasks_in_a_pool_are_visited_less_often_but_those_under_way_are_finished
             curriculum.easy, curriculum.hard = {3}, set()
             maker.policy.update()
 
-    run_with(maker, tmp_path, body, tasks=task_order(10), curriculum=curriculum, retry=[3], max_orders=200)
-    visits = [sum(order % 10 == place for order in maker.orders) for place in range(10)]
-    assert maker.orders[0] == 3
+    run_with(maker, tmp_path, body, tasks=task_order(10), curriculum=curriculum, retry=[3], max_groups=200)
+    visits = [sum(group_id % 10 == place for group_id in maker.group_ids) for place in range(10)]
+    assert maker.group_ids[0] == 3
     assert 1 <= visits[3] - 1 <= 5 and all(count >= 20 for place, count in enumerate(visits) if place != 3)
 
 
@@ -380,7 +380,7 @@ def test_groups_reach_the_curriculum_when_their_batch_is_cut(maker: Maker, tmp_p
         assert curriculum.easy == {0, 1, 2}
 
     def keep(group: Group) -> Group | None:
-        return group if group.order > 3 else None
+        return group if group.group_id > 3 else None
 
     run_with(maker, tmp_path, body, keep=keep, curriculum=curriculum, tasks=task_order(3), next_order=3)
 
@@ -390,16 +390,16 @@ def test_stragglers_are_not_waited_for_and_sampled_again(maker: Maker, tmp_path:
     maker.hang = {0}
 
     async def body(dispatcher: Dispatcher) -> None:
-        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [1, 2]
-        assert dispatcher.unfinished_orders == [0]
+        assert [group.group_id for group in await dispatcher.next_batch(1, deadline())] == [1, 2]
+        assert dispatcher.unfinished_group_ids == [0]
         waiting = asyncio.ensure_future(dispatcher.next_batch(2, deadline()))
         await asyncio.sleep(0.01)
-        assert (dispatcher.num_cut, dispatcher.unfinished_orders, maker.orders) == (1, [0], [0, 1, 2])
+        assert (dispatcher.num_cut, dispatcher.unfinished_group_ids, maker.group_ids) == (1, [0], [0, 1, 2])
         assert maker.under_way == [], "nobody waits for it any more"
         maker.hang = set()
         maker.policy.update()
-        assert [group.order for group in await waiting] == [0, 3]
-        assert maker.orders == [0, 1, 2, 0, 3, 4]
+        assert [group.group_id for group in await waiting] == [0, 3]
+        assert maker.group_ids == [0, 1, 2, 0, 3, 4]
 
     run_with(maker, tmp_path, body, num_spare=1)
 
@@ -415,8 +415,8 @@ def test_what_is_sampled_again_is_in_the_order_of_tasks(
         await dispatcher.next_batch(1, deadline())
         maker.hang = set()
         maker.policy.update()
-        assert [group.order for group in await dispatcher.next_batch(2, deadline())] == again
-        assert maker.orders[:6] == [0, 1, 2, 3, *again]
+        assert [group.group_id for group in await dispatcher.next_batch(2, deadline())] == again
+        assert maker.group_ids[:6] == [0, 1, 2, 3, *again]
 
     run_with(maker, tmp_path, body, num_spare=2)
 
@@ -429,7 +429,7 @@ def test_groups_that_are_too_old_are_news_where_none_are_to_spare(
     old = [2]
 
     def keep(group: Group) -> Group:
-        return maker.make_group(old.pop(), 0) if group.order in old else group
+        return maker.make_group(old.pop(), 0) if group.group_id in old else group
 
     async def body(dispatcher: Dispatcher) -> None:
         for step in (1, 2):
@@ -446,9 +446,9 @@ def test_groups_that_are_too_old_are_news_where_none_are_to_spare(
 def test_groups_to_spare_are_for_the_last_step_too(maker: Maker, tmp_path: Path) -> None:
     async def body(dispatcher: Dispatcher) -> None:
         await dispatcher.next_batch(1, deadline())
-        assert maker.orders == [0, 1, 2]
+        assert maker.group_ids == [0, 1, 2]
 
-    run_with(maker, tmp_path, body, num_spare=1, max_orders=2)
+    run_with(maker, tmp_path, body, num_spare=1, max_groups=2)
 
 
 def test_groups_under_way_have_ended_when_it_is_closed(maker: Maker, tmp_path: Path) -> None:
@@ -468,10 +468,10 @@ def test_groups_to_spare_that_finish_after_their_step_are_sampled_again(maker: M
     """All three are done before the step is cut: the last of them waits, and is too old for the next step."""
 
     async def body(dispatcher: Dispatcher) -> None:
-        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [0, 1]
-        assert maker.orders == [0, 1, 2], "nothing is started that would be too old"
+        assert [group.group_id for group in await dispatcher.next_batch(1, deadline())] == [0, 1]
+        assert maker.group_ids == [0, 1, 2], "nothing is started that would be too old"
         maker.policy.update()
-        assert [group.order for group in await dispatcher.next_batch(2, deadline())] == [2, 3]
+        assert [group.group_id for group in await dispatcher.next_batch(2, deadline())] == [2, 3]
         assert (dispatcher.buffer.num_dropped_stale, dispatcher.num_cut) == (1, 0)
 
     run_with(maker, tmp_path, body, num_spare=1)
@@ -482,8 +482,8 @@ def test_a_group_that_is_young_enough_for_the_next_step_is_not_cut_off(maker: Ma
     maker.hang = {0}
 
     async def body(dispatcher: Dispatcher) -> None:
-        assert [group.order for group in await dispatcher.next_batch(1, deadline())] == [1, 2]
-        assert [group.order for group in await dispatcher.next_batch(2, deadline())] == [3, 4]
+        assert [group.group_id for group in await dispatcher.next_batch(1, deadline())] == [1, 2]
+        assert [group.group_id for group in await dispatcher.next_batch(2, deadline())] == [3, 4]
         assert dispatcher.num_cut == 0
         waiting = asyncio.ensure_future(dispatcher.next_batch(3, deadline()))
         await asyncio.sleep(0.01)

@@ -21,7 +21,7 @@ def ledger(tmp_path: Path) -> FailureLedger:
 
 def attempt(*failures: Failure, completion: str = "text") -> Attempt:
     failed = [RolloutFailure(completion, failure) for failure in failures]
-    return Attempt(Task(7, [], ""), order=40, number=1, group_size=4, failed=failed)
+    return Attempt(Task(7, [], ""), group_id=40, number=1, group_size=4, failed=failed)
 
 
 def test_a_kind_of_failure_is_one_line_with_the_users_traceback(ledger: FailureLedger, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_task_of_a_mixture_is_named_with_its_environment(
 ) -> None:
     failed = [RolloutFailure("text", FAILURE)]
     task = Task(7, [], "", environment="sums")
-    ledger.training_attempt(Attempt(task, order=40, number=1, group_size=4, failed=failed))
+    ledger.training_attempt(Attempt(task, group_id=40, number=1, group_size=4, failed=failed))
     line = read_json_lines(tmp_path / "failures.jsonl")[0]
     assert (line["env"], line["task"]) == ("sums", 7)
     assert "train task 7 of sums: 1 × KeyError: 1" in caplog.text

@@ -148,8 +148,8 @@ def test_conversations_are_filtered_by_all_of_their_turns(
 
 def test_a_step_that_would_never_be_complete_ends_the_run(make_group: MakeGroup) -> None:
     keep = make_filter(prompts_per_step=2, equal_rewards=True, max_refills=2)
-    for order in range(4):
-        assert keep(make_group(order, rewards=(0.0, 0.0))) is None
+    for group_id in range(4):
+        assert keep(make_group(group_id, rewards=(0.0, 0.0))) is None
     with pytest.raises(TooManyFailures, match=r"left out 5 groups for one step \(5 × equal_rewards.*max_refills = 2"):
         keep(make_group(4, rewards=(0.0, 0.0)))
 

@@ -245,7 +245,7 @@ def test_the_state_names_what_is_under_way(make_run) -> None:
     state = run.state(1)
     trained = [line["task"] for line in read_json_lines(run.dir.samples(1))[::3]]
     assert state.next_order == 4
-    assert sorted([run.tasks[order].index for order in state.unfinished] + trained) == [0, 1, 2, 3]
+    assert sorted([run.tasks[group_id].index for group_id in state.unfinished] + trained) == [0, 1, 2, 3]
     assert run.state(4).unfinished == []
 
 
@@ -587,7 +587,7 @@ def test_a_resumed_run_skips_what_an_uninterrupted_one_skips(make_run) -> None:
     options: dict[str, Any] = {"curriculum": {"hard_below": 0.5, "hard_share": 0.5}}
     run = make_run(**options).start()
     state = run.state(2)
-    assert state.hard == sorted({run.tasks.place(order) for order in range(state.next_order)})
+    assert state.hard == sorted({run.tasks.place(group_id) for group_id in range(state.next_order)})
     assert run.state(4).next_order > 8, "some visits were skipped"
     resumed = make_run(**options).start(resumed_from=state)
     seeds = [request["seed"] for request in run.training_requests]

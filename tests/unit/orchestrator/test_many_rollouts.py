@@ -49,8 +49,8 @@ def test_no_score_is_blamed_for_the_backlog(tiny_model: Path, num_rollouts: int)
             sampling = SamplingRequest(GROUP_SIZE, 2, temperature=1.0, seed=0)
             groups = await asyncio.gather(
                 *(
-                    maker.make_group(tasks[order % len(tasks)], [1, 2], order, sampling)
-                    for order in range(num_rollouts // GROUP_SIZE)
+                    maker.make_group(tasks[group_id % len(tasks)], [1, 2], group_id, sampling)
+                    for group_id in range(num_rollouts // GROUP_SIZE)
                 )
             )
             assert environment._process.worker is worker, "it was killed"

@@ -63,14 +63,14 @@ class TwoEnvironments:
 
 
 def test_tasks_come_by_weight_and_each_as_often_as_the_others_of_its_environment() -> None:
-    order = TaskOrder(TwoEnvironments.train_tasks, seed=0, weights={"long": 3.0, "short": 1.0})
-    drawn = [order[number] for number in range(64)]
+    group_id = TaskOrder(TwoEnvironments.train_tasks, seed=0, weights={"long": 3.0, "short": 1.0})
+    drawn = [group_id[number] for number in range(64)]
     for first in range(0, 64, 8):
         assert Counter(task.environment for task in drawn[first : first + 8]) == {"long": 6, "short": 2}
     assert set(Counter((task.environment, task.index) for task in drawn if task.environment == "long").values()) == {12}
-    assert [order[number] for number in reversed(range(64))] == drawn[::-1], "whatever was asked for before"
+    assert [group_id[number] for number in reversed(range(64))] == drawn[::-1], "whatever was asked for before"
     later = TaskOrder(TwoEnvironments.train_tasks, seed=0, weights={"long": 3.0, "short": 1.0})
-    assert later[130] == order[130] and [later[number] for number in range(64)] == drawn
+    assert later[130] == group_id[130] and [later[number] for number in range(64)] == drawn
     epochs = [[task.index for task in drawn if task.environment == "long"][4 * n : 4 * n + 4] for n in range(12)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len(set(map(tuple, epochs))) > 1
 

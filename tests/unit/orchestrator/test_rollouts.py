@@ -98,7 +98,7 @@ def make(
 
 def test_a_group_in_which_all_goes_well(tokenizer: Tokenizer) -> None:
     group, client, attempts = make(tokenizer, {"a": 0.25, "c": 0})
-    assert group is not None and (group.task, group.order, group.rewards) == (TASK, 9, [0.25, 1.0, 0.0])
+    assert group is not None and (group.task, group.group_id, group.rewards) == (TASK, 9, [0.25, 1.0, 0.0])
     assert [rollout.text for rollout in group.rollouts] == ["a", "b", "c"]
     assert [rollout.prompt_ids for rollout in group.rollouts] == [PROMPT] * 3
     (request,) = client.requests

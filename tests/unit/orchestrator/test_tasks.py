@@ -16,7 +16,10 @@ from tandem.utils.errors import UserError
 
 def test_seeds_repeat_and_differ() -> None:
     seeds = [
-        request_seed(seed, purpose, order) for seed in (0, 1) for purpose in ("train", "eval") for order in range(20)
+        request_seed(seed, purpose, group_id)
+        for seed in (0, 1)
+        for purpose in ("train", "eval")
+        for group_id in range(20)
     ]
     assert len(set(seeds)) == 80
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -30,19 +33,19 @@ def test_a_seed_is_the_same_on_every_machine() -> None:
 
 def test_every_epoch_has_each_task_once_in_an_order_of_its_own() -> None:
     tasks = [Task(100 + index, [], "") for index in range(20)]
-    order = TaskOrder(tasks, seed=3)
-    epochs = [[order[20 * epoch + number].index for number in range(20)] for epoch in range(2)]
+    group_id = TaskOrder(tasks, seed=3)
+    epochs = [[group_id[20 * epoch + number].index for number in range(20)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100, 120))
     assert epochs[0] != epochs[1]
     assert epochs[0] == [TaskOrder(tasks, seed=3)[number].index for number in range(20)]
     assert epochs[0] != [TaskOrder(tasks, seed=4)[number].index for number in range(20)]
-    assert order.place(7) == order[7].index - 100
+    assert group_id.place(7) == group_id[7].index - 100
 
 
 def test_setting_tasks_aside_moves_no_other() -> None:
     tasks = [Task(index, [], "") for index in range(3)]
     whole, without = TaskOrder(tasks, seed=0), TaskOrder(tasks, seed=0, set_aside=[1, 2])
-    assert [whole[order] for order in range(9)] == [without[order] for order in range(9)]
+    assert [whole[group_id] for group_id in range(9)] == [without[group_id] for group_id in range(9)]
     assert not without.is_exhausted
     without.set_aside.add(0)
     assert without.is_exhausted
@@ -160,5 +163,5 @@ def test_orders_of_tasks_that_are_set_aside_or_skipped_are_passed_over() -> None
     tasks = TaskOrder([Task(index, [], "") for index in range(3)], seed=0)
     tasks.set_aside.add(tasks.place(1))
     assert [tasks.take(), tasks.take(), tasks.position] == [0, 2, 3]
-    expected = next(order for order in range(5, 9) if tasks.place(order) not in tasks.set_aside)
-    assert tasks.take(lambda order, place: order < 5) == expected and tasks.position == expected + 1
+    expected = next(group_id for group_id in range(5, 9) if tasks.place(group_id) not in tasks.set_aside)
+    assert tasks.take(lambda group_id, place: group_id < 5) == expected and tasks.position == expected + 1

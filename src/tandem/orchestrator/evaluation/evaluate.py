@@ -64,15 +64,15 @@ async def evaluate(
     for those who wait."""
     limit = asyncio.Semaphore(config.concurrency)
 
-    async def one(order: int, task: HeldTask) -> Outcome:
+    async def one(group_id: int, task: HeldTask) -> Outcome:
         async with limit:
             try:
-                samples = await _samples(config, environment, endpoint, order, task)
+                samples = await _samples(config, environment, endpoint, group_id, task)
             except Exception as error:  # answers: the environment's or the endpoint's error is the task's result
                 return Outcome(task.index, [], error=str(failure_of(error)))
         return Outcome(task.index, [sample["reward"] for sample in samples], fingerprint(task), samples)
 
-    running = [asyncio.ensure_future(one(order, task)) for order, task in enumerate(tasks)]
+    running = [asyncio.ensure_future(one(group_id, task)) for group_id, task in enumerate(tasks)]
     try:
         while (await asyncio.wait(running, timeout=EVERY_S))[1]:
             num_done = sum(task.done() for task in running)
@@ -84,9 +84,9 @@ async def evaluate(
 
 
 async def _samples(
-    config: EvaluateConfig, environment: EnvironmentProcess, endpoint: ChatEndpoint, order: int, task: HeldTask
+    config: EvaluateConfig, environment: EnvironmentProcess, endpoint: ChatEndpoint, group_id: int, task: HeldTask
 ) -> list[dict[str, Any]]:
-    seed = request_seed(config.seed, "eval", order)
+    seed = request_seed(config.seed, "eval", group_id)
     if task.is_interactive:
         seeds = [request_seed(seed, "rollout", number) for number in range(config.samples)]
         return await asyncio.gather(*(_episode(environment, endpoint, task, one) for one in seeds))

@@ -65,7 +65,7 @@ class Evaluator:
         """The metrics of an evaluation, whose samples are written."""
         started = time.monotonic()
         outcomes = await asyncio.gather(
-            *(self._group(order, task, prompt) for order, (task, prompt) in enumerate(self.tasks)),
+            *(self._group(group_id, task, prompt) for group_id, (task, prompt) in enumerate(self.tasks)),
             return_exceptions=True,
         )
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
@@ -89,10 +89,10 @@ class Evaluator:
         logger.info("held-out reward of version %d%s: %s", version, where, describe(scores, len(groups)))
         return {self.prefix + key: value for key, value in metrics.items()}
 
-    async def _group(self, order: int, task: Task, prompt: Sequence[int]) -> Group:
-        seed = request_seed(self.seed, "eval", order)
+    async def _group(self, group_id: int, task: Task, prompt: Sequence[int]) -> Group:
+        seed = request_seed(self.seed, "eval", group_id)
         sampling = SamplingRequest(self.config.samples, self.max_tokens, self.config.temperature, seed, self.options)
-        return await self.maker.make_group(task, prompt, order, sampling)
+        return await self.maker.make_group(task, prompt, group_id, sampling)
 
 
 class MixedEvaluator:

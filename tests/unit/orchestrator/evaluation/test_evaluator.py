@@ -26,9 +26,9 @@ class FakeMaker:
         self.group = make_group
         self.requests: list[tuple[int, dict[str, Any]]] = []
 
-    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+    async def make_group(self, task: Task, prompt: Sequence[int], group_id: int, sampling: SamplingRequest) -> Group:
         self.requests.append((task.index, {"prompt": list(prompt)} | vars(sampling)))
-        return self.group(order, version=4, rewards=(task.index / 10,))
+        return self.group(group_id, version=4, rewards=(task.index / 10,))
 
 
 def make_evaluator(maker: FakeMaker, root: Path, name: str = "", **options: float) -> Evaluator:
@@ -108,10 +108,10 @@ class FailingMaker(FakeMaker):
         super().__init__(make_group)
         self.failing = failing
 
-    async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+    async def make_group(self, task: Task, prompt: Sequence[int], group_id: int, sampling: SamplingRequest) -> Group:
         if task.index in self.failing:
             raise TaskFailed([Failure("RuntimeError: the service is asleep", "my_env.py:8 in score")])
-        return await super().make_group(task, prompt, order, sampling)
+        return await super().make_group(task, prompt, group_id, sampling)
 
 
 def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -> None:
@@ -127,7 +127,9 @@ def test_failed_tasks_are_counted_and_not_averaged(make_group, tmp_path: Path) -
 
 def test_a_task_that_fails_for_no_reason_of_its_own_is_counted_too(make_group, tmp_path: Path) -> None:
     class BrokenMaker(FakeMaker):
-        async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
+        async def make_group(
+            self, task: Task, prompt: Sequence[int], group_id: int, sampling: SamplingRequest
+        ) -> Group:
             raise ConnectionError("no answer")
 
     with pytest.raises(TooManyFailures, match=r"all 3 held-out tasks failed: 3 × ConnectionError: no answer"):
@@ -142,8 +144,10 @@ def test_an_evaluation_without_any_result_ends_the_run(make_group, tmp_path: Pat
 
 def test_several_samples_of_a_prompt_give_pass_at_k(make_group, tmp_path: Path) -> None:
     class SolvesHalf(FakeMaker):
-        async def make_group(self, task: Task, prompt: Sequence[int], order: int, sampling: SamplingRequest) -> Group:
-            return self.group(order, version=4, rewards=(1.0, 0.0) * (sampling.n // 2))
+        async def make_group(
+            self, task: Task, prompt: Sequence[int], group_id: int, sampling: SamplingRequest
+        ) -> Group:
+            return self.group(group_id, version=4, rewards=(1.0, 0.0) * (sampling.n // 2))
 
     evaluator = make_evaluator(SolvesHalf(make_group), tmp_path, samples=4, temperature=1.0)
     assert asyncio.run(evaluator.run(4, RunDir(tmp_path))) == pytest.approx(0.5)
