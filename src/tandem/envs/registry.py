@@ -17,7 +17,7 @@ from tandem.envs.system_prompt import SystemPrompted
 from tandem.rewards.registry import REWARDS, RewardFunction, require_installed
 from tandem.rewards.weighted import WeightedRewards
 from tandem.utils.errors import UserError, shown
-from tandem.utils.places import own_place, with_place
+from tandem.utils.places import user_place, with_place
 from tandem.utils.registry import find_registered
 
 # Imported when they are used: some need packages that take long to load, or are not installed.
@@ -49,7 +49,7 @@ def make_environment(config: EnvConfig) -> Any:
         raise
     except (TypeError, ValueError) as error:
         _refuse_undecorated(factory, config)
-        reason = with_place(str(error), own_place(error))
+        reason = with_place(str(error), user_place(error))
         raise UserError(f"env.args = {config.args!r} does not fit env.id = {config.id!r}: {reason}") from error
     _check(environment, config)
     if config.reward is not None:

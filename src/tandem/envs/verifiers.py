@@ -26,7 +26,7 @@ from tandem.envs.results import Result
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError
 from tandem.utils.imports import make_importable
-from tandem.utils.places import one_line, own_place, with_place
+from tandem.utils.places import one_line, user_place, with_place
 
 MODEL = "policy"
 SUPPORTED = "0.1.10"
@@ -119,7 +119,7 @@ def reason_of(error: Exception, args: VerifiersArgs) -> str:
     cause, module = error.__cause__, args.id.replace("-", "_").split("/")[-1]
     if cause is None or (isinstance(cause, ImportError) and cause.name == module):
         return str(error)
-    return with_place(one_line(cause), own_place(cause))
+    return with_place(one_line(cause), user_place(cause))
 
 
 def rubrics_of(part: Any) -> Iterator[Any]:

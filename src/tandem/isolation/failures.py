@@ -19,9 +19,9 @@ from tandem.utils.places import (
     FailedElsewhere,
     innermost,
     one_line,
-    own_place,
     printable,
     shown_place,
+    user_place,
     with_place,
 )
 
@@ -82,7 +82,7 @@ def failure_of(error: BaseException) -> Failure:
     reason, where = one_line(error), innermost(frames)
     if isinstance(error, FailedElsewhere):
         reason = shorten(f"{type(error).__name__}: {error.reason}", MAX_REASON)
-        where = error.where or own_place(error)
+        where = error.where or user_place(error)
     return Failure(reason, where, printable(shorten("".join(lines.format()), MAX_TRACEBACK)))
 
 

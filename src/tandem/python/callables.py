@@ -66,7 +66,7 @@ def import_path(value: Callable[..., Any], folder: Path, key: str) -> str:
     return f"{target}:{name}"
 
 
-def own_import_path(value: Callable[..., Any], key: str) -> str:
+def custom_import_path(value: Callable[..., Any], key: str) -> str:
     """The same for what this program and its own processes import, and no run that goes on later."""
     return import_path(value, Path(_own_folder().name), key)
 

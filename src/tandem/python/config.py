@@ -13,7 +13,7 @@ from tandem.config.explain import explain_validation_error
 from tandem.config.sampling import EvalConfig, SamplingConfig
 from tandem.config.shared import ModelConfig, SeedOptions, SyncOptions
 from tandem.envs.config import EnvConfig
-from tandem.python.callables import own_import_path, replace_callables
+from tandem.python.callables import custom_import_path, replace_callables
 from tandem.utils.errors import UserError
 
 UNLIMITED_S = 1e9
@@ -54,7 +54,7 @@ class RLTrainingConfig(BatchOptions, SamplingConfig, SyncOptions, SeedOptions):
 
         def __init__(self, **options: Any) -> None:
             try:
-                super().__init__(**replace_callables(options, own_import_path))
+                super().__init__(**replace_callables(options, custom_import_path))
             except ValidationError as error:
                 problem = explain_validation_error(RLTrainingConfig, error)
                 raise UserError(f"RLTrainingConfig: {problem}") from error

@@ -10,7 +10,7 @@ from tandem.envs.config import EnvConfig
 from tandem.envs.protocol import has
 from tandem.envs.registry import make_environment
 from tandem.orchestrator.tasks import TaskOrder
-from tandem.python.callables import own_import_path, replace_callables
+from tandem.python.callables import custom_import_path, replace_callables
 from tandem.rewards.calls import prompt_of
 from tandem.types.rollout import Message, Task
 from tandem.utils.errors import UserError, shown
@@ -59,7 +59,7 @@ class DataBuffer:
         `./my_env.py:Mine`), a class, or the table that `[orchestrator.env]` would hold."""
         table = env if isinstance(env, Mapping) else {"id": env}
         try:
-            config = EnvConfig.model_validate(replace_callables(table, own_import_path))
+            config = EnvConfig.model_validate(replace_callables(table, custom_import_path))
         except ValidationError as error:
             raise UserError(f"DataBuffer.from_env: {explain_validation_error(EnvConfig, error)}") from error
         environment = make_environment(config)

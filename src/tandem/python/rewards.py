@@ -18,7 +18,7 @@ from tandem.isolation.threads import Threads
 from tandem.python.data_buffer import Prompt
 from tandem.python.reward_processes import RewardProcesses, num_processes
 from tandem.rewards.calls import Call
-from tandem.rewards.config import AnyReward, CodeConfig, OwnConfig, RewardConfig
+from tandem.rewards.config import AnyReward, CodeConfig, CustomConfig, RewardConfig
 from tandem.rewards.pool import RewardFailed
 from tandem.rewards.registry import is_slow, make_call, require_installed
 from tandem.rewards.weighted import WeightedRewards
@@ -63,7 +63,7 @@ class Reward:
         prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
         task = Task(0, [{"role": "user", "content": str(prompt)}], prompt.answer, dict(prompt.info))
         arguments = self._call.arguments(task, response)
-        if is_slow(self.config, self._call) and not isinstance(self.config, OwnConfig):
+        if is_slow(self.config, self._call) and not isinstance(self.config, CustomConfig):
             return self.config.weight * self._processes.score(arguments)
         value = self._call(arguments)
         return self._weighted(value) if inspect.isawaitable(value) else self.config.weight * value

@@ -38,7 +38,7 @@ class Call:
         return self.function(arguments["completion"], arguments["answer"], **named)
 
 
-def load_own(path: str, args: Mapping[str, Any], key: str, *, make: bool) -> Call:
+def load_custom(path: str, args: Mapping[str, Any], key: str, *, make: bool) -> Call:
     """What users bring: a function, a class with `score`, or an object of one. Without `make`, a class stays one."""
     found = load_object(path, key)
     if not hasattr(found, "score"):

@@ -342,7 +342,7 @@ class SteeringConfig(GoalServerOptions):
         return self
 
 
-class OwnConfig(RewardConfig):
+class CustomConfig(RewardConfig):
     """A function or a class of your own."""
 
     type: str
@@ -375,6 +375,6 @@ AnyReward = Annotated[
     | Annotated[RemoteConfig, Tag("remote")]
     | Annotated[GoalRewardConfig, Tag("goal")]
     | Annotated[SteeringConfig, Tag("steering")]
-    | Annotated[OwnConfig, Tag(OWN)],
+    | Annotated[CustomConfig, Tag(OWN)],
     Discriminator(_tag_of),
 ]

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.isolation.sandbox import why_unprotected
-from tandem.rewards.calls import Call, load_own
+from tandem.rewards.calls import Call, load_custom
 from tandem.rewards.code import CodeReward
 from tandem.rewards.config import (
     CodeConfig,
+    CustomConfig,
     GoalRewardConfig,
     JsonSchemaConfig,
     JudgeConfig,
-    OwnConfig,
     RemoteConfig,
     RewardConfig,
     RewardModelConfig,
@@ -51,8 +51,8 @@ NEEDS = {"math": "math_verify", "json_schema": "jsonschema"}
 def make_call(config: RewardConfig, *, make: bool = True) -> Call:
     """The reward that a table describes; UserError where it cannot be had. Without `make`, it is only looked at."""
     match config:
-        case OwnConfig():
-            return load_own(config.type, config.args, "env.rewards.type", make=make)
+        case CustomConfig():
+            return load_custom(config.type, config.args, "env.rewards.type", make=make)
         case JudgeConfig():
             return Call(Judge(config))
         case RewardModelConfig():
@@ -74,7 +74,7 @@ def is_slow(config: RewardConfig, call: Call) -> bool:
     """Whether to call it in another process: what users bring, and what searches."""
     if call.is_async:
         return False
-    return isinstance(config, OwnConfig) or config.kind in SLOW or config.options.get("extract") is not None
+    return isinstance(config, CustomConfig) or config.kind in SLOW or config.options.get("extract") is not None
 
 
 def require_installed(reward: str, key: str = "env.rewards.type") -> None:

@@ -18,7 +18,7 @@ from tandem.rewards.checked import checked_reward
 from tandem.rewards.config import AnyReward
 from tandem.rewards.pool import limit_of
 from tandem.rewards.registry import make_call
-from tandem.utils.places import one_line, own_place
+from tandem.utils.places import one_line, user_place
 
 
 class RewardService:
@@ -49,7 +49,7 @@ class RewardService:
                 value = asyncio.run(_awaited(value))
             return Outcome(checked_reward(value))
         except BaseException as error:  # answers: SystemExit, too, costs this call alone
-            return Outcome(failure=Failure(one_line(error), own_place(error)))
+            return Outcome(failure=Failure(one_line(error), user_place(error)))
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -8,7 +8,7 @@ from tandem.isolation.clock import within
 from tandem.isolation.failures import TimedOut
 from tandem.rewards.calls import Call
 from tandem.rewards.checked import BadReward, checked_reward
-from tandem.rewards.config import OwnConfig, RewardConfig
+from tandem.rewards.config import CustomConfig, RewardConfig
 from tandem.rewards.judge import Judge
 from tandem.rewards.pool import RewardFailed, RewardPool, limit_of
 from tandem.rewards.registry import is_slow, make_call, require_installed
@@ -62,7 +62,7 @@ class WeightedRewards:
             raise BadReward(f"{config.label}: {error}") from error
 
     async def _awaited(self, config: RewardConfig, call: Call, arguments: dict[str, object]) -> object:
-        if not isinstance(config, OwnConfig):  # ours keep time themselves: waiting for a free place does not count
+        if not isinstance(config, CustomConfig):  # ours keep time themselves: waiting for a free place does not count
             return await call(arguments)
         try:
             return await within(limit_of(config), call(arguments))

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tandem.utils.errors import UserError
-from tandem.utils.places import own_place, with_place
+from tandem.utils.places import with_place
 from tandem.utils.spelling import nearest
 
 
@@ -42,7 +42,7 @@ def load_object(path: str, key: str) -> Any:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except Exception as error:  # answers, whatever the user's code does when it is imported
         reason = str(error) if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{key} = {path!r} cannot be imported: {with_place(reason, own_place(error))}") from error
+        raise UserError(f"{key} = {path!r} cannot be imported: {with_place(reason, user_place(error))}") from error
     except SystemExit as error:
         raise UserError(
             f"{key} = {path!r} cannot be imported: it ends the process (SystemExit: {error}); put what it does as a "

@@ -42,20 +42,20 @@ def with_place(reason: str, where: str) -> str:
     return f"{reason} ({where})" if where else reason
 
 
-def own_place(error: BaseException) -> str:
+def user_place(error: BaseException) -> str:
     """Where in their own files it was raised; empty if it was elsewhere."""
     frames = traceback.extract_tb(error.__traceback__)
-    return innermost(own_frames([(frame.filename, frame.lineno or 0, frame.name) for frame in frames]))
+    return innermost(user_frames([(frame.filename, frame.lineno or 0, frame.name) for frame in frames]))
 
 
-def own_frames(frames: list[Frame]) -> list[Frame]:
+def user_frames(frames: list[Frame]) -> list[Frame]:
     """Those in code that is in no library."""
     return [frame for frame in frames if not frame[0].startswith((*LIBRARIES, "<"))]
 
 
 def innermost(frames: list[Frame]) -> str:
     """The innermost frame in code that is in no library; else the innermost one."""
-    chosen = (own_frames(frames) or frames)[-1:]
+    chosen = (user_frames(frames) or frames)[-1:]
     return shown_place(*chosen[0]) if chosen else ""
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.rewards.calls import Call, load_own, prompt_of
+from tandem.rewards.calls import Call, load_custom, prompt_of
 from tandem.types.rollout import Message
 
 BRING = str(Path(__file__).with_name("bring.py"))
@@ -39,7 +39,7 @@ def test_the_prompt_is_what_was_asked_last_as_text(messages: list[Message], prom
     ],
 )
 def test_what_it_wants_to_know_it_says_by_its_parameters(name: str, args: dict[str, Any], wants: tuple) -> None:
-    assert load_own(f"{BRING}:{name}", args, "type", make=False).wants == wants
+    assert load_custom(f"{BRING}:{name}", args, "type", make=False).wants == wants
 
 
 def test_a_function_of_which_nothing_is_known_gets_a_completion_and_an_answer() -> None:

@@ -84,7 +84,7 @@ def render(job: Job) -> str:
         "folder": quoted(job.folder),
         "prints": shlex.quote(as_pattern(job.folder)),
         "directory": quoted(Path.cwd()),
-        "venv": quoted(job.slurm.venv or _own_environment()),
+        "venv": quoted(job.slurm.venv or _custom_environment()),
         "environment": [(name, shlex.quote(value)) for name, value in job.environment.items()],
         "secrets": quoted(job.secrets),
         "nodes": job.slurm.nodes,
@@ -199,6 +199,6 @@ def check_venv(venv: Path | None, key: str = "slurm.venv") -> None:
         raise UserError(f"{key} = {str(venv)!r} is no virtual environment: it has no bin/activate; give one, or none")
 
 
-def _own_environment() -> Path | None:
+def _custom_environment() -> Path | None:
     """The virtual environment of this process, if it runs in one."""
     return Path(sys.prefix) if sys.prefix != sys.base_prefix and (Path(sys.prefix) / "bin/activate").exists() else None
