@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tandem.utils.errors import UserError
-from tandem.utils.places import with_place
+from tandem.utils.places import user_place, with_place
 from tandem.utils.spelling import nearest
 
 
