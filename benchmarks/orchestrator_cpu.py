@@ -101,7 +101,7 @@ async def measure(url: str, model: Path, folder: Path, env: EnvConfig, num_rollo
     client = InferenceClient(ClientConfig(base_url=url), RunClaim(RUN, "0" * 16, ""), url)
     async with open_environment(env) as environment:
         await client.wait_until_ready()
-        policy = Policy([client], model, folder / "weights", 0, RunLog(RunDir(folder), "orchestrator"))
+        policy = Policy([client], model, 0, RunLog(RunDir(folder), "orchestrator"))
         await policy.load(model, 0)
         maker = RolloutMaker(
             policy,
@@ -114,16 +114,16 @@ async def measure(url: str, model: Path, folder: Path, env: EnvConfig, num_rollo
         tasks = environment.train_tasks[: num_rollouts // GROUP_SIZE]
         prompts = [tokenizer.encode_chat(task.messages, add_generation_prompt=True) for task in tasks]
 
-        async def group(order: int) -> Group:
-            sampling = SamplingRequest(GROUP_SIZE, NEW_TOKENS, temperature=1.0, seed=order)
-            return await maker.make_group(tasks[order], prompts[order], order, sampling)
+        async def group(group_id: int) -> Group:
+            sampling = SamplingRequest(GROUP_SIZE, NEW_TOKENS, temperature=1.0, seed=group_id)
+            return await maker.make_group(tasks[group_id], prompts[group_id], group_id, sampling)
 
         stalls = Stalls()
         watching = [asyncio.ensure_future(collect_by_the_clock())]
         await asyncio.sleep(0)  # its first collection, of everything, is before the run
         watching += [asyncio.ensure_future(stalls.watch()), asyncio.ensure_future(policy.watch())]
         began, cpu = time.monotonic(), time.process_time()
-        groups = await asyncio.gather(*(group(order) for order in range(len(tasks))))
+        groups = await asyncio.gather(*(group(group_id) for group_id in range(len(tasks))))
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         for task in watching:
             task.cancel()

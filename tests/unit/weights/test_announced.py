@@ -118,7 +118,7 @@ def added_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The file that docs/architecture.md says to add."""
     text = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = text.split("### Add a way to send weights")[1]
-    name = section.split("`src/tandem/weights/")[2].split(".py`")[0]
+    name = section.split(".py`")[0].rpartition("`")[2]
     folder = tmp_path / "weights"
     folder.mkdir()
     code = section.split("```python\n")[1].split("```")[0].replace("/dev/shm", str(tmp_path))
