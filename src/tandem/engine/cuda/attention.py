@@ -203,7 +203,7 @@ class DecodeRows:
     table: Tensor  # (rows * columns,) int32: the blocks of each row
     columns: Tensor  # (1,) int32: on the device, since a CUDA graph must not know it
     positions: Tensor  # (rows,) int32
-    pieces: Tensor  # (5, pieces) int32: how contexts are cut (engine/pieces.py)
+    pieces: Tensor  # (5, pieces) int32: how contexts are cut (engine/split_kv.py)
     arrived: Tensor  # (rows * KV heads or more,) int32: zeros, and zeros again after every layer
     shared: SharedRows | None = None
 
@@ -281,7 +281,7 @@ def most_tokens(head_bytes: int, most_bytes: int) -> int:
 
 
 def num_pieces(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
-    """Into how many pieces the contexts of so many rows are cut at most (engine/pieces.py)."""
+    """Into how many pieces the contexts of so many rows are cut at most (engine/split_kv.py)."""
     pieces = MANY_PIECES if num_rows * num_kv_heads >= MANY_PROGRAMS else PIECES
     wanted = pieces * processors(device) // num_kv_heads
     return num_rows + min(wanted, (MAX_PIECES - 1) * num_rows)

@@ -1,7 +1,7 @@
 """The SGLang engine, as callers in any thread see it: a running SGLang server that is probed, watched and left.
 
     caller threads ──submit, cancel──────────────► backend.py: a task for every request ─► the server
-                   ──pause, resume, weights, …───► control/updates.py: in turn ──────────►
+                   ──pause, resume, weights, …───► serving/updates.py: in turn ──────────►
 
 All of it runs in one event loop in a thread of its own.
 """
